@@ -1,0 +1,1 @@
+"""The `wicore` commands, one file each."""

@@ -1,0 +1,26 @@
+"""WiCore-TRT: build and serve Gemma 3 engines. Public names load lazily, so importing this costs nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wicore_trt.llm import LLM
+    from wicore_trt.types import SamplingParams
+
+try:
+    __version__ = version("wicore-trt")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "wicore_trt.llm", "SamplingParams": "wicore_trt.types"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'wicore_trt' has no attribute {name!r}")

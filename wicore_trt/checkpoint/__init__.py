@@ -1,0 +1,1 @@
+"""From a source (Hugging Face, GGUF) to the unified checkpoint."""

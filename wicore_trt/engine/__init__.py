@@ -1,0 +1,1 @@
+"""The engine directory: build, manifest, verified load."""

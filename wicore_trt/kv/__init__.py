@@ -1,0 +1,1 @@
+"""Paged KV bookkeeping. Nothing here that decides imports torch."""

@@ -1,0 +1,1 @@
+"""One step on a device: batch in, sampled tokens out."""

@@ -1,0 +1,65 @@
+"""What the scheduler hands to an executor and gets back: plain data, no torch.
+
+Invariant: a batch says everything about a step. An executor keeps per sequence only what sampling needs (token
+counts for penalties), created at the first slice of a `seq_id` and dropped by `Executor.release`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wicore_trt.types import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class SequenceSlice:
+    """Consecutive tokens of one sequence to compute in this step.
+
+    `start` is the position of `token_ids[0]`; positions before it are already in the KV pages. `pages[group][j]`
+    is the pool slot that holds positions [j * page_tokens, (j + 1) * page_tokens) of that layer group; -1 marks a
+    local page that slid out of the window. Pages up to the slice's last position are present.
+    When `sample` is set, the token after the slice's last one is sampled with `params`. `history` is then every
+    token of the sequence so far (prompt + output, the slice included) and `prompt_len` says where output begins.
+    `suppress_eos`: min_tokens is not reached, so eos and stop ids must not be chosen (`stop_ids` lists them).
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    start: int
+    pages: dict[str, list[int]]
+    sample: bool = False
+    params: SamplingParams | None = None
+    history: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    seed: int = 0
+    suppress_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One step: slices in any order; results must not depend on the order nor on who else is there."""
+
+    slices: list[SequenceSlice]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token sampled for `seq_id`."""
+
+    seq_id: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite is
+    reported in `failed` with the reason and has no sampled token."""
+
+    tokens: list[SampledToken]
+    failed: dict[int, str] = field(default_factory=dict)

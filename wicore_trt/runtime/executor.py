@@ -1,0 +1,48 @@
+"""The contract between the engine loop and a device.
+
+An executor loads an engine and runs one step: batch in, sampled tokens out. It must not know requests, queues or
+prefix reuse. Invariant: a sequence's tokens depend on that sequence alone (and its seed), not on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.batch import StepBatch, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Geometry of the paged KV cache.
+
+    A page holds K and V of all layers of one group for `page_tokens` tokens, contiguous:
+    [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
+    `num_pages[group]` is the pool's size.
+    """
+
+    page_tokens: int
+    kv_dtype: str
+    num_pages: dict[str, int]
+    page_bytes: dict[str, int]
+
+
+class Executor(Protocol):
+    """One loaded engine on one device."""
+
+    spec: Gemma3Spec
+    layout: KVLayout
+    max_batch_tokens: int
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step. Raises only on a broken device; a bad sequence is reported in StepResult.failed."""
+        ...
+
+    def release(self, seq_id: int) -> None:
+        """Forget the sampling state of a finished, cancelled or preempted sequence. Unknown ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free device memory. The executor is unusable afterwards."""
+        ...

@@ -1,0 +1,248 @@
+"""Requests, sampling parameters and results as plain data.
+
+Shared by every layer from the scheduler to the clients; imports neither torch nor any transport. Invariant: a
+`SamplingParams` that was constructed is valid, so nothing behind the front door checks it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wicore_trt.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_N = 32
+MAX_LOGIT_BIAS = 1024
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # eos, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    CANCELLED = "cancelled"  # client went away, Abort
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}.", field=name)
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}.", field=name)
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}.", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when a sequence ends.
+
+    Meanings and order follow the field's convention: logit bias and penalties on the raw logits, then
+    temperature, then top-k, top-p and min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off.
+    `repetition_penalty` divides positive and multiplies negative logits of tokens seen in prompt or output
+    (CTRL, arXiv:1909.05858); presence and frequency penalties count output tokens only (OpenAI's definition).
+    `logprobs` is the number of alternatives reported per token (None: none at all, 0: the chosen token only),
+    taken from the untempered, unfiltered distribution. `max_tokens=None` means up to the context limit.
+
+    Raises InvalidRequestError with the field's name for NaN, infinite, negative or oversized values.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens.", field="min_tokens")
+        _finite("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, 1 << 31)
+        _finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _finite("min_p", self.min_p, 0.0, 1.0)
+        _finite("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        _integer("n", self.n, 1, MAX_N)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens.", field="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 1 << 31)
+            _finite("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop) > MAX_STOP_STRINGS or any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
+            raise InvalidRequestError(
+                f"stop takes at most {MAX_STOP_STRINGS} non-empty strings of up to {MAX_STOP_LENGTH} characters.",
+                field="stop",
+            )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 1 << 31)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most probable token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` of the prompt came from the KV cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token and of its best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What a client asks for, after validation and tokenization.
+
+    `deadline` is a time.monotonic() stamp or None. `priority`: lower runs first, 0 is normal. `cache_salt`
+    separates the prefix cache between tenants; two requests share pages only when their salts are equal.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    deadline: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one sequence of one request gained in one or more steps; the engine loop's only output.
+
+    `index` is the sequence in [0, n). `usage` and `finish_reason` are set on the last output of the sequence;
+    `stop_reason` is the stop token id or stop string that ended it, if one did. `error` is set with
+    FinishReason.ERROR.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """A TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
+
+    `messages` are chat turns ({"role", "content"}), rendered by the model's own template. `timeout_s` counts
+    from submission. `add_bos` applies to `prompt` only.
+    """
+
+    request_id: str
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, object], ...] | None = None
+    timeout_s: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    add_bos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded engine is, for GetModelInfo and `wicore inspect`."""
+
+    model_id: str
+    backend: str
+    kernels: str
+    dtype: str
+    kv_dtype: str
+    quantization: str | None
+    max_context_tokens: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    chat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of one layer group on the device. `cached` pages hold reusable KV and are free to be taken."""
+
+    group: str
+    total_pages: int
+    used_pages: int
+    cached_pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools)."""
+
+    uptime_s: float
+    requests_running: int
+    requests_waiting: int
+    requests_finished: Mapping[str, int]
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    step_seconds: float
+    preemptions: int
+    pools: tuple[PoolStats, ...]
