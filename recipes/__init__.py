@@ -1,0 +1,1 @@
+"""Recipes: settings for a model on a machine, one YAML file each."""

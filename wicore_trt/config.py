@@ -1,0 +1,260 @@
+"""The one settings tree, and where each value came from.
+
+A value comes from a flag, else from an environment variable (`WICORE_KV__DEVICE_BYTES`), else from the recipe, else
+from the default below. It must not know what the settings do. Invariant: every key that a user wrote is either a
+setting or an error that names the file and line, the variable or the flag.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as settings
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.recipe import did_you_mean, read_recipe, resolve_recipe
+
+ENV_PREFIX = "WICORE_"
+ENV_OTHER = frozenset({"WICORE_DEBUG"})  # read by the command line itself; not settings
+SECRETS = frozenset({"server.api_key"})
+
+_UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("B", 1000), ("iB", 1024))}}
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes from "2GiB", "512 MB" or a plain number. Raises ValueError for anything else written as text."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write it like 2GiB, 512MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _comma_list(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Positive = Annotated[int, Field(gt=0)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@settings(config=_STRICT, frozen=True)
+class ModelSettings:
+    name: str | None = None
+    """Name that clients see. Default: the engine's model id."""
+
+
+@settings(config=_STRICT, frozen=True)
+class ExecutorSettings:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine runs; auto takes a GPU that PyTorch can use, else the CPU."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """CPU operators: native (C++ kernels), torch, or auto: native when the library was built."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of one step; 0 takes all cores that the process may use."""
+
+
+@settings(config=_STRICT, frozen=True)
+class KVSettings:
+    page_tokens: Positive | None = None
+    """Tokens per KV page. Default: the engine's page size."""
+    device_bytes: ByteSize = 1 << 30
+    """Memory for KV pages on the device, as bytes or text like 2GiB."""
+    prefix_cache: bool = True
+    """Keep the pages of finished requests and reuse them for prompts that begin alike."""
+
+
+@settings(config=_STRICT, frozen=True)
+class SchedulerSettings:
+    max_batch_tokens: Positive = 512
+    """Token budget of one step. More is faster prefill, and longer gaps between the tokens of running requests."""
+    max_sequences: Positive = 64
+    """Sequences that run at the same time."""
+    max_waiting: Positive = 1024
+    """Requests that may wait; the next one is refused with RESOURCE_EXHAUSTED."""
+    max_context: Positive | None = None
+    """Longest sequence in tokens, prompt and output. Default: the engine's limit."""
+
+
+@settings(config=_STRICT, frozen=True)
+class ServerSettings:
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 listens on every interface; then set api_key or TLS."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    """gRPC port; 0 takes a free one and prints it."""
+    grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    api_key: Annotated[str, Field(min_length=1)] | None = None
+    """Key that every call must present. Set it by WICORE_SERVER__API_KEY, so that it is in no file and no ps."""
+    tls_cert: str | None = None
+    """Server certificate chain, a PEM file."""
+    tls_key: str | None = None
+    """Private key of the certificate, a PEM file."""
+    tls_client_ca: str | None = None
+    """CA that client certificates must be signed by, a PEM file; clients without one are refused."""
+    reflection: bool = True
+    """Serve gRPC reflection, so that grpcurl lists the methods."""
+    max_message_mb: Positive = 16
+    """Largest request message in MiB."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+
+
+@settings(config=_STRICT, frozen=True)
+class LogSettings:
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is logged."""
+    json: bool = False
+    """One JSON object per line, in place of text."""
+
+
+@settings(config=_STRICT, frozen=True)
+class BuildSettings:
+    source: str | None = None
+    """Hub id, directory or GGUF file that `wicore build RECIPE` builds from."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """Dtype of the weights."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the KV cache; auto is that of the activations."""
+    backend: str = "torch"
+    """How the engine computes."""
+    targets: Names = ()
+    """GPU architectures to compile for; backend torch takes none."""
+    tp_size: Positive = 1
+    """Number of GPUs that the weights are split over."""
+
+
+@settings(config=_STRICT, frozen=True)
+class Settings:
+    """All settings, validated."""
+
+    engine: str | None = None
+    """Engine directory to load."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    executor: ExecutorSettings = field(default_factory=ExecutorSettings)
+    kv: KVSettings = field(default_factory=KVSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    build: BuildSettings = field(default_factory=BuildSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings with the origin of every value that is not a default, by dotted key ("kv.device_bytes")."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """(key, value, source) of every setting in the tree's order; secrets are masked."""
+        found = []
+        for key in KEYS:
+            value: Any = self.settings
+            for part in key.split("."):
+                value = getattr(value, part)
+            masked = "***" if key in SECRETS and value is not None else value
+            found.append((key, masked, self.sources.get(key, "default")))
+        return found
+
+    def render(self) -> str:
+        """The settings as a recipe, each line with the source of its value as a comment."""
+        lines, section = [], ""
+        for key, value, source in self.rows():
+            head, _, leaf = key.rpartition(".")
+            if head != section:
+                lines.append(f"{head}:")
+                section = head
+            text = json.dumps(list(value) if isinstance(value, tuple) else value)
+            lines.append(f"{'  ' if head else ''}{leaf}: {text}  # {source}")
+        return "\n".join(lines) + "\n"
+
+
+def _leaf_keys(tree: type, prefix: str = "") -> Iterator[str]:
+    for entry in fields(tree):
+        section = entry.default_factory
+        if isinstance(section, type) and is_dataclass(section):
+            yield from _leaf_keys(section, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name
+
+
+KEYS = tuple(_leaf_keys(Settings))
+"""Dotted keys of all settings, in the tree's order."""
+
+
+def load_settings(recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from flags, environment, recipe and defaults; see `resolve_settings`."""
+    return resolve_settings(recipe, overrides).settings
+
+
+def resolve_settings(
+    recipe: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LoadedSettings:
+    """Settings and their sources. Precedence: flag > environment > recipe > default.
+
+    `recipe` is a packaged recipe's name or a path. `overrides` are the flags, {"kv.page_tokens": 16} or nested;
+    None means that the flag was not given. Raises ConfigError naming where the bad value was written.
+    """
+    values: dict[str, tuple[Any, str]] = {}
+    if recipe is not None:
+        values |= read_recipe(resolve_recipe(recipe), KEYS)
+    values |= _from_environment(os.environ if environ is None else environ)
+    values |= _from_flags(overrides or {})
+    nested: dict[str, Any] = {}
+    for key, (value, _) in values.items():
+        section, _, leaf = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[leaf] = value
+    sources = {key: where for key, (_, where) in values.items()}
+    try:
+        return LoadedSettings(TypeAdapter(Settings).validate_python(nested), sources)
+    except ValidationError as error:
+        raise _as_config_error(error, sources) from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    names = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in KEYS}
+    found: dict[str, tuple[Any, str]] = {}
+    for name in sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in ENV_OTHER):
+        if name not in names:
+            raise ConfigError(f"environment variable {name} is not a setting.", fix=did_you_mean(name, names))
+        found[names[name]] = (environ[name], f"env {name}")
+    return found
+
+
+def _from_flags(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value in overrides.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            found |= _from_flags(value, f"{key}.")
+        elif value is not None:
+            if key not in KEYS:
+                raise ConfigError(f"{key} is not a setting.", fix=did_you_mean(key, KEYS))
+            found[key] = (value, "flag")
+    return found
+
+
+def _as_config_error(error: ValidationError, sources: Mapping[str, str]) -> ConfigError:
+    parts = []
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) and not part.isdigit())
+        written = sources.get(key) or next((w for k, w in sources.items() if k.startswith(f"{key}.")), "default")
+        parts.append(f"{written}: {key}: {detail['msg'].removeprefix('Value error, ')}")
+    return ConfigError("; ".join(parts) + ".")

@@ -1,0 +1,233 @@
+"""Turn a source or a unified checkpoint into an engine directory.
+
+Lays out files and writes the manifest; converting is `checkpoint.convert`'s work and computing the executor's. It
+must not know how a backend runs. Invariant: the output appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.engine.directory import (
+    EngineDir,
+    Progress,
+    check_output,
+    describe_files,
+    open_engine,
+    partial_directory,
+    replace_engine,
+)
+from wicore_trt.engine.manifest import MANIFEST_NAME, Manifest, compute_fingerprint
+from wicore_trt.engine.weights import hash_weights, place_weights, read_tensor_ranges
+from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
+
+LM_HEAD = "lm_head.weight"
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+TOOLS = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "gguf", "triton", "tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """The arguments of `build_engine` that say what to build."""
+
+    backend: str
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    page_tokens: int
+    targets: tuple[str, ...]
+    max_context: int | None
+
+
+def _torch_targets(options: BuildOptions) -> list[str]:
+    """The torch backend compiles nothing: it runs wherever PyTorch does."""
+    if options.targets:
+        raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
+    return ["any"]
+
+
+BACKENDS: dict[str, Callable[[BuildOptions], list[str]]] = {"torch": _torch_targets}
+"""Name of a backend to the function that compiles for its targets and returns their names."""
+
+
+def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the options travel as one value
+    source: str | Path,
+    output: Path,
+    *,
+    backend: str = "torch",
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    tp_size: int = 1,
+    page_tokens: int = 32,
+    targets: Sequence[str] = (),
+    max_context: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> EngineDir:
+    """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory.
+
+    `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of
+    the activations. `page_tokens` is the KV page size in tokens; `max_context` limits sequences in tokens (None: the
+    model's own limit). An existing engine is replaced only with `force`.
+
+    Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
+    for a bad source, EnvironmentUnfitError for a backend that is not here or a full disk.
+    """
+    options = BuildOptions(backend, dtype, kv_dtype, tp_size, page_tokens, tuple(targets), max_context)
+    output = Path(os.path.abspath(output))
+    _check_options(options)
+    check_output(output, force=force)
+    targets = BACKENDS[options.backend](options)
+    try:
+        with ExitStack() as stack:
+            checkpoint = _checkpoint_of(source, output, options, stack, progress)
+            _check_fit(checkpoint, options)
+            partial = stack.enter_context(partial_directory(output))
+            manifest = _lay_out(checkpoint, partial, options, targets, str(source), progress)
+            (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+            replace_engine(partial, output, force=force)
+    except OSError as error:
+        raise EnvironmentUnfitError(
+            f"building {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
+        ) from error
+    return open_engine(output, verify=False)
+
+
+def is_unified_checkpoint(path: Path) -> bool:
+    """True for a directory with `config.json` and `rank0.safetensors`."""
+    return (path / "rank0.safetensors").is_file() and (path / "config.json").is_file()
+
+
+def _check_options(options: BuildOptions) -> None:
+    if options.backend not in BACKENDS:
+        raise EnvironmentUnfitError(
+            f"backend {options.backend!r} is not built in this version; there is: {', '.join(BACKENDS)}.",
+            fix="Use --backend torch.",
+        )
+    if options.kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
+    if options.page_tokens < 1 or options.page_tokens & (options.page_tokens - 1):
+        raise ConfigError(f"page_tokens must be a power of two, got {options.page_tokens}.")
+
+
+def _checkpoint_of(
+    source: str | Path, output: Path, options: BuildOptions, stack: ExitStack, progress: Progress | None
+) -> Checkpoint:
+    """Open the checkpoint, or convert the source into one beside the output that lives as long as `stack`."""
+    from wicore_trt.checkpoint.format import open_checkpoint
+
+    if is_unified_checkpoint(Path(source)):
+        return open_checkpoint(Path(source))
+    from wicore_trt.checkpoint.convert import convert
+
+    scratch = stack.enter_context(partial_directory(output, "checkpoint"))
+    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    return convert(source, scratch / "checkpoint", dtype=dtype, tp_size=options.tp_size, progress=progress)
+
+
+def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
+    """Options must describe the checkpoint that is there: building does not convert a second time."""
+    have = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    if options.dtype not in ("auto", have):
+        raise ConfigError(
+            f"the checkpoint is {have}, not {options.dtype}.", fix=f"Convert the source with --dtype {options.dtype}."
+        )
+    if options.tp_size not in (1, checkpoint.tp_size):
+        raise ConfigError(
+            f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
+            fix=f"Convert the source with --tp {options.tp_size}.",
+        )
+    limit = checkpoint.spec.max_position_embeddings
+    if options.max_context is not None and not 1 <= options.max_context <= limit:
+        raise ConfigError(f"max_context {options.max_context} is outside [1, {limit}], the model's limit.")
+
+
+def _lay_out(
+    checkpoint: Checkpoint,
+    partial: Path,
+    options: BuildOptions,
+    targets: list[str],
+    source: str,
+    progress: Progress | None,
+) -> Manifest:
+    """Place all files in `partial` and describe them."""
+    rank_files = []
+    for rank, path in enumerate(checkpoint.rank_files):
+        _report(progress, "weights", rank, len(checkpoint.rank_files))
+        rank_files.append(partial / f"rank{rank}.safetensors")
+        place_weights(path, rank_files[-1], drop=_tied_head(checkpoint, path))
+    for path in checkpoint.tokenizer_files:
+        shutil.copyfile(path, partial / path.name)
+    _report(progress, "hash", 0, 1)
+    weights_hash = hash_weights(rank_files)
+    files = describe_files(partial)
+    _report(progress, "hash", 1, 1)
+    kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    computed: dict[str, Any] = {
+        "spec": checkpoint.spec,
+        "weights_hash": weights_hash,
+        "dtype": "fp8" if checkpoint.quant_algo else checkpoint.dtype,
+        "kv_dtype": kv_dtype,
+        "quantization": (
+            {"algo": checkpoint.quant_algo, "base_dtype": checkpoint.dtype} if checkpoint.quant_algo else None
+        ),
+        "tp_size": checkpoint.tp_size,
+    }
+    return Manifest(
+        **computed,
+        fingerprint=compute_fingerprint(**computed),
+        model_id=model_id(source),
+        backend=options.backend,
+        targets=targets,
+        page_tokens=options.page_tokens,
+        max_context=options.max_context or checkpoint.spec.max_position_embeddings,
+        files=files,
+        tools=_tools(),
+        source=source,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
+    """The LM head is the embedding when they are tied, so an engine keeps one copy."""
+    if not checkpoint.spec.tie_word_embeddings:
+        if not any(t.name == LM_HEAD for t in read_tensor_ranges(rank_file)):
+            raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
+        return ()
+    return (LM_HEAD,)
+
+
+def model_id(source: str) -> str:
+    """The model's name for clients: a hub id as it is, else the file or directory name without its suffix."""
+    path = Path(source)
+    if path.exists():
+        path = path.resolve()
+        return path.stem if path.is_file() else path.name
+    return source
+
+
+def _tools() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in TOOLS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _report(progress: Progress | None, phase: str, done: int, total: int) -> None:
+    if progress:
+        progress(phase, done, total)
