@@ -1,0 +1,73 @@
+"""A step's geometry as tensors: what every lowering reads, built once per step from the plain batch.
+
+Knows the batch and the page size; it must not know weights, devices or operators. Invariant: the tensors say all
+that `StepBatch` says about computing (sampling parameters apart), in the order of the batch's slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.executor import KVLayout
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """CPU tensors of a step with N tokens in S slices, of which R are sampled. All are contiguous.
+
+    Tokens of slice s are rows [cu_seqlens[s], cu_seqlens[s + 1]) with consecutive positions.
+    `page_tables[group][s, j]` is the pool slot of positions [j * page_tokens, (j + 1) * page_tokens) of slice s, or
+    -1 for a page that slid out of the window or lies after the slice's end. `sample_rows` are the last rows of the
+    slices that sample, ascending.
+    """
+
+    token_ids: torch.Tensor  # int64[N]
+    positions: torch.Tensor  # int32[N]
+    cu_seqlens: torch.Tensor  # int32[S + 1]
+    page_tables: dict[str, torch.Tensor]  # group -> int32[S, P], P the pages of the longest slice
+    sample_rows: torch.Tensor  # int64[R]
+
+    @classmethod
+    def from_batch(cls, batch: StepBatch, layout: KVLayout, groups: Sequence[str]) -> StepInputs:
+        """Flatten `batch`; `groups` are the layer groups that the model has.
+
+        A constant number of tensor operations and one list copy per slice: cheap enough for every decode step.
+        """
+        slices = batch.slices
+        lengths = np.array([len(s.token_ids) for s in slices], np.int32)
+        starts = np.array([s.start for s in slices], np.int32)
+        assert len(slices) and lengths.min() > 0 and starts.min() >= 0, "a step has slices and they have tokens"
+        cu_seqlens = np.zeros(len(slices) + 1, np.int32)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        total = int(cu_seqlens[-1])
+        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in slices), np.int64, total)
+        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
+        samples = np.array([s.sample for s in slices], bool)
+        used = (starts + lengths + layout.page_tokens - 1) // layout.page_tokens
+        return cls(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            page_tables={g: torch.from_numpy(_page_table(slices, g, used, layout.num_pages[g])) for g in groups},
+            sample_rows=torch.from_numpy((cu_seqlens[1:][samples] - 1).astype(np.int64)),
+        )
+
+
+def _page_table(slices: list[SequenceSlice], group: str, used: np.ndarray, num_pages: int) -> np.ndarray:
+    """int32[S, max(used)]: the first used[s] pages of each slice, padded with ABSENT."""
+    table = np.full((len(slices), int(used.max())), ABSENT, np.int32)
+    for row, s, count in zip(table, slices, used.tolist(), strict=True):
+        pages = s.pages[group]
+        assert len(pages) >= count, f"sequence {s.seq_id} lacks {group} pages"
+        row[:count] = pages[:count]
+    # Kernels index the pool with these unchecked, so a bad page must stop here.
+    assert table.min() >= ABSENT and table.max() < num_pages, f"page of group {group} outside its pool"
+    return table
