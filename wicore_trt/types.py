@@ -150,9 +150,9 @@ class GenerateRequest:
 class TokenOutput:
     """What one sequence of one request gained in one or more steps; the engine loop's only output.
 
-    `index` is the sequence in [0, n). `usage` and `finish_reason` are set on the last output of the sequence;
-    `stop_reason` is the stop token id or stop string that ended it, if one did. `error` is set with
-    FinishReason.ERROR.
+    `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
+    the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
+    `error` is set with FinishReason.ERROR.
     """
 
     request_id: str
@@ -167,7 +167,10 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextOutput:
-    """A TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back."""
+    """A TokenOutput after detokenization: `text` is the delta, with partial UTF-8 and partial stops held back.
+
+    `usage` and `finish_reason` are set on the last output of the sequence.
+    """
 
     request_id: str
     index: int

@@ -1,0 +1,155 @@
+"""Stand-ins for devices: an executor whose KV cache is checked memory and whose tokens are a pure function.
+
+`FakeExecutor` writes into each page slot, for each position, a digest of the whole prefix up to that position, and
+checks on every step that every position a query may look at holds the digest of this very sequence. A page that is
+shared wrongly, overwritten early, slid out too soon or findable before it is written raises at once. The window must
+be 2 or more, because a slice continues from the digest of the position before it.
+"""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.schedule.scheduler import Scheduler
+
+VOCAB = 97
+EOS = 1
+
+
+def tiny_spec(window: int, groups: tuple[str, ...] = (LOCAL, GLOBAL)) -> Gemma3Spec:
+    """A spec of the smallest sizes, for engines that never compute."""
+    return Gemma3Spec(
+        vocab_size=VOCAB, hidden_size=8, num_layers=len(groups), num_heads=1, num_kv_heads=1, head_dim=4,
+        intermediate_size=8, query_pre_attn_scalar=4, rms_norm_eps=1e-6, rope_theta=1e6, rope_local_theta=1e4,
+        rope_scaling_factor=1.0, sliding_window=window, layer_groups=groups, max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def prefix_digests(tokens: list[int], salt: bytes = b"") -> list[bytes]:
+    """Digest of tokens[: i + 1] for each i."""
+    state, digests = blake2b(salt, digest_size=8), []
+    for token in tokens:
+        state.update(token.to_bytes(4, "little"))
+        digests.append(state.digest())
+    return digests
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model: the next token is a function of all tokens so far; about 1 in 97 is EOS."""
+    return int.from_bytes(prefix_digests(tokens)[-1], "little") % VOCAB
+
+
+def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """What an engine over FakeExecutor must output for a prompt."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeExecutor:
+    """See the module's docstring. `fail_at` makes the step of that number raise; `step_s` slows steps down;
+    `poison` lists seq_ids whose logits are not finite."""
+
+    def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
+        self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
+        self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 64))
+        self.max_batch_tokens = max_batch_tokens
+        self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
+        self.steps: list[list[tuple[int, int]]] = []
+        self.released: list[int] = []
+        self.fail_at: int | None = None
+        self.step_s = 0.0
+        self.poison: set[int] = set()
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        if self.step_s:
+            time.sleep(self.step_s)
+        assert 0 < batch.num_tokens <= self.max_batch_tokens
+        self.steps.append([(s.seq_id, len(s.token_ids)) for s in batch.slices])
+        if self.fail_at is not None and len(self.steps) >= self.fail_at:
+            raise RuntimeError("device lost")
+        result = StepResult([])
+        for piece in batch.slices:
+            if piece.seq_id in self.poison:
+                result.failed[piece.seq_id] = "logits are not finite"
+                continue
+            token = self._run(piece)
+            if token is not None:
+                result.tokens.append(SampledToken(piece.seq_id, token))
+        return result
+
+    def _run(self, piece) -> int | None:
+        size, end = self.layout.page_tokens, piece.start + len(piece.token_ids)
+        for group, memory in self.memory.items():
+            table = piece.pages[group]
+            writable = [slot for slot in table if slot >= 0]
+            assert len(set(writable)) == len(writable), "one slot twice in one table"
+            before = b"" if piece.start == 0 else memory[table[(piece.start - 1) // size]][(piece.start - 1) % size]
+            for position, token in enumerate(piece.token_ids, piece.start):
+                before = chain(before, token)
+                memory[table[position // size]][position % size] = before
+                first = max(0, position - self.spec.sliding_window + 1) if group == LOCAL else 0
+                for page in {first // size, position // size}:
+                    assert table[page] >= 0, f"{group} page {page} slid out while position {position} needs it"
+        if not piece.sample:
+            return None
+        assert len(piece.history) == end, "sampling before the last token was computed"
+        self._check(piece, end)
+        return next_token(piece.history)
+
+    def _check(self, piece, end: int) -> None:
+        """Every position that the last query sees must hold this sequence's own prefix."""
+        size, digest, truth = self.layout.page_tokens, b"", []
+        for token in piece.history:
+            digest = chain(digest, token)
+            truth.append(digest)
+        for group, memory in self.memory.items():
+            first = max(0, end - self.spec.sliding_window) if group == LOCAL else 0
+            for position in range(first, end):
+                slot = piece.pages[group][position // size]
+                assert slot >= 0, f"{group} page of position {position} is gone"
+                assert memory[slot][position % size] == truth[position], f"{group}: wrong KV at position {position}"
+
+    def release(self, seq_id: int) -> None:
+        self.released.append(seq_id)
+
+    def close(self) -> None:
+        self.memory.clear()
+
+
+def chain(before: bytes, token: int) -> bytes:
+    """Digest of a prefix from the digest of the prefix one token shorter."""
+    return blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def make_core(
+    *,
+    pages: dict[str, int] | None = None,
+    page_tokens: int = 4,
+    window: int = 8,
+    max_batch_tokens: int = 16,
+    max_sequences: int = 8,
+    max_context: int = 128,
+    prefix_cache: bool = True,
+    checkpoint_tokens: int = 32,
+    clock=time.monotonic,
+) -> EngineCore:
+    """An EngineCore over a FakeExecutor (core.executor) with small pools."""
+    pages = pages or {GLOBAL: 64, LOCAL: 64}
+    executor = FakeExecutor(pages, page_tokens, window, max_batch_tokens)
+    manager = KVCacheManager(
+        pages, window, KeyChain("fake", page_tokens), prefix_cache=prefix_cache, checkpoint_tokens=checkpoint_tokens
+    )
+    scheduler = Scheduler(manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+    return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)

@@ -1,0 +1,136 @@
+"""The thread that steps the engine.
+
+Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
+one step. Outputs of a step leave through one callback. It must not know text or asyncio. Invariant: every request
+that `add` accepted gets its final output, also when the executor breaks; after that the loop refuses new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[list[TokenOutput]], None]
+
+
+class EngineLoop:
+    """Owns an EngineCore and the thread that steps it. `sink` is called on that thread, once per step.
+
+    `max_waiting` bounds the sequences that wait for their first step.
+    """
+
+    def __init__(self, core: EngineCore, sink: Sink, *, max_waiting: int) -> None:
+        self._core = core
+        self._sink = sink
+        self._max_waiting = max_waiting
+        self._wake = threading.Condition()
+        self._added: list[GenerateRequest] = []
+        self._aborted: list[tuple[str, int | None]] = []
+        self._live: set[str] = set()
+        self._waiting = 0
+        self._open = True
+        self._dead: str | None = None
+        self._stats = core.stats()
+        self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def dead(self) -> str | None:
+        """Why the loop ended, if it broke."""
+        return self._dead
+
+    @property
+    def live(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._live)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Accept a request.
+
+        Raises InvalidRequestError, QueueFullError when `max_waiting` requests wait, UnavailableError after `stop`,
+        EngineDeadError when the loop broke.
+        """
+        self._core.validate(request)
+        with self._wake:
+            if self._dead is not None:
+                raise EngineDeadError(f"The engine stopped: {self._dead}")
+            if not self._open:
+                raise UnavailableError("The engine is shutting down.")
+            if request.request_id in self._live:
+                raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
+            if self._waiting + len(self._added) >= self._max_waiting:
+                raise QueueFullError(f"The queue is full: {self._max_waiting} sequences are waiting.")
+            self._live.add(request.request_id)
+            self._added.append(request)
+            self._wake.notify()
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Ask for the end of a request, or of one of its sequences; false when it is not live."""
+        with self._wake:
+            if request_id not in self._live:
+                return False
+            self._aborted.append((request_id, index))
+            self._wake.notify()
+            return True
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Cancel what is live and end the thread."""
+        with self._wake:
+            self._open = False
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def stats(self) -> EngineStats:
+        """Counters as of the last step."""
+        return self._stats
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                self._emit(self._core.step())
+            self._emit(self._core.abort_all(FinishReason.CANCELLED))
+        except Exception as error:  # the executor broke: tell every waiter, then end
+            log.exception("engine loop ended")
+            with self._wake:
+                self._dead = f"{type(error).__name__}: {error}"
+                self._open = False
+                never_started, self._added = self._added, []
+            for request in never_started:
+                self._core.add(request)
+            self._emit(self._core.abort_all(FinishReason.ERROR, self._dead))
+
+    def _take_inbox(self) -> bool:
+        """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
+        with self._wake:
+            while self._open and not self._added and not self._aborted and not self._core.has_work:
+                self._wake.wait()
+            added, self._added = self._added, []
+            aborted, self._aborted = self._aborted, []
+            self._waiting += len(added)
+            keep_on = self._open
+        for request in added:
+            self._core.add(request)
+        outputs = [output for request_id, index in aborted for output in self._core.abort(request_id, index)]
+        if outputs:
+            self._emit(outputs)
+        return keep_on
+
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        with self._wake:
+            for output in outputs:
+                if output.finish_reason is not None and not self._core.is_live(output.request_id):
+                    self._live.discard(output.request_id)
+            self._waiting = len(self._core.scheduler.waiting)
+            self._stats = self._core.stats()
+        if outputs:
+            self._sink(outputs)

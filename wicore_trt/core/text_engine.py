@@ -1,0 +1,214 @@
+"""The asyncio face of an engine: text requests in, streams of text out.
+
+Tokenizes, hands requests to the EngineLoop, turns its token outputs into text on the event loop's thread and ends
+sequences on stop strings. It must not know gRPC or HTTP. Invariant: an iterator that `submit` returned ends (with a
+finish reason or an exception) or its closing aborts the request; a slow reader costs memory bounded by its own output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.text_output import SequenceText
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    TextOutput,
+    TextRequest,
+    TokenOutput,
+)
+
+
+def encode_request(tokenizer: Tokenizer, request: TextRequest) -> tuple[int, ...]:
+    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given."""
+    given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
+    if sum(given) != 1:
+        raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
+    if request.prompt_token_ids is not None:
+        return request.prompt_token_ids
+    if request.messages is not None:
+        return tuple(tokenizer.apply_chat(request.messages))
+    assert request.prompt is not None
+    if not request.prompt:
+        raise InvalidRequestError("The prompt is empty.", field="prompt")
+    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos))
+
+
+def merge(first: TextOutput, second: TextOutput) -> TextOutput:
+    """Two consecutive outputs of one sequence as one."""
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+    )
+
+
+class TextStream:
+    """Async iterator over one request's outputs. What a reader has not taken yet is merged per sequence."""
+
+    def __init__(self, engine: TextEngine, request: TextRequest, tokenizer: Tokenizer) -> None:
+        self.request_id = request.request_id
+        self._engine = engine
+        self._texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        self._pending: dict[int, TextOutput] = {}
+        self._error: WicoreError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return self._error is not None or all(text.finished for text in self._texts)
+
+    def push(self, output: TokenOutput) -> None:
+        """Take a token output from the engine; on the event loop's thread."""
+        if output.finish_reason is FinishReason.ERROR:
+            dead = self._engine.dead
+            self._error = EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed.")
+            self._changed.set()
+            return
+        text = self._texts[output.index].push(output)
+        if text is None:
+            return
+        before = self._pending.get(output.index)
+        self._pending[output.index] = merge(before, text) if before else text
+        if self._texts[output.index].finished and output.finish_reason is None:
+            self._engine.abort_sequence(self.request_id, output.index)
+        self._changed.set()
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> TextOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self.finished:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._pending.pop(next(iter(self._pending)))
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs."""
+        self._engine.forget(self)
+
+
+class TextEngine:
+    """One engine served on one event loop.
+
+    Construct and `start` it on that loop; all methods except the EngineLoop's callback run there.
+    """
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, info: ModelInfo, *, max_waiting: int = 1024) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        self.draining = False
+        self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
+        self._streams: dict[str, TextStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._asyncio is not None and not self.draining and self._loop.dead is None
+
+    @property
+    def dead(self) -> str | None:
+        """Why the step loop broke, if it did."""
+        return self._loop.dead
+
+    async def start(self) -> None:
+        """Start the step loop."""
+        self._asyncio = asyncio.get_running_loop()
+        self._loop.start()
+
+    def submit(self, request: TextRequest) -> AsyncIterator[TextOutput]:
+        """Queue a request and return its stream.
+
+        Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError at
+        once; the stream raises EngineDeadError when the engine breaks later.
+        """
+        if self.draining or self._asyncio is None:
+            raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
+        if request.request_id in self._streams:
+            raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
+        token_ids = encode_request(self.tokenizer, request)
+        deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
+        stream = TextStream(self, request, self.tokenizer)
+        self._loop.add(
+            GenerateRequest(
+                request_id=request.request_id,
+                prompt_token_ids=token_ids,
+                params=request.params,
+                deadline=deadline,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        )
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with FinishReason.CANCELLED; false when it is not live."""
+        return self._loop.abort(request_id)
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence that a stop string ended."""
+        self._loop.abort(request_id, index)
+
+    def forget(self, stream: TextStream) -> None:
+        """Drop a stream that its reader closed; aborts it if it still runs."""
+        if self._streams.get(stream.request_id) is stream:
+            self._loop.abort(stream.request_id)
+            self._remove(stream.request_id)
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, wait for the running ones, cancel what is left; true when none was cancelled."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            return True
+        except TimeoutError:
+            for request_id in list(self._streams):
+                self._loop.abort(request_id)
+            await self._idle.wait()
+            return False
+
+    async def close(self) -> None:
+        """Cancel everything and end the step loop."""
+        self.draining = True
+        await asyncio.to_thread(self._loop.stop)
+
+    def _deliver_soon(self, outputs: list[TokenOutput]) -> None:
+        """The EngineLoop's callback, on its thread."""
+        assert self._asyncio is not None
+        if not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.push(output)
+            if stream.finished:
+                self._remove(output.request_id)
+
+    def _remove(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()

@@ -1,0 +1,70 @@
+"""Token outputs to text outputs, for one sequence.
+
+Detokenizes incrementally and finds stop strings; knows neither engine nor transport. Invariant: the concatenated
+deltas are the decoded output up to the stop, and exactly one output carries the finish reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wicore_trt.text.detokenizer import IncrementalDetokenizer
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenOutput
+
+
+class SequenceText:
+    """Text of one sequence. `finished` turns true with the output that carries a finish reason."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop)
+        self._params = params
+        self.finished = False
+
+    def push(self, output: TokenOutput) -> TextOutput | None:
+        """Text of a token output, or None after the end. When `finished` turns true on a stop string the engine
+        still runs the sequence: the caller aborts it."""
+        if self.finished:
+            return None
+        shown = output.token_ids
+        ended_by_token = output.finish_reason is FinishReason.STOP
+        if ended_by_token and not self._params.include_stop:
+            shown = shown[:-1]  # eos and stop tokens are reported as ids, not as text
+        token_ids, logprobs, text = output.token_ids, output.logprobs, ""
+        for i, token in enumerate(shown):
+            text += self._detokenizer.push((token,))
+            if self._detokenizer.matched is not None:
+                return self._stopped(output, text, i + 1)
+        if output.finish_reason is not None:
+            self.finished = True
+            text += self._detokenizer.flush()
+            if self._detokenizer.matched is not None and ended_by_token:
+                return self._stopped(output, text, len(token_ids))
+        return TextOutput(
+            request_id=output.request_id,
+            index=output.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            usage=output.usage if self.finished else None,
+        )
+
+    def _stopped(self, output: TokenOutput, text: str, count: int) -> TextOutput:
+        """The last output of a sequence that a stop string ended after `count` of this output's tokens."""
+        self.finished = True
+        usage = output.usage
+        if usage is not None:
+            surplus = len(output.token_ids) - count
+            usage = replace(usage, completion_tokens=usage.completion_tokens - surplus)
+        return TextOutput(
+            request_id=output.request_id,
+            index=output.index,
+            text=text,
+            token_ids=output.token_ids[:count],
+            logprobs=output.logprobs[:count],
+            finish_reason=FinishReason.STOP,
+            stop_reason=self._detokenizer.matched,
+            usage=usage,
+        )

@@ -1,0 +1,55 @@
+"""One sequence of a request, as the scheduler sees it: tokens, how many are computed, its pages.
+
+There is no prefill and no decode phase: a sequence has computed and total tokens, and a step computes some of the
+difference. Invariant: computed < len(tokens) while the sequence lives, so there is always a next token to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wicore_trt.kv.manager import SequencePages
+from wicore_trt.schedule.state import TRANSITIONS, SequenceState
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
+    cache at first admission (None before it). `arrival` is a time.monotonic() stamp."""
+
+    seq_id: int
+    request: GenerateRequest
+    index: int
+    seed: int
+    tokens: list[int]
+    arrival: float
+    pages: SequencePages
+    computed: int = 0
+    cached: int | None = None
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    stop_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    def move(self, state: SequenceState) -> None:
+        """Change state; an illegal transition is a bug of ours."""
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
