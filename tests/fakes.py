@@ -64,6 +64,7 @@ class FakeExecutor:
     def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
         self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 64))
+        self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
         self.steps: list[list[tuple[int, int]]] = []

@@ -29,9 +29,11 @@ class KVLayout:
 
 
 class Executor(Protocol):
-    """One loaded engine on one device."""
+    """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
+    different ones differ in their last bits."""
 
     spec: Gemma3Spec
+    kernels: str
     layout: KVLayout
     max_batch_tokens: int
 

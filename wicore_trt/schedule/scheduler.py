@@ -139,7 +139,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""
         assert all(s.state is SequenceState.RUNNING for s in self.running)
-        assert all(s.state is SequenceState.WAITING for s in self.waiting)
+        assert all(s.state is SequenceState.WAITING and s.computed == 0 for s in self.waiting)
         assert len(self.running) <= self.max_sequences
         self.manager.check_integrity()
         for group, pool in self.manager.pools.items():

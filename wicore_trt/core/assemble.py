@@ -1,0 +1,95 @@
+"""From settings to an engine that can step: opens the directory, builds executor, cache, scheduler and core.
+
+The only place in `core` that knows which classes make up an engine; devices are imported inside the function.
+Invariant: the KV keys name everything that KV values depend on, the kernels that compute them included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wicore_trt.config import Settings
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.runtime.executor import Executor
+from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine that is ready to step, its tokenizer and what it is."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    info: ModelInfo
+
+
+def load_engine(settings: Settings) -> LoadedEngine:
+    """Load the engine that `settings.engine` names.
+
+    Raises ConfigError when none is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
+    this machine cannot run it or the KV pool is too small for one sequence of max_context tokens.
+    """
+    if settings.engine is None:
+        raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
+    engine = open_engine(Path(settings.engine))
+    tokenizer = Tokenizer.from_dir(engine.path)
+    executor = make_executor(engine, settings)
+    manifest, layout = engine.manifest, executor.layout
+    max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)
+    manager = KVCacheManager(
+        layout.num_pages,
+        manifest.spec.sliding_window,
+        KeyChain(f"{manifest.fingerprint}/{executor.kernels}", layout.page_tokens),
+        prefix_cache=settings.kv.prefix_cache,
+    )
+    if not manager.fits(max_context, settings.scheduler.max_batch_tokens):
+        raise EnvironmentUnfitError(
+            f"kv.device_bytes = {settings.kv.device_bytes} holds no sequence of {max_context} tokens.",
+            fix="Raise kv.device_bytes or lower scheduler.max_context.",
+        )
+    scheduler = Scheduler(
+        manager,
+        max_batch_tokens=settings.scheduler.max_batch_tokens,
+        max_sequences=settings.scheduler.max_sequences,
+    )
+    core = EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)
+    return LoadedEngine(core, tokenizer, model_info(engine, executor, tokenizer, max_context, settings.model.name))
+
+
+def make_executor(engine: EngineDir, settings: Settings) -> Executor:
+    """The executor of the engine's backend."""
+    from wicore_trt.runtime.torch_executor import TorchExecutor
+
+    return TorchExecutor(engine, settings)
+
+
+def model_info(
+    engine: EngineDir, executor: Executor, tokenizer: Tokenizer, max_context: int, name: str | None
+) -> ModelInfo:
+    """What GetModelInfo and `wicore inspect` say of a loaded engine."""
+    manifest, spec = engine.manifest, engine.manifest.spec
+    return ModelInfo(
+        model_id=name or manifest.model_id,
+        backend=manifest.backend,
+        kernels=executor.kernels,
+        dtype=manifest.dtype,
+        kv_dtype=executor.layout.kv_dtype,
+        quantization=manifest.quantization["algo"] if manifest.quantization else None,
+        max_context_tokens=max_context,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        fingerprint=manifest.fingerprint,
+        eos_token_ids=tokenizer.eos_ids,
+        bos_token_id=tokenizer.bos_id,
+        chat=tokenizer.has_chat,
+    )
