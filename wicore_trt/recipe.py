@@ -56,7 +56,7 @@ def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}.") from error
     try:
-        root = loader.get_single_node()  # type: ignore[no-untyped-call]
+        root = loader.get_single_node()
         found: dict[str, tuple[Any, str]] = {}
         if root is not None:
             _walk(loader, root, "", path, keys, found)
@@ -65,7 +65,7 @@ def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: {error.problem or error.context}.", fix="Check the YAML there.") from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def _walk(
@@ -94,6 +94,6 @@ def _walk(
         elif isinstance(value_node, yaml.MappingNode):
             raise ConfigError(f"{where}: {key} takes a value, not a mapping.")
         else:
-            value = loader.construct_object(value_node, deep=True)  # type: ignore[no-untyped-call]
+            value = loader.construct_object(value_node, deep=True)
             if value is not None:
                 found[key] = (value, where)

@@ -27,7 +27,7 @@ from wicore_trt.engine.directory import (
     replace_engine,
 )
 from wicore_trt.engine.manifest import MANIFEST_NAME, Manifest, compute_fingerprint
-from wicore_trt.engine.weights import hash_weights, place_weights, read_tensor_ranges
+from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _lay_out(
 def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
     """The LM head is the embedding when they are tied, so an engine keeps one copy."""
     if not checkpoint.spec.tie_word_embeddings:
-        if not any(t.name == LM_HEAD for t in read_tensor_ranges(rank_file)):
+        if not has_tensor(rank_file, LM_HEAD):
             raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
         return ()
     return (LM_HEAD,)

@@ -6,6 +6,7 @@ Knows files, sizes and hashes, and nothing of tensors or backends. Invariants: a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -108,34 +109,23 @@ def hash_file(path: Path) -> str:
 
     Two levels, so that a 54 GB file is hashed by all cores and not by one. Memory: READ_BYTES per core.
     """
-    size = path.stat().st_size
-    return _combine(
-        hash_ranges(path, [(at, min(size, at + HASH_CHUNK_BYTES)) for at in range(0, size, HASH_CHUNK_BYTES)])
-    )
-
-
-def hash_ranges(path: Path, ranges: list[tuple[int, int]]) -> list[bytes]:
-    """blake2b digests of byte ranges [start, end) of a file, computed in parallel."""
     with path.open("rb", buffering=0) as file:
-        descriptor = file.fileno()
+        descriptor, size = file.fileno(), path.stat().st_size
 
-        def digest(bounds: tuple[int, int]) -> bytes:
+        def digest(at: int) -> bytes:
             hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-            at, end = bounds
+            end = min(size, at + HASH_CHUNK_BYTES)
             while at < end:
                 block = os.pread(descriptor, min(READ_BYTES, end - at), at)
                 if not block:
-                    raise OSError(5, f"short read at byte {at}")
+                    raise OSError(errno.EIO, f"short read at byte {at}")
                 hasher.update(block)
                 at += len(block)
             return hasher.digest()
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            return list(pool.map(digest, ranges))
-
-
-def _combine(digests: list[bytes]) -> str:
-    return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()
+            digests = pool.map(digest, range(0, size, HASH_CHUNK_BYTES))
+            return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def check_output(output: Path, *, force: bool) -> None:

@@ -1,8 +1,7 @@
-"""Weight files of an engine as byte ranges: hash the tensors, leave one out.
+"""Weight files of an engine: hash their tensors, place them, leave some out.
 
-Reads the safetensors container (https://github.com/huggingface/safetensors#format: u64 header length, JSON header,
-data) without loading a tensor, so a 54 GB file needs a few MB. Invariant: the hash depends on names, dtypes, shapes
-and contents of tensors, not on their order in the file nor on metadata.
+Moves bytes in pieces of a few MB, so a 54 GB file needs no more. It must not know what the tensors mean. Invariant:
+the hash depends on names, dtypes, shapes and contents of tensors, not on their order in the file nor on metadata.
 """
 
 from __future__ import annotations
@@ -11,83 +10,44 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
-from wicore_trt.engine.directory import READ_BYTES, hash_ranges
+from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
+from wicore_trt.engine.directory import READ_BYTES
 from wicore_trt.engine.manifest import DIGEST_BYTES
-from wicore_trt.errors import CheckpointError
-
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference reader
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRange:
-    """One tensor of a safetensors file: its bytes are [start, end) of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-def read_tensor_ranges(path: Path) -> list[TensorRange]:
-    """Tensors of a safetensors file in file order. Raises CheckpointError when the container is damaged."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is not a safetensors file (header of {length} bytes in a file of {size}).")
-        try:
-            header = json.loads(file.read(length))
-            base = 8 + length
-            tensors = [
-                TensorRange(
-                    name,
-                    info["dtype"],
-                    tuple(info["shape"]),
-                    base + info["data_offsets"][0],
-                    base + info["data_offsets"][1],
-                )
-                for name, info in header.items()
-                if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path}: damaged safetensors header ({error!r}).") from error
-    tensors.sort(key=lambda t: (t.start, t.end))
-    at = base
-    for tensor in tensors:
-        if tensor.start != at or tensor.end < at:
-            raise CheckpointError(f"{path}: tensor {tensor.name} does not follow the one before it.")
-        at = tensor.end
-    if at != size:
-        raise CheckpointError(f"{path} has {size} bytes; its header describes {at}.")
-    return tensors
 
 
 def hash_weights(rank_files: Sequence[Path]) -> str:
-    """Hex blake2b over (rank, name, dtype, shape, content) of every tensor, sorted by name."""
+    """Hex blake2b over (rank, name, dtype, shape, blake2b of the content) of every tensor, sorted by rank and name.
+
+    Raises CheckpointError when a file is damaged.
+    """
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for rank, path in enumerate(rank_files):
-        tensors = sorted(read_tensor_ranges(path), key=lambda t: t.name)
-        digests = hash_ranges(path, [(t.start, t.end) for t in tensors])
-        for tensor, digest in zip(tensors, digests, strict=True):
-            hasher.update(json.dumps([rank, tensor.name, tensor.dtype, tensor.shape, digest.hex()]).encode() + b"\n")
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for rank, path in enumerate(rank_files):
+            file = SafetensorsFile(path)
+            names = sorted(file.tensors)
+            for name, digest in zip(names, pool.map(lambda name, f=file: _digest(f, name), names), strict=True):
+                info = file.tensors[name]
+                hasher.update(json.dumps([rank, name, info.dtype, info.shape, digest]).encode() + b"\n")
     return hasher.hexdigest()
 
 
-def place_weights(source: Path, target: Path, *, drop: Sequence[str] = ()) -> None:
+def place_weights(source: Path, target: Path, *, drop: Collection[str] = ()) -> None:
     """Put `source` at `target` without the tensors named in `drop`.
 
     With nothing to drop the file is hard-linked, or copied where the file system cannot link.
     """
-    kept = [t for t in (tensors := read_tensor_ranges(source)) if t.name not in drop]
-    if len(kept) < len(tensors):
-        _rewrite(source, target, kept)
+    file = SafetensorsFile(source)
+    kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
+    if len(kept) < len(file.tensors):
+        with SafetensorsWriter(target, kept) as writer:
+            for name, _, _ in kept:
+                for block in _blocks(file, name):
+                    writer.write(name, block)
         return
     try:
         os.link(source.resolve(), target)
@@ -95,23 +55,20 @@ def place_weights(source: Path, target: Path, *, drop: Sequence[str] = ()) -> No
         shutil.copyfile(source, target)
 
 
-def _rewrite(source: Path, target: Path, kept: Sequence[TensorRange]) -> None:
-    header: dict[str, object] = {}
-    at = 0
-    for tensor in kept:
-        size = tensor.end - tensor.start
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with source.open("rb") as reader, target.open("xb") as writer:
-        writer.write(struct.pack("<Q", len(text)) + text)
-        for tensor in kept:
-            reader.seek(tensor.start)
-            left = tensor.end - tensor.start
-            while left:
-                block = reader.read(min(READ_BYTES, left))
-                if not block:
-                    raise CheckpointError(f"{source} ended inside tensor {tensor.name}.")
-                writer.write(block)
-                left -= len(block)
+def has_tensor(path: Path, name: str) -> bool:
+    """True when the weight file holds tensor `name`."""
+    return name in SafetensorsFile(path).tensors
+
+
+def _digest(file: SafetensorsFile, name: str) -> str:
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for block in _blocks(file, name):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _blocks(file: SafetensorsFile, name: str) -> Iterator[bytes]:
+    info = file.tensors[name]
+    size = prod(info.shape) * ITEM_BYTES[info.dtype]
+    for start in range(0, size, READ_BYTES):
+        yield file.raw(name, start, min(size, start + READ_BYTES))
