@@ -18,6 +18,7 @@ from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.types import ModelInfo
 
 VOCAB = 97
 EOS = 1
@@ -154,3 +155,28 @@ def make_core(
     )
     scheduler = Scheduler(manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
+
+
+class FakeTokenizer:
+    """Token t is the character chr(32 + t); EOS is special and has no text."""
+
+    bos_id = None
+    eos_ids = (EOS,)
+    vocab_size = VOCAB
+    has_chat = False
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        return [ord(c) - 32 for c in text]
+
+    def decode(self, ids, *, skip_special: bool = True) -> str:
+        return "".join(chr(32 + t) for t in ids if not (skip_special and t == EOS))
+
+    def apply_chat(self, messages, *, add_generation_prompt: bool = True) -> list[int]:
+        return self.encode("".join(str(m["content"]) for m in messages))
+
+
+FAKE_INFO = ModelInfo(
+    model_id="fake", backend="torch", kernels="fake", dtype="float32", kv_dtype="float32", quantization=None,
+    max_context_tokens=128, vocab_size=VOCAB, hidden_size=8, num_layers=2, num_heads=1, num_kv_heads=1,
+    fingerprint="fake", eos_token_ids=(EOS,), bos_token_id=None, chat=False,
+)  # fmt: skip

@@ -235,7 +235,9 @@ class EngineCore:
 
     def abort_all(self, reason: FinishReason, error: str | None = None) -> list[TokenOutput]:
         """End every live sequence; for shutdown and for a broken executor."""
-        return [output for request_id in list(self._sequences) for output in self.abort(request_id, None, reason, error)]
+        return [
+            output for request_id in list(self._sequences) for output in self.abort(request_id, None, reason, error)
+        ]
 
     def is_live(self, request_id: str) -> bool:
         """Whether any sequence of the request still runs or waits."""

@@ -1,0 +1,93 @@
+"""`wicore generate`: complete one prompt with an engine in this process, streaming to the terminal.
+
+Invariant: standard output carries the completion (or one JSON object) and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wicore_trt.errors import InvalidRequestError
+
+
+def command(
+    engine: Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; read from standard input when it is left out or '-'.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens that make up this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt as a user turn of the model's chat template.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-sequence tokens.")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+) -> None:
+    """Complete one prompt, without a server."""
+    from wicore_trt.llm import LLM
+    from wicore_trt.types import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    text = _read_prompt(prompt)
+    with LLM(engine, executor__threads=threads) as llm:
+        started = time.perf_counter()
+        outputs = llm.chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
+        parts: list[str] = []
+        first = started
+        for output in outputs:
+            first = first if parts else time.perf_counter()
+            parts.append(output.text)
+            if not as_json:
+                sys.stdout.write(output.text)
+                sys.stdout.flush()
+        elapsed = time.perf_counter() - first
+        usage = output.usage
+        assert usage is not None and output.finish_reason is not None
+    rate = (usage.completion_tokens - 1) / elapsed if usage.completion_tokens > 1 else None
+    if as_json:
+        result: dict[str, Any] = {
+            "text": "".join(parts),
+            "finish_reason": output.finish_reason.value,
+            "stop_reason": output.stop_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "ttft_s": round(first - started, 4),
+            "tokens_per_s": rate and round(rate, 1),
+        }
+        print(json.dumps(result, ensure_ascii=False))
+        return
+    print()
+    if sys.stderr.isatty():
+        speed = f", {rate:.1f} tokens/s" if rate else ""
+        print(f"[{usage.completion_tokens} tokens, first after {first - started:.2f} s{speed}]", file=sys.stderr)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The argument, or standard input. Raises InvalidRequestError for input that is not UTF-8."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"Standard input is not UTF-8: {error}.", field="prompt") from error
