@@ -1,0 +1,234 @@
+"""From a source to a unified checkpoint, a few rows at a time.
+
+Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name in one
+rename when everything is on disk. Knows no file format but through `source` and `safetensors_io`. Invariant: an
+interrupted run leaves nothing that open_checkpoint accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from wicore_trt.checkpoint.format import (
+    CONFIG,
+    QUANT_FP8,
+    TAGS,
+    VISION,
+    Checkpoint,
+    FileRecord,
+    Origin,
+    build_config,
+    open_checkpoint,
+    rank_entries,
+    record_of,
+)
+from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
+from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
+from wicore_trt.checkpoint.source import Source, open_source
+from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
+
+_BLOCK_ITEMS = 1 << 23  # 32 MiB as float32; about ten such arrays live at once
+_SPARE_BYTES = 64 << 20  # tokenizer files and headers
+_DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "auto",
+    tp_size: int = 1,
+    revision: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Convert `source` (see open_source) into the unified checkpoint directory `output`.
+
+    `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
+    (format.QUANT_FP8) and keeps the rest in bfloat16. `force` replaces an existing directory at the end.
+
+    Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
+    ConfigError for an unknown dtype or an output that exists; EnvironmentUnfitError when the disk is too small.
+    """
+    output = Path(output)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
+    if output.exists() and not force and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists.", fix="Choose another directory or pass --force.")
+    opened = open_source(source, revision=revision)
+    check_tp(opened.spec, tp_size)
+    _remove_stale(output)
+    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        _Conversion(opened, partial, dtype, tp_size, progress).run()
+        _publish(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return open_checkpoint(output)
+
+
+class _Conversion:
+    """One run; `run` fills `directory`, config.json last."""
+
+    def __init__(self, source: Source, directory: Path, dtype: str, tp_size: int, progress: Progress | None) -> None:
+        self._source, self._directory, self._tp = source, directory, tp_size
+        self._quant = QUANT_FP8 if dtype == "fp8" else None
+        self._dtype = _resolve(dtype, source)
+        self._tag = TAGS[self._dtype]
+        self._progress = progress
+        self._done = self._flushed = 0
+        self._entries = [rank_entries(source.spec, self._dtype, self._quant, r, tp_size) for r in range(tp_size)]
+        vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
+        self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
+        self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
+
+    def run(self) -> None:
+        free = shutil.disk_usage(self._directory).free
+        if free < self._total + _SPARE_BYTES:
+            raise EnvironmentUnfitError(
+                f"The checkpoint needs {self._total / 1e9:.1f} GB; {self._directory.parent} has {free / 1e9:.1f} free.",
+                fix="Free some space or choose another output.",
+            )
+        files = self._write_ranks()
+        if self._vision:
+            files[VISION] = self._write_vision()
+        for file in self._source.write_tokenizer(self._directory):
+            files[file.name] = record_of(file)
+        keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
+        vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
+        origin = Origin(self._source.name, self._source.revision, self._flushed, vision)
+        config = build_config(self._source.spec, self._dtype, self._quant, self._tp, files, origin)
+        with (self._directory / CONFIG).open("w", encoding="utf-8") as stream:
+            json.dump(config, stream, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _write_ranks(self) -> dict[str, FileRecord]:
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(SafetensorsWriter(self._directory / f"rank{r}.safetensors", entries))
+                for r, entries in enumerate(self._entries)
+            ]
+            for tensor in unified_tensors(self._source.spec):
+                self._write_tensor(tensor, writers)
+        return {w.path.name: FileRecord(w.size, w.digest) for w in writers}
+
+    def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
+        shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
+        quantized = self._quant is not None and tensor.role is Role.LINEAR
+        scales: list[list[np.ndarray]] = [[] for _ in shards]
+        for part, name in enumerate(tensor.sources):
+            rows, *rest = self._source.tensors[name].shape
+            step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
+            for start in range(0, rows, step):
+                stop = min(rows, start + step)
+                block, scale = self._cast(tensor, name, start, stop, quantized)
+                for shard, writer, kept in zip(shards, writers, scales, strict=True):
+                    low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
+                    if low < high:
+                        self._put(writer, tensor.name, _columns(block[low - start : high - start], shard))
+                        kept.append(scale[low - start : high - start])
+        if quantized:
+            for writer, kept in zip(writers, scales, strict=True):
+                self._put(writer, tensor.scale_name, np.concatenate(kept))
+
+    def _cast(
+        self, tensor: UnifiedTensor, name: str, start: int, stop: int, quantized: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of one source tensor in the storage of the target, and their FP8 scales (empty if not quantized)."""
+        block, tag = self._source.rows(name, start, stop)
+        none = np.empty(0, np.float32)
+        if tag == self._tag and not quantized and tensor.role is not Role.NORM:
+            return block, none
+        values = to_float32(block, tag)
+        if tensor.role is Role.NORM:
+            values = values + np.float32(1.0)
+        if quantized:
+            return quantize_e4m3_per_channel(values)
+        cast = from_float32(values, self._tag)
+        if self._tag == "F16":
+            self._check_f16(name, values, cast)
+        return cast, none
+
+    def _check_f16(self, name: str, values: np.ndarray, cast: np.ndarray) -> None:
+        if not np.isfinite(cast).all():
+            worst = float(np.abs(values).max())
+            raise CheckpointError(
+                f"{name} reaches {worst:g}, beyond float16's {F16_MAX:g}.", fix="Use --dtype bfloat16 or fp8."
+            )
+        self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))
+
+    def _write_vision(self) -> FileRecord:
+        with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
+            for name, tag, shape in self._vision:
+                size = prod(shape) * ITEM_BYTES[tag]
+                for start in range(0, size, _BLOCK_ITEMS * 4):
+                    self._put(writer, name, self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4)))
+        return FileRecord(writer.size, writer.digest)
+
+    def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
+        self._done += writer.write(name, block)
+        if self._progress:
+            self._progress("convert", self._done, self._total)
+
+
+def _resolve(dtype: str, source: Source) -> str:
+    if dtype == "fp8":
+        return "bfloat16"
+    if dtype != "auto":
+        return dtype
+    linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
+    return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
+
+
+def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:
+    return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]
+
+
+def _publish(partial: Path, output: Path) -> None:
+    """Give the finished directory its name, aside of which an old one stands until then."""
+    old = output.with_name(f"{output.name}.old-{os.getpid()}")
+    if output.exists():
+        os.replace(output, old)
+    os.replace(partial, output)
+    shutil.rmtree(old, ignore_errors=True)
+    parent = os.open(output.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _remove_stale(output: Path) -> None:
+    """Delete what runs that are no longer alive have left beside `output`."""
+    for kind in ("partial", "old"):
+        for left in output.parent.glob(f"{output.name}.{kind}-*"):
+            pid = left.name.rpartition("-")[2]
+            if pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()

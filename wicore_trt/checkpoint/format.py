@@ -1,0 +1,251 @@
+"""The unified checkpoint directory: config.json, rank{N}.safetensors, tokenizer files, vision.safetensors.
+
+The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
+models/gemma/config.py of 1.2); what it cannot express stands in the block `wicore`. Norm weights are stored as 1 + w,
+the embedding unscaled, the head always written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a
+layer are E4M3 with `<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; the rest is BF16.
+This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.checkpoint.names import Role, unified_tensors
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.sharding import check_tp, shard_of
+from wicore_trt.checkpoint.source import TOKENIZER_FILES
+from wicore_trt.errors import CheckpointError
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+
+FORMAT_VERSION = 1
+CONFIG = "config.json"
+VISION = "vision.safetensors"
+QUANT_FP8 = "FP8_PER_CHANNEL_PER_TOKEN"
+TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FP8_TAG = "F8_E4M3"
+_READ = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and blake2b-256 of one file of a checkpoint."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a checkpoint came from: its source, the hub commit if any, and casts worth knowing about."""
+
+    source: str
+    revision: str | None = None
+    flushed_to_zero: int = 0
+    vision: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened unified checkpoint. `dtype` is that of the unquantized tensors."""
+
+    path: Path
+    config: dict[str, Any]
+    spec: Gemma3Spec
+    dtype: str
+    quant_algo: str | None
+    tp_size: int
+    rank_files: list[Path]
+    tokenizer_files: list[Path]
+    vision_file: Path | None
+    files: Mapping[str, FileRecord]
+
+    @property
+    def source(self) -> str:
+        """Name of the source that the checkpoint was converted from."""
+        return str(self.config["wicore"]["source"])
+
+
+def rank_entries(
+    spec: Gemma3Spec, dtype: str, quant_algo: str | None, rank: int, tp_size: int
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
+    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    for tensor in unified_tensors(spec):
+        shape = shard_of(tensor, spec, rank, tp_size).shape
+        if quant_algo == QUANT_FP8 and tensor.role is Role.LINEAR:
+            entries += [(tensor.name, FP8_TAG, shape), (tensor.scale_name, "F32", shape[:1])]
+        else:
+            entries.append((tensor.name, TAGS[dtype], shape))
+    return entries
+
+
+def build_config(
+    spec: Gemma3Spec, dtype: str, quant_algo: str | None, tp_size: int, files: Mapping[str, FileRecord], origin: Origin
+) -> dict[str, Any]:
+    """Contents of config.json."""
+    config: dict[str, Any] = {
+        "architecture": "Gemma3ForCausalLM",
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_size": spec.head_dim,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": spec.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rotary_embedding_dim": spec.head_dim,
+        "rotary_base": spec.rope_theta,
+        "rope_local_base_freq": spec.rope_local_theta,
+        "query_pre_attn_scalar": spec.query_pre_attn_scalar,
+        "final_logit_softcapping": spec.final_logit_softcapping,
+        "sliding_window": spec.sliding_window,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "qk_layernorm": True,
+        "inter_layernorms": True,
+        "use_parallel_embedding": tp_size > 1,
+        "embedding_sharding_dim": 0,
+        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
+        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": None},
+        "runtime_defaults": {
+            "max_attention_window": [
+                spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
+            ]
+        },
+    }
+    if quant_algo:
+        config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
+    if spec.rope_scaling_factor != 1.0:  # of global layers only
+        config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
+    pattern = window_pattern(spec)
+    if pattern:  # both spellings occur among TensorRT-LLM's versions
+        config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
+    config["wicore"] = {
+        "format_version": FORMAT_VERSION,
+        "source": origin.source,
+        "revision": origin.revision,
+        "spec": spec.to_dict(),
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "vision": dict(origin.vision) or None,
+        "flushed_to_zero": origin.flushed_to_zero,
+        "files": {name: {"bytes": r.bytes, "blake2b": r.blake2b} for name, r in sorted(files.items())},
+    }
+    return config
+
+
+def window_pattern(spec: Gemma3Spec) -> int | None:
+    """n when exactly every n-th layer is global, None when the layers follow no such period."""
+    globals_ = spec.layers_of(GLOBAL)
+    pattern = globals_[0] + 1 if globals_ else spec.num_layers + 1
+    return pattern if globals_ == tuple(range(pattern - 1, spec.num_layers, pattern)) else None
+
+
+def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
+    """Open and check a unified checkpoint: every file present and of its recorded size, every tensor of the spec in
+    every rank file with its shape and dtype. `verify` hashes the files as well.
+
+    Raises CheckpointError that says what is wrong and how to make the directory again.
+    """
+    path = Path(path)
+    config = _read_config(path)
+    block = config.get("wicore")
+    if not isinstance(block, dict) or config.get("architecture") != "Gemma3ForCausalLM":
+        raise CheckpointError(
+            f"{path / CONFIG} was not written by wicore.", fix="Convert the original model: wicore convert"
+        )
+    if block.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has checkpoint format {block.get('format_version')!r}; this version reads {FORMAT_VERSION}.",
+            fix="Convert it again or update wicore-trt.",
+        )
+    again = f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --force"
+    try:
+        spec = Gemma3Spec.from_dict(block["spec"])
+        dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
+        quant_algo = config["quantization"]["quant_algo"]
+        files = {name: FileRecord(int(r["bytes"]), str(r["blake2b"])) for name, r in block["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
+    if dtype not in TAGS or quant_algo not in (None, QUANT_FP8):
+        raise CheckpointError(f"{path}: dtype {dtype!r} with quantization {quant_algo!r} is unknown.", fix=again)
+    check_tp(spec, tp_size)
+    ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
+    _check_files(path, files, [r.name for r in ranks], again, verify)
+    for rank, file in enumerate(ranks):
+        _check_rank(file, rank_entries(spec, dtype, quant_algo, rank, tp_size), again)
+    return Checkpoint(
+        path=path,
+        config=config,
+        spec=spec,
+        dtype=dtype,
+        quant_algo=quant_algo,
+        tp_size=tp_size,
+        rank_files=ranks,
+        tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
+        vision_file=path / VISION if VISION in files else None,
+        files=files,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {path}")
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} has no {CONFIG}: not a checkpoint, or one whose conversion was interrupted.",
+            fix=f"Run: wicore convert SOURCE {path} --force",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / CONFIG} is not readable: {error}.", fix=f"Run: wicore convert SOURCE {path} --force"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / CONFIG} is not a JSON object.")
+    return config
+
+
+def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:
+    unlisted = [name for name in ranks if name not in files]
+    if unlisted:
+        raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
+    for name, record in files.items():
+        file = path / name
+        if Path(name).name != name or not file.is_file():
+            raise CheckpointError(f"{path} lacks {name}.", fix=again)
+        size = file.stat().st_size
+        if size != record.bytes:
+            raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
+        if verify and record_of(file) != record:
+            raise CheckpointError(f"{file} has changed since it was written.", fix=again)
+
+
+def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
+    present = SafetensorsFile(file).tensors
+    for name, tag, shape in entries:
+        info = present.get(name)
+        if info is None or info.dtype != tag or info.shape != shape:
+            found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+            raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
+
+
+def record_of(file: Path) -> FileRecord:
+    """Size and hash of a file on disk."""
+    digest, size = hashlib.blake2b(digest_size=32), 0
+    with file.open("rb", buffering=0) as stream:
+        while data := stream.read(_READ):
+            digest.update(data)
+            size += len(data)
+    return FileRecord(size, digest.hexdigest())

@@ -1,0 +1,203 @@
+"""Names of Gemma 3's tensors: Hugging Face's on one side, the unified checkpoint's on the other.
+
+One table per direction of need: which unified tensor is stacked from which Hugging Face tensors, its whole shape, and
+how tensor parallelism splits it. Sources spell the text model three ways (`model.*`, `language_model.model.*`,
+`model.language_model.*`); everything behind this module sees the first only. It knows neither files nor torch.
+Invariant: every tensor of a source is either in the table, a vision tensor carried along, or an error by name.
+
+The unified names and the trap in them (HF gate_proj is `mlp.fc`, up_proj is `mlp.gate`, post_attention_layernorm is
+`post_layernorm`) are TensorRT-LLM's, as in its examples/models/core/gemma/convert_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from wicore_trt.errors import CheckpointError
+from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
+from wicore_trt.model.spec import Gemma3Spec
+
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_FINAL_NORM = "model.norm.weight"
+HF_LM_HEAD = "lm_head.weight"
+WEIGHT_SCALE_SUFFIX = "s_scaling_factor"  # "x.weight" + this = "x.weights_scaling_factor"
+
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_MAX_LISTED = 8
+
+
+class Role(Enum):
+    """What a tensor is to the converter: norms get +1, linears are the ones that FP8 quantizes."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    LINEAR = "linear"
+
+
+class Split(Enum):
+    """How tensor parallelism divides a tensor. QKV splits each of the three stacked parts by heads."""
+
+    NONE = "none"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    QKV = "qkv"
+
+
+@dataclass(frozen=True, slots=True)
+class UnifiedTensor:
+    """One tensor of the whole (unsharded) unified checkpoint: `sources` stacked on dim 0."""
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    role: Role
+    split: Split
+
+    @property
+    def scale_name(self) -> str:
+        """Name of the FP8 scale per output channel that belongs to this weight."""
+        return self.name + WEIGHT_SCALE_SUFFIX
+
+
+# unified name, Hugging Face names, role, split; all below a layer's prefix and above ".weight"
+_LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
+    ("input_layernorm", ("input_layernorm",), Role.NORM, Split.NONE),
+    ("attention.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Role.LINEAR, Split.QKV),
+    ("attention.q_layernorm", ("self_attn.q_norm",), Role.NORM, Split.NONE),
+    ("attention.k_layernorm", ("self_attn.k_norm",), Role.NORM, Split.NONE),
+    ("attention.dense", ("self_attn.o_proj",), Role.LINEAR, Split.COLUMNS),
+    ("post_layernorm", ("post_attention_layernorm",), Role.NORM, Split.NONE),
+    ("pre_feedforward_layernorm", ("pre_feedforward_layernorm",), Role.NORM, Split.NONE),
+    ("mlp.fc", ("mlp.gate_proj",), Role.LINEAR, Split.ROWS),
+    ("mlp.gate", ("mlp.up_proj",), Role.LINEAR, Split.ROWS),
+    ("mlp.proj", ("mlp.down_proj",), Role.LINEAR, Split.COLUMNS),
+    ("post_feedforward_layernorm", ("post_feedforward_layernorm",), Role.NORM, Split.NONE),
+)
+_UNIFIED_OF = {hf: unified for unified, hfs, _, _ in _LAYER for hf in hfs}
+_HF_OF = {unified: hfs for unified, hfs, _, _ in _LAYER}
+_TOP = {HF_EMBEDDING: EMBEDDING, HF_FINAL_NORM: FINAL_NORM, HF_LM_HEAD: LM_HEAD}
+_HF_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)\.weight")
+_UNIFIED_LAYER_NAME = re.compile(r"transformer\.layers\.(0|[1-9]\d*)\.(.+)\.weight")
+
+
+def is_vision(name: str) -> bool:
+    """True for tensors of the vision tower and its projector, whose names are kept as they are."""
+    return name.startswith(_VISION)
+
+
+def canonical(name: str) -> str:
+    """The un-prefixed Hugging Face spelling of a text tensor's name; other names come back unchanged."""
+    for prefix, plain in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def to_unified(hf_name: str) -> str:
+    """Unified name of the tensor that holds the given canonical Hugging Face tensor.
+
+    Raises CheckpointError for a name that is not Gemma 3's.
+    """
+    if hf_name in _TOP:
+        return _TOP[hf_name]
+    match = _HF_LAYER_NAME.fullmatch(hf_name)
+    if match is None or match[2] not in _UNIFIED_OF:
+        raise CheckpointError(f"{hf_name!r} is not a tensor of Gemma 3.")
+    return layer_weight(int(match[1]), _UNIFIED_OF[match[2]])
+
+
+def to_hf(unified_name: str) -> tuple[str, ...]:
+    """Canonical Hugging Face names stacked in the given unified tensor, in order. Inverse of to_unified.
+
+    Raises CheckpointError for a name that is not the unified checkpoint's.
+    """
+    for hf_name, top in _TOP.items():
+        if unified_name == top:
+            return (hf_name,)
+    match = _UNIFIED_LAYER_NAME.fullmatch(unified_name)
+    if match is None or match[2] not in _HF_OF:
+        raise CheckpointError(f"{unified_name!r} is not a tensor of a unified Gemma 3 checkpoint.")
+    return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
+
+
+def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
+    """Every text tensor that a Hugging Face checkpoint of `spec` must hold, with its shape [out, in] or [size]."""
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (spec.q_size, hidden),
+        "self_attn.k_proj": (spec.kv_size, hidden),
+        "self_attn.v_proj": (spec.kv_size, hidden),
+        "self_attn.q_norm": (spec.head_dim,),
+        "self_attn.k_norm": (spec.head_dim,),
+        "self_attn.o_proj": (hidden, spec.q_size),
+        "post_attention_layernorm": (hidden,),
+        "pre_feedforward_layernorm": (hidden,),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+        "post_feedforward_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden), HF_FINAL_NORM: (hidden,)}
+    if not spec.tie_word_embeddings:
+        shapes[HF_LM_HEAD] = (spec.vocab_size, hidden)
+    for i in range(spec.num_layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
+    """All tensors of the unified checkpoint in file order. A tied head is read from the embedding."""
+    shapes = hf_shapes(spec)
+    head = HF_EMBEDDING if spec.tie_word_embeddings else HF_LM_HEAD
+
+    def tensor(name: str, sources: tuple[str, ...], role: Role, split: Split) -> UnifiedTensor:
+        rows = sum(shapes[s][0] for s in sources)
+        return UnifiedTensor(name, sources, (rows, *shapes[sources[0]][1:]), role, split)
+
+    tensors = [tensor(EMBEDDING, (HF_EMBEDDING,), Role.EMBEDDING, Split.ROWS)]
+    for i in range(spec.num_layers):
+        for name, _, role, split in _LAYER:
+            unified = layer_weight(i, name)
+            tensors.append(tensor(unified, to_hf(unified), role, split))
+    tensors.append(tensor(FINAL_NORM, (HF_FINAL_NORM,), Role.NORM, Split.NONE))
+    tensors.append(tensor(LM_HEAD, (head,), Role.HEAD, Split.ROWS))
+    return tuple(tensors)
+
+
+def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a source's canonical text tensors with what `spec` needs.
+
+    A tied model may carry a copy of its head; it is not read, as transformers does not read it either. Raises
+    CheckpointError that lists missing tensors, unknown tensors or wrong shapes.
+    """
+    needed = hf_shapes(spec)
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise CheckpointError(
+            f"The source lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}.",
+            fix="Download it again, all files of it.",
+        )
+    unknown = [name for name in present if name not in needed and name != HF_LM_HEAD]
+    if unknown:
+        raise CheckpointError(
+            f"The source holds {len(unknown)} tensors that Gemma 3 does not have: {_listed(unknown)}."
+        )
+    wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
+    if wrong:
+        raise CheckpointError(f"The source's tensors do not fit its configuration: {_listed(wrong)}.")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

@@ -1,0 +1,105 @@
+"""Casts between the number formats of checkpoints, in numpy alone.
+
+BF16 travels as its bits in uint16 and E4M3 as its bits in uint8, so nothing here needs torch. Every cast rounds to
+nearest, ties to even. Format tags are safetensors': F32, F16, BF16, F8_E4M3. This module knows neither names nor
+files. Invariant: a cast to the format the values already have returns the same bits.
+
+FP8 weights are E4M3 (no infinities, largest 448; arXiv:2209.05433) with one float32 scale per output channel:
+`weight[o, i] ~= e4m3[o, i] * scale[o]`, scale = max(abs(row)) / 448, and 1 for a row of zeros.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from wicore_trt.errors import CheckpointError
+
+E4M3_MAX = 448.0
+F16_MAX = 65504.0
+STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8}
+
+
+def to_float32(block: np.ndarray, tag: str) -> np.ndarray:
+    """Values of a block stored as `tag` (F32, F16 or BF16 bits), as float32 of the same shape."""
+    if tag == "F32":
+        return block
+    if tag == "F16":
+        return block.astype(np.float32)
+    if tag == "BF16":
+        return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    raise CheckpointError(f"Weights stored as {tag} cannot be read.", fix="Use a BF16, F16 or F32 source.")
+
+
+def from_float32(block: np.ndarray, tag: str) -> np.ndarray:
+    """float32 values as the storage of `tag`: F32, F16 (overflow becomes infinity) or BF16 bits."""
+    if tag == "F32":
+        return block
+    if tag == "F16":
+        with np.errstate(over="ignore"):
+            return block.astype(np.float16)
+    if tag == "BF16":
+        return _bf16_bits(block)
+    raise AssertionError(tag)
+
+
+def _bf16_bits(block: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(block, dtype=np.float32).view(np.uint32)
+    rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if nan.any():  # a NaN's payload must not carry over into the exponent
+        rounded[nan] = bits[nan] | np.uint32(0x00400000)
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def quantize_e4m3_per_channel(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize w [out, in] float32: (E4M3 bits uint8 [out, in], scales float32 [out]).
+
+    The quotient w / scale is taken in float32, saturates at +-448 and rounds to nearest even. Raises CheckpointError
+    when w is not finite. torch reads the result as `torch.from_numpy(q).view(torch.float8_e4m3fn)`.
+    """
+    amax = np.abs(w).max(axis=1)
+    if not np.isfinite(amax).all():
+        raise CheckpointError("A weight to quantize is not finite.")
+    scale = (amax / np.float32(E4M3_MAX)).astype(np.float32)
+    scale[scale == 0] = 1.0
+    return e4m3_bits(w / scale[:, None]), scale
+
+
+def e4m3_bits(x: np.ndarray) -> np.ndarray:
+    """float32 values as E4M3 bits (uint8, same shape), saturating; NaN becomes 0x7F.
+
+    The upper 16 bits of a float32, with a sticky lowest bit for what is cut off, keep everything that rounding to
+    3 mantissa bits depends on, so the cast is one look-up in a table of 65,536 entries.
+    """
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    index = (bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)
+    codes: np.ndarray = _e4m3_table()[index]
+    return codes
+
+
+def e4m3_values() -> np.ndarray:
+    """Value of every E4M3 bit pattern, float32 [256]; 0x7F and 0xFF are NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    magnitude = np.where(
+        exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent.astype(np.float64) - 7)
+    )
+    magnitude[(code & 0x7F) == 0x7F] = np.nan
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+@cache
+def _e4m3_table() -> np.ndarray:
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    x = np.abs((upper << np.uint32(16)).view(np.float32).astype(np.float64))
+    grid = e4m3_values()[:0x7F].astype(np.float64)  # 0 ... 448, ascending, all finite
+    above = np.searchsorted(grid, np.minimum(np.nan_to_num(x, nan=0.0, posinf=E4M3_MAX), E4M3_MAX))
+    below = np.maximum(above - 1, 0)
+    low, high = np.minimum(x, E4M3_MAX) - grid[below], grid[above] - np.minimum(x, E4M3_MAX)
+    nearest = np.where((low < high) | ((low == high) & (below % 2 == 0)), below, above).astype(np.uint8)
+    nearest[np.isnan(x)] = 0x7F
+    sign = ((upper >> np.uint32(15)) << np.uint32(7)).astype(np.uint8)
+    table: np.ndarray = nearest | sign
+    return table

@@ -1,0 +1,180 @@
+"""Reading and writing safetensors files a few rows at a time.
+
+The library's own writer takes all tensors at once and its reader maps the file, which counts as resident memory;
+a 54 GB checkpoint must pass through a small machine. Layout: u64 little-endian header size, JSON header
+{name: {dtype, shape, data_offsets}}, raw buffers without gaps (github.com/huggingface/safetensors, README "Format").
+This module knows no tensor names. Invariant: a file for which `SafetensorsWriter.close` returned is complete, on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from wicore_trt.checkpoint.quantize import STORAGE
+from wicore_trt.errors import CheckpointError
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000  # the format's own limit
+_LFS_POINTER = b"version https://git-lfs"
+_ALIGN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and storage format of a tensor: a safetensors tag, or a GGUF type name such as Q4_K."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    info: TensorInfo
+    offset: int  # from the start of the file
+
+
+class SafetensorsFile:
+    """Tensors of one file, read with plain file I/O. Opening checks that header and file size agree.
+
+    Raises CheckpointError for a missing, truncated or foreign file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries = _read_header(path)
+        self.tensors = {name: entry.info for name, entry in self._entries.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor as stored; BF16 and 8-bit floats come as their bits (uint16, uint8)."""
+        info, offset = self._entries[name].info, self._entries[name].offset
+        if info.dtype not in STORAGE:
+            raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
+        row_items = prod(info.shape[1:])
+        raw = self._read(
+            offset + start * row_items * ITEM_BYTES[info.dtype], (stop - start) * row_items * ITEM_BYTES[info.dtype]
+        )
+        return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def raw(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a tensor's buffer."""
+        return self._read(self._entries[name].offset + start, stop - start)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        parts, left = [], size
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while left:  # one read gives at most 2 GiB
+                data = file.read(left)
+                if not data:
+                    raise CheckpointError(f"{self.path} ended early; it changed while being read.")
+                parts.append(data)
+                left -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER) + 1)
+            if start.startswith(_LFS_POINTER):
+                raise CheckpointError(f"{path} is a Git LFS pointer, not the weights.", fix="Run `git lfs pull` there.")
+            length = int.from_bytes(start[:8], "little")
+            if size < 8 or length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(f"{path} is truncated or not a safetensors file ({size} bytes).", fix=_AGAIN)
+            file.seek(8)
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries, end = {}, 0
+        for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
+            first, last = item["data_offsets"]
+            info = TensorInfo(tuple(item["shape"]), item["dtype"])
+            if first != end or last - first != prod(info.shape) * ITEM_BYTES[info.dtype]:
+                raise CheckpointError(f"{path}: the header's offsets of {name} are wrong.", fix=_AGAIN)
+            entries[name], end = _Entry(info, 8 + length + first), last
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.", fix=_AGAIN) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error!r}.", fix=_AGAIN) from error
+    if size != 8 + length + end:
+        raise CheckpointError(f"{path} is truncated: {size} bytes of {8 + length + end}.", fix=_AGAIN)
+    return entries
+
+
+_AGAIN = "Download or convert it again."
+
+
+class SafetensorsWriter:
+    """Writes tensors in the order of `entries` (name, dtype tag, shape), each in any number of pieces.
+
+    Used as a context manager; leaving it without an exception closes the file. `digest` is the blake2b-256 of the
+    whole file and is known after `close`.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        self.path = path
+        self.digest = ""
+        self._pending = [(name, prod(shape) * ITEM_BYTES[tag]) for name, tag, shape in reversed(entries)]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for (name, tag, shape), (_, size) in zip(entries, reversed(self._pending), strict=True):
+            header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGN)
+        self.size = 8 + len(text) + offset
+        self._left = 0
+        self._hash = hashlib.blake2b(digest_size=32)
+        self._file = path.open("wb", buffering=0)
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, block: np.ndarray | bytes) -> int:
+        """Append a piece of tensor `name`, which must be the current or, once that is full, the next one."""
+        if not self._left:
+            expected, self._left = self._pending.pop()
+            self._current = expected
+        assert name == self._current, f"{name} written where {self._current} is due"
+        data = memoryview(
+            np.ascontiguousarray(block).view(np.uint8).data if isinstance(block, np.ndarray) else block
+        ).cast("B")
+        assert data.nbytes <= self._left, f"{name}: too many bytes"
+        self._put(data)
+        self._left -= data.nbytes
+        return data.nbytes
+
+    def close(self) -> None:
+        """Flush to disk and compute `digest`."""
+        assert not self._pending and not self._left, "tensors are missing"
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.digest = self._hash.hexdigest()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        view = memoryview(data)
+        while view.nbytes:
+            view = view[self._file.write(view) :]
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
