@@ -1,0 +1,97 @@
+"""What every command says on the terminal: progress, tables, JSON.
+
+Results go to stdout, progress and errors to stderr. Must not know what a command does. Invariant: without a TTY the
+output has no control characters and progress is one plain line per phase; NO_COLOR is honoured (rich does).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Progress = Callable[[str, int, int], None]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_json(data: object) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(data, indent=2, sort_keys=False, default=str))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table on stdout: drawn by rich on a TTY, aligned plain text otherwise."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*(Text(str(cell), style=_STYLES.get(str(cell), "")) for cell in row))
+        Console().print(table)
+        return
+    cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    print(f"{title}:")
+    for row in cells:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "corrupted": "red"}
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Progress]:
+    """A progress(phase, done, total) callback: a bar on a TTY, else one line when a phase begins."""
+    if quiet:
+        yield lambda phase, done, total: None
+    elif sys.stderr.isatty():
+        with _bars() as report:
+            yield report
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        tasks: dict[str, TaskID] = {}
+
+        def report(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = display.add_task(phase, total=total)
+            display.update(tasks[phase], completed=done, total=total)
+
+        yield report
+
+
+def _lines() -> Progress:
+    seen: set[str] = set()
+
+    def report(phase: str, done: int, total: int) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            print(f"{phase} ...", file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,70 @@
+"""`wicore build`: an engine directory from a source, a checkpoint or a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    source: Annotated[
+        str | None, typer.Argument(help="Hub id, Hugging Face directory, GGUF file or unified checkpoint.")
+    ] = None,
+    output: Annotated[Path | None, typer.Argument(help="Engine directory to write.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe, by name or path, for everything that is not given here.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    backend: Annotated[str | None, typer.Option(help="How the engine computes: torch.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="GPU architecture to compile for; repeatable.")] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs to split the weights over.")] = None,
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default 32.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Build an engine directory.
+
+    Examples:  wicore build google/gemma-3-270m-it engine/   |   wicore build --recipe gemma3-270m-cpu
+    """
+    from wicore_trt.cli._ui import human_bytes, print_json, progress
+    from wicore_trt.config import load_settings
+    from wicore_trt.engine.build import build_engine
+    from wicore_trt.errors import ConfigError
+
+    flags = {
+        "engine": None if output is None else str(output),
+        "build.source": source,
+        "build.dtype": dtype,
+        "build.kv_dtype": kv_dtype,
+        "build.backend": backend,
+        "build.targets": target or None,
+        "build.tp_size": tp,
+        "kv.page_tokens": page_tokens,
+        "scheduler.max_context": max_context,
+    }
+    settings = load_settings(recipe, flags)
+    if settings.build.source is None or settings.engine is None:
+        raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")
+    with progress(quiet=json) as report:
+        engine = build_engine(
+            settings.build.source,
+            Path(settings.engine),
+            backend=settings.build.backend,
+            dtype=settings.build.dtype,
+            kv_dtype=settings.build.kv_dtype,
+            tp_size=settings.build.tp_size,
+            page_tokens=settings.kv.page_tokens or 32,
+            targets=settings.build.targets,
+            max_context=settings.scheduler.max_context,
+            force=force,
+            progress=report,
+        )
+    manifest = engine.manifest
+    if json:
+        print_json({"path": str(engine.path), "fingerprint": manifest.fingerprint, "bytes": manifest.total_bytes})
+    else:
+        print(f"built {engine.path}: {manifest.model_id}, {manifest.dtype}, {human_bytes(manifest.total_bytes)}")

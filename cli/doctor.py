@@ -1,0 +1,37 @@
+"""`wicore doctor`: is this machine fit to build and serve, and what to do when it is not.
+
+Runs with a broken or bare installation too: the standard library only at import, and no check can raise. Invariant:
+a row that is not ok says how to mend it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    engine: Annotated[Path | None, typer.Argument(help="Engine directory to verify as well.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the KV disk tier and downloads. Default: ~/.cache.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port that the server will listen on.")] = 50051,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine; exit 4 when something makes it unfit. Never touches the network."""
+    from wicore_trt.cli._checks import FAIL, Row, check_machine
+    from wicore_trt.cli._ui import print_json, print_table
+
+    rows: Sequence[Row] = check_machine(engine=engine, cache_dir=cache_dir or Path.home() / ".cache", port=port)
+    if json:
+        print_json({"fit": all(r.state != FAIL for r in rows), "checks": [r._asdict() for r in rows]})
+    else:
+        print_table("doctor", ("check", "state", "found"), [(r.name, r.state, r.found) for r in rows])
+        for row in rows:
+            if row.fix:
+                print(f"{row.state}: {row.name}: {row.fix}")
+    if any(row.state == FAIL for row in rows):
+        raise typer.Exit(4)

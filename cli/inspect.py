@@ -1,0 +1,108 @@
+"""`wicore inspect`: what an engine or a checkpoint is, and whether its files are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.model.spec import Gemma3Spec
+
+_KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="Engine or unified checkpoint directory.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file; exit 4 when one is corrupted.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the model, sizes, KV bytes and files of an engine or a checkpoint."""
+    from wicore_trt.cli._ui import human_bytes, print_json, print_table
+    from wicore_trt.engine.build import is_unified_checkpoint
+
+    is_checkpoint = is_unified_checkpoint(path) and not (path / "engine.json").exists()
+    report = _checkpoint(path) if is_checkpoint else _engine(path, verify=verify)
+    if json:
+        print_json(report)
+    else:
+        print_table(report["kind"], ("field", "value"), _rows(report["about"]))
+        print_table("model", ("field", "value"), _rows(report["spec"]))
+        columns = ("group", "layers", "bytes/token", "page tokens", "bytes/page")
+        print_table("KV cache", columns, [tuple(row.values()) for row in report["kv"]])
+        files = [(f["name"], human_bytes(f["bytes"]), f["state"]) for f in report["files"]]
+        print_table("files", ("name", "size", "hash"), files)
+    if any(f["state"] == "corrupted" for f in report["files"]):
+        from wicore_trt.engine.manifest import rebuild_command
+        from wicore_trt.errors import EngineFormatError
+
+        bad = ", ".join(f["name"] for f in report["files"] if f["state"] == "corrupted")
+        raise EngineFormatError(
+            f"engine {path}: corrupted: {bad}.", fix=rebuild_command(path, report["about"]["source"])
+        )
+
+
+def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
+    from wicore_trt.engine.directory import file_state, open_engine
+
+    engine = open_engine(path, verify=False)
+    about = engine.manifest.to_dict()
+    spec, entries = about.pop("spec"), about.pop("files")
+    about.pop("kind")
+    return {
+        "kind": "engine",
+        "path": str(path),
+        "about": about,
+        "spec": spec,
+        "kv": _kv(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
+        "files": [
+            {"name": name, **entry, "state": file_state(engine, name) if verify else "not checked"}
+            for name, entry in sorted(entries.items())
+        ],
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    from wicore_trt.checkpoint.format import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    files = [*checkpoint.rank_files, *checkpoint.tokenizer_files]
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "about": {"dtype": checkpoint.dtype, "quantization": checkpoint.quant_algo, "tp_size": checkpoint.tp_size},
+        "spec": checkpoint.spec.to_dict(),
+        "kv": _kv(checkpoint.spec, 32, checkpoint.dtype),
+        "files": [{"name": f.name, "bytes": f.stat().st_size, "state": "no hash recorded"} for f in files],
+    }
+
+
+def _kv(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:
+    """KV bytes over all ranks; a sequence holds all its tokens in "global" and one window of them in "local"."""
+    from wicore_trt.model.spec import GROUPS
+
+    return [
+        {
+            "group": group,
+            "layers": len(spec.layers_of(group)),
+            "bytes_per_token": spec.page_bytes(group, 1, _KV_BYTES[kv_dtype]),
+            "page_tokens": page_tokens,
+            "bytes_per_page": spec.page_bytes(group, page_tokens, _KV_BYTES[kv_dtype]),
+        }
+        for group in GROUPS
+    ]
+
+
+def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, _text(name, value)) for name, value in values.items()]
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "layer_groups":
+        return " ".join(f"{value.count(g)} {g}" for g in dict.fromkeys(value))
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

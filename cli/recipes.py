@@ -1,0 +1,40 @@
+"""`wicore recipes`: list the packaged recipes, show one with its final values."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="List and show the packaged recipes.", rich_markup_mode=None)
+
+
+@app.command("list")
+def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the packaged recipes with their first comment line."""
+    from wicore_trt.cli._ui import print_json, print_table
+    from wicore_trt.recipe import list_recipes, resolve_recipe
+
+    rows = []
+    for name in list_recipes():
+        first = resolve_recipe(name).read_text(encoding="utf-8").splitlines()[0]
+        rows.append((name, first.lstrip("# ")))
+    if json:
+        print_json([{"name": name, "about": about} for name, about in rows])
+    else:
+        print_table("recipes", ("name", "about"), rows)
+
+
+@app.command("show")
+def show_command(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Print the file itself, to copy and edit.")] = False,
+) -> None:
+    """Print the final values of a recipe and where each one came from."""
+    from wicore_trt.config import resolve_settings
+    from wicore_trt.recipe import resolve_recipe
+
+    if raw:
+        print(resolve_recipe(recipe).read_text(encoding="utf-8"), end="")
+    else:
+        print(resolve_settings(recipe).render(), end="")
