@@ -47,7 +47,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """{dotted key: (value, "file:line")} of a recipe whose keys must all be in `keys`.
+    """{dotted key: (value, "recipe file:line")} of a recipe whose keys must all be in `keys`.
 
     Raises ConfigError with file and line for bad YAML, an unknown, repeated or misplaced key.
     """
@@ -96,4 +96,4 @@ def _walk(
         else:
             value = loader.construct_object(value_node, deep=True)
             if value is not None:
-                found[key] = (value, where)
+                found[key] = (value, f"recipe {where}")
