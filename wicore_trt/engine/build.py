@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.engine.directory import (
     EngineDir,
     Progress,
@@ -188,7 +189,7 @@ def _lay_out(
     return Manifest(
         **computed,
         fingerprint=compute_fingerprint(**computed),
-        model_id=model_id(source),
+        model_id=model_id(checkpoint.source),
         backend=options.backend,
         targets=targets,
         page_tokens=options.page_tokens,
@@ -210,12 +211,8 @@ def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
 
 
 def model_id(source: str) -> str:
-    """The model's name for clients: a hub id as it is, else the file or directory name without its suffix."""
-    path = Path(source)
-    if path.exists():
-        path = path.resolve()
-        return path.stem if path.is_file() else path.name
-    return source
+    """The model's name for clients: a hub id as it is, else the file or directory name without `.gguf`."""
+    return source if is_hub_id(source) and not Path(source).exists() else Path(source).name.removesuffix(".gguf")
 
 
 def _tools() -> dict[str, str]:

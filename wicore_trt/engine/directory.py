@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,9 +87,12 @@ def file_state(engine: EngineDir, name: str) -> str:
 def _check_size(path: Path, name: str, manifest: Manifest) -> None:
     fix = rebuild_command(path, manifest.source)
     try:
-        size = (path / name).stat().st_size
+        status = (path / name).stat()
     except OSError as error:
         raise EngineFormatError(f"engine {path}: {name} is missing ({error.strerror}).", fix=fix) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise EngineFormatError(f"engine {path}: {name} is not a regular file.", fix=fix)
+    size = status.st_size
     expected = manifest.files[name].bytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
