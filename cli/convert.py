@@ -1,0 +1,54 @@
+"""`wicore convert`: a unified checkpoint from a source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="Hub id, Hugging Face directory or GGUF file.")],
+    output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
+    tp: Annotated[int, typer.Option(min=1, help="GPUs to split the weights over.")] = 1,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Convert a model into TensorRT-LLM's checkpoint layout, a few rows at a time.
+
+    Examples:  wicore convert google/gemma-3-27b-it ckpt/ --dtype fp8   |   wicore convert model.gguf ckpt/
+    """
+    import sys
+    import time
+
+    from wicore_trt.checkpoint.convert import convert
+    from wicore_trt.cli._ui import human_bytes, print_json, progress
+
+    start = time.monotonic()
+    with progress(quiet=json) as report:
+        checkpoint = convert(source, output, dtype=dtype, tp_size=tp, revision=revision, force=force, progress=report)
+    kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    total = sum(record.bytes for record in checkpoint.files.values())
+    flushed = checkpoint.config["wicore"]["flushed_to_zero"]
+    if json:
+        print_json(
+            {
+                "path": str(checkpoint.path),
+                "dtype": kind,
+                "tp_size": checkpoint.tp_size,
+                "bytes": total,
+                "seconds": round(time.monotonic() - start, 3),
+                "flushed_to_zero": flushed,
+                "vision": checkpoint.vision_file is not None,
+                "revision": checkpoint.config["wicore"]["revision"],
+            }
+        )
+        return
+    if flushed:
+        print(f"warning: {flushed} weights are too small for float16 and became 0.", file=sys.stderr)
+    if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
+        print("warning: the source has no tokenizer.json; text requests will need one.", file=sys.stderr)
+    print(f"converted {checkpoint.path}: {kind}, tp {checkpoint.tp_size}, {human_bytes(total)}")
