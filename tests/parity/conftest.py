@@ -1,0 +1,14 @@
+"""Every parity test runs on the torch operators and, where the library was built, on the native CPU kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        native = pytest.importorskip("wicore_trt.runtime.native")
+        if native.load() is None:
+            pytest.skip("the native kernels are not built")
+    return str(request.param)

@@ -1,0 +1,188 @@
+"""Executor of the torch backend: any GPU, or the CPU with the native kernels where they were built.
+
+Owns the weights, the KV pools and the sampler of one engine. It must not know requests, queues or which pages hold
+what; the batch says that. Invariant: an execute() call touches only the KV slots of the batch's own pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.model.gemma3 import forward
+from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
+from wicore_trt.model.ops import Ops
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.runtime.weights import fuse, load_weights
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+DEFAULT_KV_BYTES = 1 << 30
+DEFAULT_PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How an engine runs on this machine.
+
+    `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",
+    "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a
+    step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
+    divided between the groups. None takes the engine's own value.
+    """
+
+    device: str = "auto"
+    kernels: str = "auto"
+    threads: int = 0
+    page_tokens: int | None = None
+    kv_pages: Mapping[str, int] | None = None
+    kv_bytes: int = DEFAULT_KV_BYTES
+    max_batch_tokens: int = 512
+    max_context: int | None = None
+
+
+class TorchExecutor:
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    the page first; `kernels` is "native" or "torch"."""
+
+    def __init__(self, engine: EngineDir, settings: ExecutorSettings) -> None:
+        """Load `engine`.
+
+        Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
+        that are not here, ConfigError for too little KV memory.
+        """
+        manifest = engine.manifest
+        self._setup(
+            manifest.spec,
+            manifest.base_dtype,
+            manifest.kv_dtype,
+            load_weights(engine.rank_files, manifest.spec),
+            settings,
+            page_tokens=settings.page_tokens or manifest.page_tokens,
+            max_context=settings.max_context or manifest.max_context,
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        spec: Gemma3Spec,
+        dtype: str,
+        tensors: Mapping[str, torch.Tensor],
+        settings: ExecutorSettings,
+        *,
+        kv_dtype: str | None = None,
+    ) -> TorchExecutor:
+        """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
+        executor = cls.__new__(cls)
+        executor._setup(
+            spec,
+            dtype,
+            kv_dtype or dtype,
+            fuse(tensors, spec),
+            settings,
+            page_tokens=settings.page_tokens or DEFAULT_PAGE_TOKENS,
+            max_context=settings.max_context or spec.max_position_embeddings,
+        )
+        return executor
+
+    def _setup(
+        self,
+        spec: Gemma3Spec,
+        dtype: str,
+        kv_dtype: str,
+        tensors: dict[str, torch.Tensor],
+        settings: ExecutorSettings,
+        *,
+        page_tokens: int,
+        max_context: int,
+    ) -> None:
+        self.spec = spec
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.device = _device(settings.device)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        kv_bytes = TORCH_DTYPES[kv_dtype].itemsize
+        pages = dict(settings.kv_pages or {}) or plan_pools(
+            spec,
+            page_tokens,
+            kv_bytes,
+            settings.kv_bytes,
+            max_context,
+            max_batch_tokens=settings.max_batch_tokens,
+        )
+        self._groups = [g for g in GROUPS if spec.layers_of(g)]
+        self.layout = KVLayout(
+            page_tokens,
+            kv_dtype,
+            {g: pages[g] for g in self._groups},
+            {g: spec.page_bytes(g, page_tokens, kv_bytes) for g in self._groups},
+        )
+        self.pools = {g: self._new_pool(g) for g in self._groups}
+        model = TorchModel(spec, dtype, tensors, self.pools, self.device)
+        self.kernels = "torch"
+        self._step_ops: Callable[[StepInputs], Ops[torch.Tensor]] = lambda inputs: TorchOps(model, inputs)
+        self._sampler = Sampler()
+        log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: write the batch's KV, sample the slices that ask for it."""
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        inputs = StepInputs.from_batch(batch, self.layout, self._groups)
+        sampling = [s for s in batch.slices if s.sample]
+        with torch.inference_mode():
+            logits = forward(self._step_ops(inputs), self.spec)
+            return self._sampler.sample(logits, sampling) if sampling else StepResult([])
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+
+    def close(self) -> None:
+        """Drop weights and pages; calling it twice is harmless."""
+        self.pools = {}
+        self._step_ops = _closed
+
+    def _new_pool(self, group: str) -> torch.Tensor:
+        """Filled with NaN, so that reading a slot before it is written ends in a failed sequence and not in text."""
+        spec, dtype = self.spec, TORCH_DTYPES[self.layout.kv_dtype]
+        shape = (
+            self.layout.num_pages[group],
+            len(spec.layers_of(group)),
+            2,
+            self.layout.page_tokens,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        pool = torch.empty(shape, dtype=dtype, device=self.device)
+        if dtype == torch.float8_e4m3fn:
+            pool.view(torch.uint8).fill_(0x7F)
+        else:
+            pool.fill_(torch.nan)
+        return pool
+
+
+def _closed(_: StepInputs) -> Ops[torch.Tensor]:
+    raise AssertionError("execute() after close()")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnfitError(
+            f"Device {name!r} was asked for, and PyTorch finds no GPU.",
+            fix="Set executor.device to cpu, or install a CUDA build of torch and its driver.",
+        )
+    return device
