@@ -1,0 +1,126 @@
+"""`wicore serve`: load an engine and answer gRPC until a signal.
+
+Invariant: standard output carries one line, `listening on ADDRESS`, or what --print-config prints; the log goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wicore_trt.errors import EnvironmentUnfitError
+
+_NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"
+
+
+def command(
+    engine_or_recipe: Annotated[
+        str, typer.Argument(metavar="ENGINE|RECIPE", help="Engine directory, or a recipe's name or file.")
+    ],
+    engine: Annotated[
+        str | None, typer.Option(help="Engine directory, with a recipe.", rich_help_panel=_ENGINE)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Model name that clients see.", rich_help_panel=_ENGINE)] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one step.", rich_help_panel=_ENGINE)] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on, or unix:/path.", rich_help_panel=_NETWORK)
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one.", rich_help_panel=_NETWORK)] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key that calls must present; better set WICORE_SERVER__API_KEY.", rich_help_panel=_NETWORK),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="Certificate chain, PEM.", rich_help_panel=_NETWORK)] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Private key, PEM.", rich_help_panel=_NETWORK)] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="CA that client certificates must come from, PEM.", rich_help_panel=_NETWORK)
+    ] = None,
+    reflection: Annotated[
+        bool | None, typer.Option("--reflection/--no-reflection", help="gRPC reflection.", rich_help_panel=_NETWORK)
+    ] = None,
+    grace: Annotated[
+        float | None, typer.Option(help="Seconds to finish requests after SIGTERM.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_message_mb: Annotated[int | None, typer.Option(help="Largest request, MiB.", rich_help_panel=_LIMITS)] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Sequences that run at the same time.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.", rich_help_panel=_LIMITS)] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Requests that may wait.", rich_help_panel=_LIMITS)] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Longest prompt and output, tokens.", rich_help_panel=_LIMITS)
+    ] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="Memory for KV pages, like 2GiB.", rich_help_panel=_LIMITS)
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error.", rich_help_panel=_OUTPUT)
+    ] = None,
+    log_json: Annotated[
+        bool | None, typer.Option("--log-json/--log-text", help="JSON lines.", rich_help_panel=_OUTPUT)
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print every setting and where it came from.", rich_help_panel=_OUTPUT),
+    ] = False,
+) -> int:
+    """Serve an engine over gRPC.
+
+    Settings come from flags, then WICORE_* variables, then the recipe. SIGTERM lets running requests finish.
+    """
+    from wicore_trt.config import resolve_settings
+
+    recipe = None if Path(engine_or_recipe).is_dir() else engine_or_recipe
+    overrides = {
+        "engine": engine if recipe is not None else engine_or_recipe,
+        "model.name": name,
+        "executor.device": device,
+        "executor.threads": threads,
+        "server.host": host,
+        "server.port": port,
+        "server.api_key": api_key,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
+        "server.tls_client_ca": tls_client_ca,
+        "server.reflection": reflection,
+        "server.grace_s": grace,
+        "server.max_message_mb": max_message_mb,
+        "scheduler.max_sequences": max_sequences,
+        "scheduler.max_batch_tokens": max_batch_tokens,
+        "scheduler.max_waiting": max_waiting,
+        "scheduler.max_context": max_context,
+        "kv.device_bytes": kv_bytes,
+        "log.level": log_level,
+        "log.json": log_json,
+    }
+    loaded = resolve_settings(recipe, overrides)
+    if print_config:
+        print(loaded.render(), end="")
+        return 0
+    return serve(loaded.settings)
+
+
+def serve(settings: Any) -> int:
+    """Run the server with these Settings; returns the exit code."""
+    try:
+        from wicore_trt.serve import log
+        from wicore_trt.serve.lifecycle import run_server
+    except ImportError as error:
+        raise EnvironmentUnfitError(
+            f"Serving needs a package that is not installed ({error.name}).", fix="Run: pip install 'wicore-trt[serve]'"
+        ) from error
+
+    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+
+    def load() -> Any:
+        from wicore_trt.core.assemble import load_engine
+        from wicore_trt.core.text_engine import TextEngine
+
+        engine = load_engine(settings)
+        return TextEngine(engine.core, engine.tokenizer, engine.info, max_waiting=settings.scheduler.max_waiting)
+
+    return run_server(settings.server, load, announce=lambda address: print(f"listening on {address}", flush=True))

@@ -1,0 +1,110 @@
+"""Helpers of the server tests: a real GrpcServer on a real socket, over the checked fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from google.rpc import error_details_pb2
+from grpc_status._async import from_call
+
+from wicore_trt.config import ServerSettings
+from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.server import GrpcServer
+
+TOKENIZER = FakeTokenizer()
+MAX_CONTEXT = 1024
+SERVICE = "/wicore.inference.v1.InferenceService/"
+
+
+def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, **kwargs) -> TextEngine:
+    """A TextEngine over a FakeExecutor with room for a few sequences of MAX_CONTEXT tokens."""
+    pages = {GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 256}
+    core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs})
+    core.executor.step_s = step_s
+    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    return TextEngine(core, TOKENIZER, info, max_waiting=max_waiting)
+
+
+def steps_of(engine: TextEngine) -> int:
+    return len(engine._loop._core.executor.steps)
+
+
+def expected(prompt: str, count: int) -> tuple[str, list[int]]:
+    """Text and tokens that the fake model continues a prompt with."""
+    tokens = greedy(TOKENIZER.encode(prompt), count, ignore_eos=True)
+    return TOKENIZER.decode(tokens), tokens
+
+
+def request(prompt: str = "hello", max_tokens: int = 10, **kwargs) -> pb2.GenerateRequest:
+    """A greedy request of exactly `max_tokens` tokens; keyword arguments are sampling fields or request fields."""
+    message = pb2.GenerateRequest(text=prompt)
+    own = {k: kwargs.pop(k) for k in list(kwargs) if k in pb2.GenerateRequest.DESCRIPTOR.fields_by_name}
+    sampling = pb2.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **kwargs})
+    message.MergeFrom(pb2.GenerateRequest(sampling=sampling, **own))
+    return message
+
+
+@dataclass
+class Running:
+    server: GrpcServer
+    engine: TextEngine
+    address: str
+    channel: grpc.aio.Channel
+    stub: inference_pb2_grpc.InferenceServiceStub
+
+
+@asynccontextmanager
+async def serving(engine=None, *, options=(), attach: bool = True, **settings) -> AsyncIterator[Running]:
+    """A started server, its engine and a client. Settings are those of ServerSettings; the port is a free one."""
+    engine = engine or make_engine()
+    server = GrpcServer(ServerSettings(**{"port": 0, **settings}))
+    address = await server.start()
+    if attach:
+        await engine.start()
+        server.service.attach(engine)
+        await server.set_serving()
+    try:
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            yield Running(server, engine, address, channel, inference_pb2_grpc.InferenceServiceStub(channel))
+    finally:
+        await server.stop(0)
+        await engine.close()
+
+
+async def failure(call) -> tuple[grpc.StatusCode, str, dict[str, object]]:
+    """Code, message and details (by message name) of a call that must fail; unary call or stream."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        status = await from_call(call)
+        return error.code(), error.details(), details_of(status)
+    raise AssertionError("the call did not fail")
+
+
+def details_of(status) -> dict[str, object]:
+    """google.rpc details of a status by message name."""
+    found = {}
+    for packed in status.details if status is not None else ():
+        detail = getattr(error_details_pb2, packed.type_url.rpartition(".")[2])()
+        assert packed.Unpack(detail)
+        found[type(detail).__name__] = detail
+    return found
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    """Wait until a condition holds; fails after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,148 @@
+"""Messages of the wire contract to plain types and back.
+
+Pure functions; must not know engines or calls. Invariants: an unset optional field takes the default of the plain
+type (no default is repeated here); errors name the field by its path in the request message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from google.protobuf.duration_pb2 import Duration
+
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.types import EngineStats, FinishReason, ModelInfo, SamplingParams, TextOutput
+
+MAX_CACHE_SALT = 256
+# A reader that fell behind gets its backlog in messages of this size; with 20 alternatives per token that is about
+# 200 KiB, far below the 4 MiB that gRPC clients accept by default.
+MAX_TOKENS_PER_MESSAGE = 512
+
+_OPTIONAL_SAMPLING = tuple(
+    field.name for field in pb2.SamplingParams.DESCRIPTOR.fields if field.containing_oneof is not None
+)
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_FINISH = {reason: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
+
+
+def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequestError for values out of range."""
+    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return SamplingParams(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def field_path(name: str, prompt_kind: str | None) -> str:
+    """Path in GenerateRequest of a field of TextRequest or SamplingParams; other names are returned as they are."""
+    if name in _SAMPLING_FIELDS:
+        return f"sampling.{name}"
+    if name in ("prompt", "prompt_token_ids", "messages"):
+        return prompt_kind or "prompt"
+    return {"timeout_s": "timeout"}.get(name, name)
+
+
+def timeout_seconds(message: Duration) -> float:
+    """Seconds of a positive, well-formed duration; raises InvalidRequestError for others."""
+    seconds = message.seconds + message.nanos / 1e9
+    if not (abs(message.nanos) < 1_000_000_000 and seconds > 0):
+        raise InvalidRequestError(f"timeout must be a positive duration, got {seconds:g} s.", field="timeout")
+    return seconds
+
+
+def duration(seconds: float) -> Duration:
+    """A span of non-negative seconds as a message, to the nanosecond."""
+    fraction, whole = math.modf(seconds)
+    return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
+
+
+def chat_messages(chat: pb2.Chat) -> tuple[dict[str, object], ...]:
+    """The turns as the chat template takes them. Raises InvalidRequestError when there is none."""
+    if not chat.messages:
+        raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
+    return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
+
+
+def _delta(output: TextOutput) -> pb2.Delta:
+    delta = pb2.Delta(text=output.text, token_ids=output.token_ids)
+    for entry in output.logprobs:
+        message = delta.logprobs.add(token_id=entry.token_id, logprob=entry.logprob)
+        for token_id, logprob in entry.top:
+            message.top.add(token_id=token_id, logprob=logprob)
+    return delta
+
+
+def _pieces(output: TextOutput) -> Iterator[TextOutput]:
+    """An output cut to at most MAX_TOKENS_PER_MESSAGE tokens each; text and tokens need not be aligned."""
+    count = max(1, -(-len(output.token_ids) // MAX_TOKENS_PER_MESSAGE))
+    size = len(output.text)
+    for i in range(count):
+        cut = slice(i * MAX_TOKENS_PER_MESSAGE, (i + 1) * MAX_TOKENS_PER_MESSAGE)
+        piece = dataclasses.replace(
+            output,
+            text=output.text[i * size // count : (i + 1) * size // count],
+            token_ids=output.token_ids[cut],
+            logprobs=output.logprobs[cut],
+        )
+        yield piece if i == count - 1 else dataclasses.replace(piece, finish_reason=None)
+
+
+def responses(output: TextOutput, *, first_token_s: float | None, total_s: float) -> Iterator[pb2.GenerateResponse]:
+    """Messages for one output: one, or more when a reader that fell behind gets its backlog.
+
+    `first_token_s` and `total_s` are seconds since the request arrived; they go into the finish event.
+    """
+    for piece in _pieces(output) if len(output.token_ids) > MAX_TOKENS_PER_MESSAGE else (output,):
+        message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
+        if piece.finish_reason is None:
+            message.delta.CopyFrom(_delta(piece))
+        else:
+            message.finish.CopyFrom(_finish(piece, first_token_s, total_s))
+        yield message
+
+
+def _finish(output: TextOutput, first_token_s: float | None, total_s: float) -> pb2.Finish:
+    assert output.finish_reason is not None
+    finish = pb2.Finish(delta=_delta(output), reason=_FINISH[output.finish_reason])
+    if isinstance(output.stop_reason, str):
+        finish.stop_string = output.stop_reason
+    elif output.stop_reason is not None:
+        finish.stop_token_id = output.stop_reason
+    if output.usage is not None:
+        finish.usage.prompt_tokens = output.usage.prompt_tokens
+        finish.usage.completion_tokens = output.usage.completion_tokens
+        finish.usage.cached_tokens = output.usage.cached_tokens
+    finish.timings.total.CopyFrom(duration(total_s))
+    if first_token_s is not None:
+        finish.timings.time_to_first_token.CopyFrom(duration(first_token_s))
+    return finish
+
+
+def model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
+    """The fields have the same names; None is left unset."""
+    given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None}
+    return pb2.GetModelInfoResponse(**given)
+
+
+def stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
+    """Counters and gauges, with the number of open Generate calls added."""
+    return pb2.GetStatsResponse(
+        uptime=duration(now.uptime_s),
+        requests_running=now.requests_running,
+        requests_waiting=now.requests_waiting,
+        streams_open=streams_open,
+        requests_finished=now.requests_finished,
+        prompt_tokens=now.prompt_tokens,
+        cached_prompt_tokens=now.cached_prompt_tokens,
+        generated_tokens=now.generated_tokens,
+        steps=now.steps,
+        step_time=duration(now.step_seconds),
+        preemptions=now.preemptions,
+        pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools],
+    )

@@ -1,0 +1,61 @@
+"""Exceptions to gRPC statuses with google.rpc details.
+
+The only place that knows how a WicoreError looks on the wire; must not know services or engines. Invariant: a status
+never carries a traceback, and its text stays within the metadata limits of gRPC clients (8 KiB by default).
+"""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
+
+DOMAIN = "wicore"
+MAX_MESSAGE_CHARS = 512
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """The client chose a request id that a running request has."""
+
+    grpc_code = "ALREADY_EXISTS"
+    http_status = 409
+
+
+def reason_of(error: WicoreError) -> str:
+    """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
+
+
+def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
+    text = str(error)
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = text[: MAX_MESSAGE_CHARS - 3] + "..."
+    details: list[message.Message] = [
+        error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN),
+        error_details_pb2.RequestInfo(request_id=call_id),
+    ]
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, QueueFullError):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+async def abort(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
+    """End the call with the error's status. Always raises grpc.aio.AbortError."""
+    await context.abort_with_status(rpc_status.to_status(status_of(error, call_id)))

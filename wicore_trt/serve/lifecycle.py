@@ -1,0 +1,174 @@
+"""From an engine factory to a running server process and back: start order, signals, drain, exit code.
+
+Order: bind the port (a used port fails in milliseconds, not after the engine was loaded), load and start the engine,
+report SERVING; on SIGTERM or SIGINT report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest,
+close. Must not know messages or models. Invariant: the process ends within the grace time plus a few seconds, and a
+second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from wicore_trt.config import ServerSettings
+from wicore_trt.errors import EngineDeadError
+from wicore_trt.serve.server import GrpcServer
+
+if TYPE_CHECKING:
+    from wicore_trt.core.text_engine import TextEngine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEATH_POLL_S = 0.25
+CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they were cancelled
+FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
+
+
+def run_server(
+    settings: ServerSettings,
+    engine_factory: Callable[[], TextEngine],
+    announce: Callable[[str], None] = lambda address: None,
+) -> int:
+    """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
+
+    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the bound address. Raises
+    EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when the engine
+    breaks while serving.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings, engine_factory, announce))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop, which makes a streamed message cheaper by a third; asyncio's own where there is no wheel of it."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(
+    settings: ServerSettings, engine_factory: Callable[[], TextEngine], announce: Callable[[str], None]
+) -> int:
+    stop = _stop_on_signals()
+    server = GrpcServer(settings)
+    try:
+        address = await server.start()
+        announce(address)
+        log.info("listening on %s, loading the engine", address)
+        _warn_of_clear_text_key(settings)
+        started = time.monotonic()
+        engine = await _unless(stop, _on_daemon_thread(engine_factory))
+        if engine is None:
+            log.info("stopped while loading")
+            return 0
+        await engine.start()
+        server.service.attach(engine)
+        await server.set_serving()
+        log.info("serving %s on %s after %.1f s", engine.info.model_id, address, time.monotonic() - started)
+        death = await _unless(stop, asyncio.ensure_future(_death(engine)))
+        if death is not None:
+            await server.set_draining()
+            raise EngineDeadError(f"The engine stopped: {death}.")
+        return await _drain(server, engine, settings.grace_s)
+    finally:
+        await server.stop(FLUSH_S)
+
+
+async def _drain(server: GrpcServer, engine: TextEngine, grace_s: float) -> int:
+    """Let requests finish within `grace_s` seconds, cancel the rest; returns the exit code."""
+    log.info("draining %d streams for up to %g s", server.service.streams_open, grace_s)
+    end = time.monotonic() + grace_s
+    await server.set_draining()
+    clean = False
+    with suppress(TimeoutError):
+        clean = await asyncio.wait_for(engine.drain(grace_s), grace_s + CANCEL_S)
+        # Streams still open wait for readers that have not taken their output yet.
+        await asyncio.wait_for(server.service.idle.wait(), max(end - time.monotonic(), FLUSH_S))
+    clean = clean and server.service.idle.is_set()
+    await server.stop(FLUSH_S)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(engine.close(), CANCEL_S)
+    if clean:
+        log.info("stopped")
+    else:
+        log.warning("stopped; requests that had not finished after %g s were cancelled", grace_s)
+    return 0 if clean else 1
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets. A second one ends the process there and then."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log.warning("second signal: exit at once")
+            logging.shutdown()
+            os._exit(128 + number)
+        log.info("%s received", number.name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:
+    """The result of `work`, or None when `stop` is set first; `work` is then cancelled."""
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        stopped.cancel()
+        work.cancel()
+
+
+def _on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a function that may take minutes, on a thread that does not keep the process alive when it is not wanted."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def target() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # it is raised again on the loop's thread
+            error = raised
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=target, name="wicore-load", daemon=True).start()
+    return future
+
+
+async def _death(engine: TextEngine) -> str:
+    """Wait until the engine breaks; returns why."""
+    while engine.dead is None:
+        await asyncio.sleep(DEATH_POLL_S)
+    return engine.dead
+
+
+def _warn_of_clear_text_key(settings: ServerSettings) -> None:
+    local = settings.host.startswith(("unix:", "127.", "localhost", "::1"))
+    if settings.api_key and not settings.tls_cert and not local:
+        log.warning("the API key travels in clear text: set server.tls_cert and server.tls_key")
