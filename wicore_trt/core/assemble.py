@@ -65,9 +65,20 @@ def load_engine(settings: Settings) -> LoadedEngine:
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
     """The executor of the engine's backend."""
-    from wicore_trt.runtime.torch_executor import TorchExecutor
+    from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 
-    return TorchExecutor(engine, settings)
+    return TorchExecutor(
+        engine,
+        ExecutorSettings(
+            device=settings.executor.device,
+            kernels=settings.executor.kernels,
+            threads=settings.executor.threads,
+            page_tokens=settings.kv.page_tokens,
+            kv_bytes=settings.kv.device_bytes,
+            max_batch_tokens=settings.scheduler.max_batch_tokens,
+            max_context=settings.scheduler.max_context,
+        ),
+    )
 
 
 def model_info(

@@ -190,6 +190,11 @@ class KVCacheManager:
             pages.tables[group] = []
         pages.published = pages.first_local = 0
 
+    def clear(self) -> None:
+        """Forget all cached pages; those in use stay."""
+        for pool in self.pools.values():
+            pool.clear()
+
     def _done_computing(self, key: bytes, owner: int) -> None:
         if self._computing.get(key) == owner:
             del self._computing[key]

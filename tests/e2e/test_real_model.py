@@ -1,0 +1,102 @@
+"""Gemma 3 270M, the default engine: the same tokens whatever a request is batched with, and text that makes sense."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pydoc_data.topics import topics
+
+import pytest
+from e2e.conftest import WICORE
+
+from wicore_trt import LLM, SamplingParams
+from wicore_trt.types import GenerateRequest
+
+pytestmark = pytest.mark.model
+
+TEXT = " ".join(topics[name] for name in sorted(topics))
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def llm(engine_270m):
+    with LLM(engine_270m, scheduler__max_batch_tokens=192, kv__device_bytes="256MiB") as llm:
+        yield llm
+
+
+def prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
+    """Real text of 3 to 900 tokens, cut at random places; a third of them shares a beginning with another one."""
+    rng = random.Random(7)
+    made: list[tuple[int, ...]] = []
+    for i in range(count):
+        start = rng.randrange(len(TEXT) - 8000)
+        length = rng.choice([rng.randint(3, 60), rng.randint(60, 300), rng.randint(500, 900)])
+        ids = tuple(llm.tokenizer.encode(TEXT[start : start + 8000])[:length])
+        if i % 3 == 2:
+            other = rng.choice(made)
+            ids = other[: rng.randint(1, len(other))] + ids[1 : rng.randint(2, 40)]
+        made.append(ids)
+    return made
+
+
+def run_together(llm: LLM, requests: dict[str, tuple[int, ...]], arrivals: dict[str, int]) -> dict[str, list[int]]:
+    """Step the engine, adding each request at its step."""
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens: dict[str, list[int]] = {name: [] for name in requests}
+    step = 0
+    while step <= max(arrivals.values()) or llm._core.has_work:
+        for name, at in arrivals.items():
+            if at == step:
+                llm._core.add(GenerateRequest(name, requests[name], params))
+        for output in llm._core.step() if llm._core.has_work else []:
+            tokens[output.request_id] += output.token_ids
+        step += 1
+    return tokens
+
+
+def test_tokens_do_not_depend_on_the_batch(llm):
+    """32 requests alone, together, and in random arrival order (which also changes chunks, hits and preemptions)."""
+    requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, 32))}
+    alone = {}
+    for name, ids in requests.items():
+        llm._core.scheduler.manager.clear()  # alone also means without anybody's cached pages
+        alone |= run_together(llm, {name: ids}, {name: 0})
+    llm._core.scheduler.manager.clear()
+    assert run_together(llm, requests, dict.fromkeys(requests, 0)) == alone
+    rng = random.Random(11)
+    for _ in range(2):
+        order = {name: rng.randrange(60) for name in requests}
+        assert run_together(llm, requests, order) == alone
+    llm._core.scheduler.check_integrity()
+
+
+def test_seeded_samples_do_not_depend_on_the_batch(llm):
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=5, max_tokens=12, ignore_eos=True, n=2)
+    some = ["The capital of France is", "Once upon a time", "def main():", "In the beginning"]
+    alone = [[c.token_ids for c in llm.generate(prompt, params)[0]] for prompt in some]
+    together = [[c.token_ids for c in completions] for completions in llm.generate(some, params)]
+    assert together == alone
+    assert len({tuple(c) for c in alone}) == len(some) and alone[0][0] != alone[0][1]
+
+
+def test_text_makes_sense_and_streams_equal_whole_completions(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    [[whole]] = llm.generate("The capital of France is", params)
+    assert "France" in whole.text or "Paris" in whole.text
+    assert "".join(o.text for o in llm.stream("The capital of France is", params)) == whole.text
+    first, second = llm.stream("The sun is", params), llm.stream("The moon is", params)
+    texts = {"sun": next(first).text, "moon": next(second).text}
+    texts["sun"] += "".join(o.text for o in first)
+    texts["moon"] += "".join(o.text for o in second)
+    [[sun], [moon]] = llm.generate(["The sun is", "The moon is"], params)
+    assert texts == {"sun": sun.text, "moon": moon.text}
+
+
+def test_generate_command(engine_270m):
+    command = [*WICORE, "generate", str(engine_270m), "--json", "--max-tokens", "8"]
+    done = subprocess.run(command, input="The capital of France is", capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)
+    assert result["completion_tokens"] == 8 and result["finish_reason"] == "length" and result["text"].strip()
+    bad = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
+    assert bad.returncode == 1 and b"not UTF-8" in bad.stderr and b"Traceback" not in bad.stderr
