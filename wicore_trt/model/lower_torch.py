@@ -28,12 +28,12 @@ QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * contex
 
 
 def weight_scale_name(weight: str) -> str:
-    """"x.weight" -> "x.weights_scaling_factor", the unified checkpoint's spelling."""
+    """Name of a weight's scales: "x.weight" -> "x.weights_scaling_factor", as in the unified checkpoint."""
     return weight + "s_scaling_factor"
 
 
 def activation_scale_name(weight: str) -> str:
-    """"x.weight" -> "x.activation_scaling_factor"."""
+    """Name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
     return weight.removesuffix("weight") + "activation_scaling_factor"
 
 

@@ -23,14 +23,13 @@ from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
-from wicore_trt.runtime.weights import fuse, load_weights
+from wicore_trt.runtime.weights import LoadedEngine, fuse, load_engine
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
-DEFAULT_PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +56,25 @@ class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
     the page first; `kernels` is "native" or "torch"."""
 
-    def __init__(self, engine: EngineDir, settings: ExecutorSettings) -> None:
-        """Load `engine`.
+    def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
+        """Load `engine` from disk, or run the tensors of one that is in memory.
 
         Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
         that are not here, ConfigError for too little KV memory.
         """
-        manifest = engine.manifest
-        self._setup(
-            manifest.spec,
-            manifest.base_dtype,
-            manifest.kv_dtype,
-            load_weights(engine.rank_files, manifest.spec),
-            settings,
-            page_tokens=settings.page_tokens or manifest.page_tokens,
-            max_context=settings.max_context or manifest.max_context,
-        )
+        loaded = engine if isinstance(engine, LoadedEngine) else load_engine(engine)
+        self.spec = loaded.spec
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.device = _device(settings.device)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.layout = _layout(loaded, settings)
+        self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
+        model = TorchModel(loaded.spec, loaded.dtype, loaded.tensors, self.pools, self.device)
+        self.kernels = "torch"
+        self._step_ops: Callable[[StepInputs], Ops[torch.Tensor]] = lambda inputs: TorchOps(model, inputs)
+        self._sampler = Sampler()
+        log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
 
     @classmethod
     def from_tensors(
@@ -85,61 +87,12 @@ class TorchExecutor:
         kv_dtype: str | None = None,
     ) -> TorchExecutor:
         """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
-        executor = cls.__new__(cls)
-        executor._setup(
-            spec,
-            dtype,
-            kv_dtype or dtype,
-            fuse(tensors, spec),
-            settings,
-            page_tokens=settings.page_tokens or DEFAULT_PAGE_TOKENS,
-            max_context=settings.max_context or spec.max_position_embeddings,
-        )
-        return executor
-
-    def _setup(
-        self,
-        spec: Gemma3Spec,
-        dtype: str,
-        kv_dtype: str,
-        tensors: dict[str, torch.Tensor],
-        settings: ExecutorSettings,
-        *,
-        page_tokens: int,
-        max_context: int,
-    ) -> None:
-        self.spec = spec
-        self.max_batch_tokens = settings.max_batch_tokens
-        self.device = _device(settings.device)
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        kv_bytes = TORCH_DTYPES[kv_dtype].itemsize
-        pages = dict(settings.kv_pages or {}) or plan_pools(
-            spec,
-            page_tokens,
-            kv_bytes,
-            settings.kv_bytes,
-            max_context,
-            max_batch_tokens=settings.max_batch_tokens,
-        )
-        self._groups = [g for g in GROUPS if spec.layers_of(g)]
-        self.layout = KVLayout(
-            page_tokens,
-            kv_dtype,
-            {g: pages[g] for g in self._groups},
-            {g: spec.page_bytes(g, page_tokens, kv_bytes) for g in self._groups},
-        )
-        self.pools = {g: self._new_pool(g) for g in self._groups}
-        model = TorchModel(spec, dtype, tensors, self.pools, self.device)
-        self.kernels = "torch"
-        self._step_ops: Callable[[StepInputs], Ops[torch.Tensor]] = lambda inputs: TorchOps(model, inputs)
-        self._sampler = Sampler()
-        log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
+        return cls(LoadedEngine(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it."""
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
-        inputs = StepInputs.from_batch(batch, self.layout, self._groups)
+        inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         sampling = [s for s in batch.slices if s.sample]
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs), self.spec)
@@ -174,6 +127,26 @@ class TorchExecutor:
 
 def _closed(_: StepInputs) -> Ops[torch.Tensor]:
     raise AssertionError("execute() after close()")
+
+
+def _layout(engine: LoadedEngine, settings: ExecutorSettings) -> KVLayout:
+    spec, page_tokens = engine.spec, settings.page_tokens or engine.page_tokens
+    itemsize = TORCH_DTYPES[engine.kv_dtype].itemsize
+    pages = settings.kv_pages or plan_pools(
+        spec,
+        page_tokens,
+        itemsize,
+        settings.kv_bytes,
+        settings.max_context or engine.max_context or spec.max_position_embeddings,
+        max_batch_tokens=settings.max_batch_tokens,
+    )
+    groups = [g for g in GROUPS if spec.layers_of(g)]
+    return KVLayout(
+        page_tokens,
+        engine.kv_dtype,
+        {g: pages[g] for g in groups},
+        {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups},
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -7,7 +7,9 @@ complete, of the shapes that the spec implies, and free of NaN-producing gaps: e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +21,36 @@ from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.lower_torch import E4M3, activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.spec import Gemma3Spec
 
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
 MAX_LISTED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine whose weights are in host memory. `tensors` are as `fuse` returns them; `dtype` is that of the
+    activations. `max_context` None is the model's own limit."""
+
+    spec: Gemma3Spec
+    dtype: str
+    kv_dtype: str
+    tensors: dict[str, torch.Tensor]
+    page_tokens: int = 32
+    max_context: int | None = None
+
+
+def load_engine(engine: EngineDir) -> LoadedEngine:
+    """Read the weights of an engine directory. Raises what `load_weights` raises."""
+    manifest = engine.manifest
+    return LoadedEngine(
+        manifest.spec,
+        manifest.base_dtype,
+        manifest.kv_dtype,
+        load_weights(engine.rank_files, manifest.spec),
+        manifest.page_tokens,
+        manifest.max_context,
+    )
 
 
 def load_weights(rank_files: Sequence[Path], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
