@@ -1,0 +1,160 @@
+// C ABI of libwicore_cpu: the operators of one Gemma 3 step on a CPU.
+//
+// Every operator takes a pointer to a struct of plain 8-byte fields. Invariant shared by all of them: the result of
+// a row (a token, a query) depends on that row's inputs alone, bit for bit - not on how many rows there are, on
+// their order, on the number of threads, on how a prompt is cut into steps, or on which page slots hold its KV.
+// Results of different instruction sets (wicore_cpu_set_isa) may differ in the last bits.
+//
+// "Operand" arrays are inputs of matrix products: bf16 bits when dtype is bfloat16; float32 values when it is
+// float32; float32 values on the float16 grid when it is float16.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define WICORE_API __attribute__((visibility("default")))
+#define WICORE_CPU_ABI 1
+#define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one block
+
+enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
+
+enum wicore_op {
+  WICORE_OP_EMBED = 0,
+  WICORE_OP_NORM = 1,
+  WICORE_OP_ADD_NORM = 2,
+  WICORE_OP_GEGLU = 3,
+  WICORE_OP_LINEAR = 4,
+  WICORE_OP_QK_NORM_ROPE_WRITE = 5,
+  WICORE_OP_ATTENTION = 6,
+  WICORE_OP_GATHER_ROWS = 7,
+};
+
+// out[i, :] = weight[ids[i], :] * scale. weight is packed (see wicore_cpu_pack), out float32 [rows, k].
+struct wicore_embed {
+  int64_t rows, k, dtype;
+  double scale;
+  const int64_t* ids;
+  const void* weight;
+  float* out;
+};
+
+// out[i, :] = x[i, :] / sqrt(mean(x[i, :]^2) + eps) * weight, rounded. x float32 [rows, k], out operand [rows, k].
+struct wicore_norm {
+  int64_t rows, k, dtype;
+  double eps;
+  const float* x;
+  const float* weight;
+  void* out;
+};
+
+// residual[i, :] += rmsnorm(x[i, :]) * post; out[i, :] = rmsnorm(residual[i, :]) * next, rounded.
+struct wicore_add_norm {
+  int64_t rows, k, dtype;
+  double eps;
+  float* residual;
+  const float* x;
+  const float* post;
+  const float* next;
+  void* out;
+};
+
+// out[i, j] = gelu_tanh(x[i, j]) * x[i, k + j], rounded. x float32 [rows, 2k], out operand [rows, k].
+struct wicore_geglu {
+  int64_t rows, k, dtype;
+  const float* x;
+  void* out;
+};
+
+// out[i, j] = dot(x[i, :], weight[j, :]), float32 accumulation in ascending k. x operand [rows, k] of `dtype`,
+// weight packed [n, k], out float32 [rows, n]. With row_scale (float32 [n], bfloat16 only) x is first quantized to
+// E4M3 per row with scale a = amax / 448 (1 if amax is 0), and out = dot * (a * row_scale[j]); `quantized`
+// (uint16 [rows, k]) and `quantized_scale` (float32 [rows]) are its scratch.
+struct wicore_linear {
+  int64_t rows, n, k, dtype;
+  const void* x;
+  const void* weight;
+  const float* row_scale;
+  void* quantized;
+  float* quantized_scale;
+  float* out;
+};
+
+// A layer's KV in a group's pool [num_pages, layers, 2, page_tokens, kv_heads, head_dim]; strides in elements.
+// Tokens are ragged: sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s + 1], at consecutive positions.
+// page_table is int32 [num_seqs, table_width]; -1 marks a page that no query of the step can see.
+struct wicore_kv {
+  int64_t num_seqs, table_width;
+  int64_t heads, kv_heads, head_dim, page_tokens;
+  int64_t page_stride, layer_offset, kv_dtype;
+  const int32_t* cu_seqlens;
+  const int32_t* positions;
+  const int32_t* page_table;
+  void* pool;
+};
+
+// qkv float32 [rows, (heads + 2 kv_heads) head_dim]; q and k get RMSNorm per head and the half-split rotation by
+// position (cos, sin float32 [positions, head_dim / 2]); q operand [rows, heads, head_dim]; k, v go to the pool.
+struct wicore_qk_norm_rope_write {
+  int64_t rows, dtype;
+  double eps;
+  const float* qkv;
+  const float* q_weight;
+  const float* k_weight;
+  const float* cos;
+  const float* sin;
+  void* q;
+  const struct wicore_kv* kv;
+};
+
+// out operand [rows, heads * head_dim] = softmax(scale * q k^T) v over the last `window` keys with the query's own
+// (0: all keys). head_dim is a multiple of 16, at most 256.
+struct wicore_attention {
+  int64_t rows, dtype, window;
+  double scale;
+  const void* q;
+  void* out;
+  const struct wicore_kv* kv;
+};
+
+// out[i, :] = x[index[i], :], rows of `row_bytes` bytes.
+struct wicore_gather_rows {
+  int64_t rows, row_bytes;
+  const int64_t* index;
+  const void* x;
+  void* out;
+};
+
+struct wicore_command {
+  int64_t op;  // enum wicore_op
+  const void* args;
+};
+
+// Version of this interface; the Python binding refuses another one.
+WICORE_API int64_t wicore_cpu_abi(void);
+
+// Sets the number of threads that run operators, the calling one included. Call between runs.
+WICORE_API void wicore_cpu_set_threads(int64_t threads);
+WICORE_API int64_t wicore_cpu_threads(void);
+
+// Chooses the instruction set: "avx512bf16", "avx2" or "generic"; "auto" takes the best. 0, or -1 if the machine
+// lacks it.
+WICORE_API int wicore_cpu_set_isa(const char* name);
+WICORE_API const char* wicore_cpu_isa(void);
+
+// Runs the commands in order. 0, or -1 for an unknown operator.
+WICORE_API int wicore_cpu_run(const struct wicore_command* commands, int64_t count);
+
+// Bytes of a packed [n, k] weight.
+WICORE_API int64_t wicore_cpu_packed_bytes(int64_t n, int64_t k, int64_t dtype);
+
+// Packs rows [first_row, first_row + rows) of a weight [n, k] from the row-major `source` (same dtype) into `packed`.
+// Layout: blocks of 64 rows; within one, k ascending, then the 64 rows; bfloat16 keeps pairs of k together
+// ([n / 64][k / 2][64][2]). The caller zeroes `packed` first when n % 64 or k % 2 is not 0.
+WICORE_API void wicore_cpu_pack(void* packed, const void* source, int64_t first_row, int64_t rows, int64_t n, int64_t k,
+                     int64_t dtype);
+
+#ifdef __cplusplus
+}
+#endif

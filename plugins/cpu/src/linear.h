@@ -1,0 +1,171 @@
+// Matrix product x [M, K] * weight [N, K]^T over packed weights (see wicore_cpu_pack).
+//
+// Reduction order, the same for every tile shape: an output element is one float32 accumulator that takes k = 0, 1,
+// 2, ... in turn (bf16: pairs of k). Blocking K stores and reloads accumulators, which is exact. So a row's result
+// depends on neither M nor its place in the batch.
+#pragma once
+#include "pool.h"
+#include "quantize.h"
+#include "simd.h"
+#include "wicore_cpu.h"
+
+namespace WICORE_ISA {
+
+constexpr int kTile = WICORE_PACK_ROWS;  // output columns of one work item
+constexpr int kMaxRows = 96;             // rows of one work item
+constexpr int kBlockK = 256;
+constexpr int kPrefetchBytes = 2048;     // how far ahead of use weights are requested
+
+constexpr int kRegisterRows = W == 16 ? 6 : 4;
+
+// Vectors of columns per register tile: chains enough to hide latency, registers few enough not to spill.
+constexpr int register_columns(int rows) { return W == 16 || rows == 1 ? 4 : 2; }
+
+struct LinearJob {
+  const wicore_linear* args;
+  const void* x;
+  int64_t row_blocks, rows_per_block;
+};
+
+// acc[r][c] += x[r, k0:k1] * block[k0:k1, column + c * W], `block` the packed weights of one tile.
+template <class T, int R, int C>
+INLINE void accumulate(vf (&acc)[R][C], const typename T::Activation* x, int64_t ldx, const typename T::Bits* block,
+                       int64_t k0, int64_t k1, int column) {
+  for (int64_t k = k0; k < k1; ++k) {
+    const typename T::Bits* line = block + k * kTile + column;
+    vf w[C];
+    for (int c = 0; c < C; ++c) {
+      w[c] = T::get(line + c * W);
+      __builtin_prefetch(reinterpret_cast<const char*>(line + c * W) + kPrefetchBytes);
+    }
+    for (int r = 0; r < R; ++r) {
+      const vf value = splat(x[r * ldx + k]);
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(w[c], value, acc[r][c]);
+    }
+  }
+}
+
+template <int R, int C>
+INLINE void accumulate_pairs(vf (&acc)[R][C], const uint16_t* x, int64_t ldx, const uint16_t* block, int64_t k0,
+                             int64_t k1, int column) {
+  for (int64_t k = k0; k < k1; k += 2) {
+    const uint16_t* line = block + k * kTile + column * 2;
+    vu w[C];
+    for (int c = 0; c < C; ++c) {
+      w[c] = load<vu>(line + c * W * 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(line + c * W * 2) + kPrefetchBytes);
+    }
+    for (int r = 0; r < R; ++r) {
+      const vu pair = splat_u32(load<uint32_t>(x + r * ldx + k));
+      for (int c = 0; c < C; ++c) acc[r][c] = dot_bf16(acc[r][c], w[c], pair);
+    }
+  }
+}
+
+// One register tile: R rows, C vectors of columns, k0 <= k < k1; `out` [rows][kTile] carries the accumulators.
+template <class T, int R, int C>
+INLINE void register_tile(const typename T::Activation* x, int64_t ldx, const typename T::Bits* block, int64_t k0,
+                          int64_t k1, int column, float* out) {
+  vf acc[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) acc[r][c] = k0 == 0 ? vf{} : load<vf>(out + r * kTile + column + c * W);
+  }
+  if constexpr (T::kPair == 1) {
+    accumulate<T, R, C>(acc, x, ldx, block, k0, k1, column);
+  } else {
+    const int64_t whole = k1 / 2 * 2;
+    accumulate_pairs<R, C>(acc, x, ldx, block, k0, whole, column);
+    if (whole < k1) {  // odd K: the packed weights end in zeros
+      for (int r = 0; r < R; ++r) {
+        const vu last = splat_u32(x[r * ldx + whole]);
+        for (int c = 0; c < C; ++c) {
+          acc[r][c] = dot_bf16(acc[r][c], load<vu>(block + whole * kTile + (column + c * W) * 2), last);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) store(out + r * kTile + column + c * W, acc[r][c]);
+  }
+}
+
+template <class T, int R>
+INLINE void tile_rows(const typename T::Activation* x, int64_t ldx, const typename T::Bits* block, int64_t k0,
+                      int64_t k1, float* out) {
+  constexpr int C = register_columns(R);
+  for (int column = 0; column < kTile; column += C * W) {
+    register_tile<T, R, C>(x, ldx, block, k0, k1, column, out);
+  }
+}
+
+template <class T>
+void tile(const typename T::Activation* x, int64_t rows, int64_t k, const typename T::Bits* block, float* out) {
+  for (int64_t k0 = 0; k0 < k; k0 += kBlockK) {
+    const int64_t k1 = k0 + kBlockK < k ? k0 + kBlockK : k;
+    int64_t r = 0;
+    for (; r + kRegisterRows <= rows; r += kRegisterRows) {
+      tile_rows<T, kRegisterRows>(x + r * k, k, block, k0, k1, out + r * kTile);
+    }
+    switch (rows - r) {
+      case 1: tile_rows<T, 1>(x + r * k, k, block, k0, k1, out + r * kTile); break;
+      case 2: tile_rows<T, 2>(x + r * k, k, block, k0, k1, out + r * kTile); break;
+      case 3: tile_rows<T, 3>(x + r * k, k, block, k0, k1, out + r * kTile); break;
+      case 4: tile_rows<T, 4>(x + r * k, k, block, k0, k1, out + r * kTile); break;
+      case 5: tile_rows<T, 5>(x + r * k, k, block, k0, k1, out + r * kTile); break;
+      default: break;
+    }
+  }
+}
+
+inline void write_tile(const wicore_linear& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
+  const int64_t columns = a.n - column < kTile ? a.n - column : kTile;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* out = a.out + (row + r) * a.n + column;
+    if (a.row_scale == nullptr) {
+      memcpy(out, tile + r * kTile, static_cast<size_t>(columns) * sizeof(float));
+      continue;
+    }
+    const float activation_scale = a.quantized_scale[row + r];
+    for (int64_t c = 0; c < columns; ++c) out[c] = tile[r * kTile + c] * (activation_scale * a.row_scale[column + c]);
+  }
+}
+
+template <class T>
+void linear_range(void* context, int64_t begin, int64_t end) {
+  const LinearJob& job = *static_cast<const LinearJob*>(context);
+  const wicore_linear& a = *job.args;
+  const int64_t block_elements = kTile * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
+  alignas(64) float out[kMaxRows * kTile];
+  for (int64_t i = begin; i < end; ++i) {
+    // Rows vary fastest: the weights of a tile are read from memory once, then from cache.
+    const int64_t row = i % job.row_blocks * job.rows_per_block;
+    const int64_t rows = a.rows - row < job.rows_per_block ? a.rows - row : job.rows_per_block;
+    const int64_t column_tile = i / job.row_blocks;
+    const auto* block = static_cast<const typename T::Bits*>(a.weight) + column_tile * block_elements;
+    tile<T>(static_cast<const typename T::Activation*>(job.x) + row * a.k, rows, a.k, block, out);
+    write_tile(a, out, row, rows, column_tile * kTile);
+  }
+}
+
+inline void linear(const wicore_linear& a) {
+  if (a.rows <= 0) return;
+  LinearJob job{&a, a.x, (a.rows + kMaxRows - 1) / kMaxRows, 0};
+  job.rows_per_block =
+      ((a.rows + job.row_blocks - 1) / job.row_blocks + kRegisterRows - 1) / kRegisterRows * kRegisterRows;
+  job.row_blocks = (a.rows + job.rows_per_block - 1) / job.rows_per_block;
+  if (a.row_scale != nullptr) {
+    quantize_rows(a);
+    job.x = a.quantized;
+  }
+  const int64_t items = (a.n + kTile - 1) / kTile * job.row_blocks;
+  const int64_t share = items / (wicore::threads() * 8);
+  const int64_t grain = share < 1 ? 1 : (share > 16 ? 16 : share);
+  switch (a.dtype) {
+    case WICORE_F32: wicore::parallel_for(items, grain, linear_range<F32>, &job); break;
+    case WICORE_BF16: wicore::parallel_for(items, grain, linear_range<BF16>, &job); break;
+    case WICORE_F16: wicore::parallel_for(items, grain, linear_range<F16>, &job); break;
+    default: break;
+  }
+}
+
+}  // namespace WICORE_ISA

@@ -1,0 +1,132 @@
+// Operators on single rows: embedding look-up, RMSNorm, residual add with two norms, gated GELU.
+//
+// Reduction order of a norm: four vectors of partial sums over the row's whole vectors, then the ragged end, then a
+// tree over the lanes. It depends on the row's length only. Arithmetic is float32.
+#pragma once
+#include "pool.h"
+#include "simd.h"
+#include "wicore_cpu.h"
+
+namespace WICORE_ISA {
+
+constexpr int64_t kRowsPerRange = 4;
+
+INLINE float inverse_rms(const float* x, int64_t k, float eps) {
+  vf sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= k; i += 4 * W) {
+    for (int j = 0; j < 4; ++j) {
+      const vf v = load<vf>(x + i + j * W);
+      sum[j] = fma(v, v, sum[j]);
+    }
+  }
+  for (; i < k; i += W) {
+    const vf v = k - i < W ? load_first<vf>(x + i, k - i) : load<vf>(x + i);
+    sum[0] = fma(v, v, sum[0]);
+  }
+  const float total = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  return 1.0f / __builtin_sqrtf(total / static_cast<float>(k) + eps);
+}
+
+template <class Out>
+INLINE void normalize(const float* x, const float* weight, int64_t k, float inverse, typename Out::Bits* out) {
+  int64_t i = 0;
+  for (; i + W <= k; i += W) Out::put(out + i, load<vf>(x + i) * inverse * load<vf>(weight + i));
+  if (i < k) {
+    Out::put_first(out + i, load_first<vf>(x + i, k - i) * inverse * load_first<vf>(weight + i, k - i), k - i);
+  }
+}
+
+template <class Out>
+void norm_range(void* context, int64_t begin, int64_t end) {
+  const wicore_norm& a = *static_cast<const wicore_norm*>(context);
+  for (int64_t i = begin; i < end; ++i) {
+    const float* x = a.x + i * a.k;
+    const float inverse = inverse_rms(x, a.k, static_cast<float>(a.eps));
+    normalize<Out>(x, a.weight, a.k, inverse, static_cast<typename Out::Bits*>(a.out) + i * a.k);
+  }
+}
+
+template <class Out>
+void add_norm_range(void* context, int64_t begin, int64_t end) {
+  const wicore_add_norm& a = *static_cast<const wicore_add_norm*>(context);
+  const float eps = static_cast<float>(a.eps);
+  for (int64_t i = begin; i < end; ++i) {
+    const float* x = a.x + i * a.k;
+    float* residual = a.residual + i * a.k;
+    const float inverse = inverse_rms(x, a.k, eps);
+    int64_t j = 0;
+    for (; j + W <= a.k; j += W) {
+      store(residual + j, load<vf>(residual + j) + load<vf>(x + j) * inverse * load<vf>(a.post + j));
+    }
+    for (; j < a.k; ++j) residual[j] += x[j] * inverse * a.post[j];
+    normalize<Out>(residual, a.next, a.k, inverse_rms(residual, a.k, eps),
+                   static_cast<typename Out::Bits*>(a.out) + i * a.k);
+  }
+}
+
+// gelu_tanh(x) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+INLINE vf gelu_tanh(vf x) {
+  const vf u = x * fma(x * x, splat(0.044715f * 0.7978845608f), splat(0.7978845608f));
+  return x / (1.0f + vexp(-2.0f * u));
+}
+
+template <class Out>
+void geglu_range(void* context, int64_t begin, int64_t end) {
+  const wicore_geglu& a = *static_cast<const wicore_geglu*>(context);
+  for (int64_t i = begin; i < end; ++i) {
+    const float* gate = a.x + i * 2 * a.k;
+    const float* up = gate + a.k;
+    auto* out = static_cast<typename Out::Bits*>(a.out) + i * a.k;
+    int64_t j = 0;
+    for (; j + W <= a.k; j += W) Out::put(out + j, gelu_tanh(load<vf>(gate + j)) * load<vf>(up + j));
+    if (j < a.k) {
+      const int64_t n = a.k - j;
+      Out::put_first(out + j, gelu_tanh(load_first<vf>(gate + j, n)) * load_first<vf>(up + j, n), n);
+    }
+  }
+}
+
+template <class T>
+INLINE float scalar_value(typename T::Bits bits) {
+  typename T::Bits lanes[W] = {bits};
+  return T::get(lanes)[0];
+}
+
+template <class T>
+void embed_range(void* context, int64_t begin, int64_t end) {
+  const wicore_embed& a = *static_cast<const wicore_embed*>(context);
+  const float scale = static_cast<float>(a.scale);
+  const int64_t block_elements = WICORE_PACK_ROWS * ((a.k + T::kPair - 1) / T::kPair * T::kPair);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto* block = static_cast<const typename T::Bits*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * block_elements;
+    const int64_t lane = a.ids[i] % WICORE_PACK_ROWS * T::kPair;
+    float* out = a.out + i * a.k;
+    for (int64_t k = 0; k < a.k; ++k) {
+      const auto bits = block[(k / T::kPair * WICORE_PACK_ROWS * T::kPair) + lane + k % T::kPair];
+      out[k] = scalar_value<T>(bits) * scale;
+    }
+  }
+}
+
+// Runs F<Out> where Out is the operand storage of `dtype`.
+#define WICORE_DISPATCH_OPERAND(range, a)                                                              \
+  do {                                                                                                 \
+    void* context = const_cast<void*>(static_cast<const void*>(&(a)));                                 \
+    if ((a).dtype == WICORE_BF16) wicore::parallel_for((a).rows, kRowsPerRange, range<BF16>, context); \
+    if ((a).dtype == WICORE_F32) wicore::parallel_for((a).rows, kRowsPerRange, range<F32>, context);   \
+    if ((a).dtype == WICORE_F16) wicore::parallel_for((a).rows, kRowsPerRange, range<F16InF32>, context); \
+  } while (0)
+
+inline void norm(const wicore_norm& a) { WICORE_DISPATCH_OPERAND(norm_range, a); }
+inline void add_norm(const wicore_add_norm& a) { WICORE_DISPATCH_OPERAND(add_norm_range, a); }
+inline void geglu(const wicore_geglu& a) { WICORE_DISPATCH_OPERAND(geglu_range, a); }
+
+inline void embed(const wicore_embed& a) {
+  void* context = const_cast<wicore_embed*>(&a);
+  if (a.dtype == WICORE_BF16) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<BF16>, context);
+  if (a.dtype == WICORE_F32) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<F32>, context);
+  if (a.dtype == WICORE_F16) wicore::parallel_for(a.rows, kRowsPerRange, embed_range<F16>, context);
+}
+
+}  // namespace WICORE_ISA
