@@ -93,7 +93,8 @@ def e4m3_values() -> np.ndarray:
 @cache
 def _e4m3_table() -> np.ndarray:
     upper = np.arange(1 << 16, dtype=np.uint32)
-    x = np.abs((upper << np.uint32(16)).view(np.float32).astype(np.float64))
+    with np.errstate(invalid="ignore"):  # signalling NaNs are among the patterns
+        x = np.abs((upper << np.uint32(16)).view(np.float32).astype(np.float64))
     grid = e4m3_values()[:0x7F].astype(np.float64)  # 0 ... 448, ascending, all finite
     above = np.searchsorted(grid, np.minimum(np.nan_to_num(x, nan=0.0, posinf=E4M3_MAX), E4M3_MAX))
     below = np.maximum(above - 1, 0)

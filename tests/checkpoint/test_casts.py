@@ -1,0 +1,98 @@
+"""Casts against torch and against a search over all values in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from wicore_trt.checkpoint.quantize import (
+    E4M3_MAX,
+    e4m3_bits,
+    e4m3_values,
+    from_float32,
+    quantize_e4m3_per_channel,
+    to_float32,
+)
+from wicore_trt.errors import CheckpointError
+
+
+def _spread(seed: int, size: int) -> np.ndarray:
+    """Values over all of E4M3's binades and beyond, with exact ties among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(size) * np.exp2(rng.integers(-14, 10, size))
+    grid = e4m3_values()[:0x7F].astype(np.float64)
+    ties = (grid[1:] + grid[:-1]) / 2
+    return np.concatenate([x, ties, -ties, np.nextafter(ties.astype(np.float32), 1e9), grid]).astype(np.float32)
+
+
+def _nearest_even(x: np.ndarray) -> np.ndarray:
+    """E4M3 bits by distance to every value in float64; a tie goes to the even code."""
+    grid = e4m3_values()[:0x7F].astype(np.float64)
+    distance = np.abs(np.minimum(np.abs(x.astype(np.float64)), E4M3_MAX)[:, None] - grid)
+    best = distance.min(axis=1, keepdims=True)
+    odd = np.arange(grid.size) % 2
+    code = np.argmin(np.where(distance == best, odd, 2), axis=1)
+    return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_e4m3_rounds_to_nearest_even(seed: int) -> None:
+    x = _spread(seed, 5_000)
+    np.testing.assert_array_equal(e4m3_bits(x), _nearest_even(x))
+    clamped = torch.from_numpy(x).clamp(-E4M3_MAX, E4M3_MAX)
+    np.testing.assert_array_equal(e4m3_bits(x), clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+def test_e4m3_values_and_limits() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(e4m3_values(), codes)
+    x = np.array([1e9, -1e9, np.inf, -np.inf, np.nan, 0.0, -0.0], np.float32)
+    assert e4m3_bits(x).tolist() == [0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 0x00, 0x80]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_per_channel_scales(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    w = (rng.standard_normal((37, 129)) * np.exp2(rng.integers(-30, 30, (37, 1)))).astype(np.float32)
+    w[5] = 0
+    q, scale = quantize_e4m3_per_channel(w)
+    assert q.dtype == np.uint8 and scale.dtype == np.float32 and scale.shape == (37,)
+    assert scale[5] == 1 and not q[5].any()
+    others = np.delete(np.arange(37), 5)
+    np.testing.assert_array_equal(scale[others], np.abs(w[others]).max(1) / np.float32(E4M3_MAX))
+    quotient = w / scale[:, None]
+    np.testing.assert_array_equal(q, _nearest_even(quotient.ravel()).reshape(q.shape))
+    values = e4m3_values()[q]
+    assert (np.abs(values[others]).max(1) == E4M3_MAX).all()  # the whole range is used
+    step = np.maximum(np.abs(values) / 16, 2.0**-10)  # half a unit in the last place
+    assert (np.abs(values.astype(np.float64) - quotient) <= step + 1e-6 * np.abs(quotient)).all()
+
+
+def test_tiny_rows_keep_a_usable_scale() -> None:
+    q, scale = quantize_e4m3_per_channel(np.array([[1e-45, 0], [1e-40, -1e-40]], np.float32))
+    assert scale[0] == 1 and (scale > 0).all() and not q[0].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    w = np.ones((2, 3), np.float32)
+    w[1, 2] = bad
+    with pytest.raises(CheckpointError, match="not finite"):
+        quantize_e4m3_per_channel(w)
+
+
+@pytest.mark.parametrize("tag,dtype", [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
+def test_casts_equal_torch(tag: str, dtype: torch.dtype) -> None:
+    bits = np.random.default_rng(7).integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32)
+    special = np.array(
+        [0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 1, 0x80000000], np.uint32
+    )
+    x = np.concatenate([bits, special]).view(np.float32)
+    ours, theirs = from_float32(x, tag), torch.from_numpy(x).to(dtype)
+    nan = np.isnan(x)
+    raw = {"BF16": torch.int16, "F16": torch.int16, "F32": torch.int32}[tag]
+    np.testing.assert_array_equal(ours[~nan].view(f"i{ours.itemsize}"), theirs.view(raw).numpy()[~nan])
+    back = to_float32(ours, tag)
+    assert np.isnan(back[nan]).all()
+    np.testing.assert_array_equal(back[~nan], theirs.float().numpy()[~nan])
