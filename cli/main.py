@@ -17,7 +17,8 @@ from typer.core import TyperGroup
 from wicore_trt.errors import WicoreError
 
 PANELS = {
-    "Engines": ("build", "inspect"),
+    "Engines": ("fetch", "convert", "build", "inspect"),
+    "Running": ("serve", "generate"),
     "Machine": ("doctor", "recipes"),
 }
 """Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
@@ -84,7 +85,7 @@ def run(args: list[str]) -> int:
     """Run the command line; returns the exit code."""
     debug = "--debug" in args[:1] or os.environ.get("WICORE_DEBUG", "0") not in ("", "0")
     try:
-        result = app(args, standalone_mode=False)
+        result = app(args, prog_name="wicore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
@@ -92,7 +93,6 @@ def run(args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
         return 130
     except WicoreError as error:
         if debug:
@@ -116,7 +116,6 @@ def _usage_error(error: Exception) -> int | None:
     Typer carries its own copy of click in newer releases, so these are known by shape and not by class.
     """
     if isinstance(error, typer.Abort):
-        print("interrupted", file=sys.stderr)
         return 130
     show = getattr(error, "show", None)
     if show is None or not hasattr(error, "exit_code"):

@@ -1,34 +1,15 @@
-"""A tiny Gemma 3 in Hugging Face layout, with random weights, and an engine of it."""
+"""Tiny sources and engines."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from tiny_source import write_tiny_source
 
-from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir
-from wicore_trt.model.spec import Gemma3Spec
-
-CONFIG = {
-    "model_type": "gemma3_text",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "sliding_window": 8,
-    "sliding_window_pattern": 2,
-    "max_position_embeddings": 128,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
 
 MakeSource = Callable[..., Path]
 
@@ -36,20 +17,7 @@ MakeSource = Callable[..., Path]
 @pytest.fixture
 def make_source(tmp_path: Path) -> MakeSource:
     """make_source(seed=0, tied=True, name="source") -> a Hugging Face directory with float32 weights."""
-
-    def make(seed: int = 0, *, tied: bool = True, name: str = "source") -> Path:
-        path = tmp_path / name
-        path.mkdir()
-        config = CONFIG | {"tie_word_embeddings": tied}
-        random = np.random.default_rng(seed)
-        shapes = hf_shapes(Gemma3Spec.from_hf_config(config))
-        save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(config))
-        (path / "tokenizer.json").write_text('{"version": "1.0"}')
-        (path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
-        return path
-
-    return make
+    return lambda seed=0, *, tied=True, name="source": write_tiny_source(tmp_path / name, seed, tied=tied)
 
 
 @pytest.fixture

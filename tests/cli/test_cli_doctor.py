@@ -1,0 +1,130 @@
+"""doctor always reports, whatever is broken, and exits 4 only for what makes the machine unfit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_source import write_tiny_source
+
+from wicore_trt.cli import _checks as checks
+from wicore_trt.cli.main import run
+from wicore_trt.engine.build import build_engine
+
+
+def rows_of(tmp_path: Path, engine: Path | None = None, port: int = 0) -> dict[str, checks.Row]:
+    return {row.name: row for row in checks.check_machine(engine=engine, cache_dir=tmp_path, port=port)}
+
+
+def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path)
+    wanted = [
+        "python",
+        "system",
+        "cpu",
+        "memory",
+        "torch",
+        "gpu",
+        "tensorrt",
+        "extras",
+        "versions",
+        "disk",
+        "port",
+        "clock",
+    ]
+    assert set(wanted) <= set(rows)
+    for row in rows.values():
+        assert row.state in (checks.OK, checks.WARN, checks.FAIL) and row.found
+        assert bool(row.fix) == (row.state != checks.OK), row
+    assert "could not be checked" not in str(rows)
+
+
+def test_a_broken_check_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> checks.Row:
+        raise ValueError("no such file")
+
+    names = ["_python", "_cpu", "_memory", "_torch", "_native_kernels", "_gpu", "_versions", "_memlock", "_clock"]
+    count = len(rows_of(tmp_path))
+    for name in names:
+        monkeypatch.setattr(checks, name, broken)
+    rows = checks.check_machine(engine=None, cache_dir=tmp_path, port=0)
+    assert len(rows) == count
+    assert sum("could not be checked: ValueError('no such file')" in row.found for row in rows) == len(names)
+
+
+def test_engine_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build_engine(write_tiny_source(tmp_path / "source"), tmp_path / "engine")
+    assert rows_of(tmp_path, engine.path)["engine"].state == checks.OK
+    content = engine.rank_files[0].read_bytes()
+    engine.rank_files[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    row = rows_of(tmp_path, engine.path)["engine"]
+    assert row.state == checks.FAIL and "corrupted" in row.found and "--force" in row.fix
+    assert run(["doctor", str(engine.path), "--json"]) == 4
+    report = json.loads(capsys.readouterr().out)
+    assert report["fit"] is False
+    assert run(["doctor", str(tmp_path / "nothing")]) == 4
+    assert "fail: engine:" in capsys.readouterr().out
+
+
+def test_used_port(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert rows_of(tmp_path, port=other.getsockname()[1])["port"].state == checks.WARN
+
+
+def test_missing_torch_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checks.find_spec
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "torch" else real(name))
+    rows = rows_of(tmp_path)
+    assert rows["torch"].state == checks.FAIL and "pip install" in rows["torch"].fix
+    assert "lack torch" in rows["extras"].found
+
+
+def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, so the answer is made up
+    assert rows_of(tmp_path)["disk"].state == checks.FAIL
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "state"),
+    [("NVIDIA H100, 81559 MiB, 580.1, 9.0", 0, checks.OK), ("driver/library version mismatch", 9, checks.WARN)],
+)
+def test_gpu_through_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int, state: str
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{output}'\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    row = checks._gpu()
+    assert row.state == state and output in row.found
+
+
+def test_hugging_face_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert checks._hugging_face().found == "token absent, offline"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert checks._hugging_face().state == checks.WARN
+    (tmp_path / "token").write_text("hf_secret")
+    row = checks._hugging_face()
+    assert row.found == "token present, online" and "hf_secret" not in str(row)
+
+
+def test_starts_with_the_standard_library_alone(tmp_path: Path) -> None:
+    """The checks load in an interpreter that has no third-party package at all."""
+    source = Path(checks.__file__)
+    code = (
+        f"import runpy; m = runpy.run_path({str(source)!r}); assert len(m['check_machine'](engine=None, "
+        f"cache_dir=m['Path']({str(tmp_path)!r}), port=0)) > 10"
+    )
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

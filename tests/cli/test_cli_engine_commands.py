@@ -1,0 +1,117 @@
+"""build, inspect, recipes: what they print and the codes they exit with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_source import write_tiny_source
+
+from wicore_trt.cli.main import run
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import open_engine
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [n for n in os.environ if n.startswith("WICORE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_tiny_source(tmp_path / "source")
+
+
+def test_build_with_flags(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "engine"
+    flags = ["--dtype", "float32", "--kv-dtype", "float16", "--page-tokens", "16", "--max-context", "64"]
+    assert run(["build", str(source), str(output), *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"built {output}: source, float32")
+    assert captured.err.splitlines() == ["convert ...", "weights ...", "hash ..."], "plain lines without a terminal"
+    manifest = open_engine(output).manifest
+    assert (manifest.dtype, manifest.kv_dtype, manifest.page_tokens, manifest.max_context) == (
+        "float32",
+        "float16",
+        16,
+        64,
+    )
+    assert run(["build", str(source), str(output)]) == 3
+    assert "--force" in capsys.readouterr().err
+    assert run(["build", str(source), str(output), "--force", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["fingerprint"] == open_engine(output).manifest.fingerprint
+    assert captured.err == ""
+
+
+def test_build_from_a_recipe_and_flags_over_it(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"engine: {tmp_path}/one\nkv:\n  page_tokens: 8\nbuild:\n  source: {source}\n  dtype: float32\n")
+    assert run(["build", "--recipe", str(recipe)]) == 0
+    assert open_engine(tmp_path / "one").manifest.page_tokens == 8
+    monkeypatch.setenv("WICORE_BUILD__DTYPE", "float16")
+    assert run(["build", "--recipe", str(recipe), "--page-tokens", "4", str(source), str(tmp_path / "two")]) == 0
+    manifest = open_engine(tmp_path / "two").manifest
+    assert (manifest.page_tokens, manifest.dtype) == (4, "float16")
+    assert run(["build", str(source)]) == 3
+    assert "SOURCE and an OUTPUT" in capsys.readouterr().err
+
+
+def test_inspect_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build_engine(source, tmp_path / "engine")
+    assert run(["inspect", str(engine.path), "--verify", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["about"]["fingerprint"] == engine.manifest.fingerprint
+    assert {f["name"]: f["state"] for f in report["files"]} == dict.fromkeys(engine.manifest.files, "ok")
+    # 2 of 4 layers each, K and V of 2 heads of 8, 2 bytes: 2 x 2 x 16 x 2 = 128 bytes per token.
+    assert [(k["group"], k["layers"], k["bytes_per_token"], k["bytes_per_page"]) for k in report["kv"]] == [
+        ("global", 2, 128, 4096),
+        ("local", 2, 128, 4096),
+    ]
+    assert run(["inspect", str(engine.path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "not checked" in out and engine.manifest.fingerprint in out
+
+
+def test_inspect_names_corrupted_files_and_exits_4(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = build_engine(source, tmp_path / "engine")
+    weights = engine.rank_files[0]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert run(["inspect", str(engine.path), "--verify"]) == 4
+    captured = capsys.readouterr()
+    assert "rank0.safetensors" in captured.err and f"wicore build {source} {engine.path} --force" in captured.err
+    weights.write_bytes(content[:-1])
+    assert run(["inspect", str(engine.path)]) == 4
+    assert "truncated" in capsys.readouterr().err
+    assert run(["inspect", str(tmp_path)]) == 4
+
+
+def test_inspect_checkpoint(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wicore_trt.checkpoint.convert import convert
+
+    convert(source, tmp_path / "checkpoint", dtype="bfloat16")
+    assert run(["inspect", str(tmp_path / "checkpoint"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kind"] == "checkpoint" and report["about"]["dtype"] == "bfloat16"
+    assert "rank0.safetensors" in {f["name"] for f in report["files"]}
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["recipes", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert "gemma3-270m-cpu" in [r["name"] for r in listed] and all(r["about"] for r in listed)
+    assert run(["recipes", "show", "gemma3-270m-cpu"]) == 0
+    assert 'device: "cpu"  # recipe ' in capsys.readouterr().out
+    assert run(["recipes", "show", "gemma3-270m-cpu", "--raw"]) == 0
+    (tmp_path / "copy.yaml").write_text(capsys.readouterr().out)
+    assert run(["recipes", "show", str(tmp_path / "copy.yaml")]) == 0

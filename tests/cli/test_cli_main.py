@@ -1,0 +1,165 @@
+"""The command line as a whole: start-up time, exit codes, one line per failure."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+
+from wicore_trt import errors
+from wicore_trt.cli import main as cli
+
+HEAVY = ("torch", "grpc", "numpy", "transformers", "huggingface_hub", "safetensors", "tokenizers", "yaml")
+COMMANDS = [name for names in cli.PANELS.values() for name in names]
+
+
+def wicore(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WICORE_")}
+    command = [sys.executable, "-m", "wicore_trt.cli.main", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=60)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Replace every command's body."""
+
+    def install(body: Callable[[], Any]) -> None:
+        stub = typer.Typer()
+        stub.command("doctor")(body)
+        monkeypatch.setattr(cli, "_load", lambda name, panel: typer.main.get_command(stub))
+
+    monkeypatch.delenv("WICORE_DEBUG", raising=False)
+    return install
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+def test_help_is_fast() -> None:
+    """CPU seconds, not wall time: other work on the machine changes only the latter."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = wicore("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0 and "Build and serve Gemma 3" in done.stdout
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert statistics.median(seconds() for _ in range(5)) < 0.3
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from wicore_trt.cli.main import run\n"
+        f"for args in [['--help'], *([name, '--help'] for name in {COMMANDS})]:\n"
+        "    assert run(args) == 0, args\n"
+        f"    heavy = [m for m in {HEAVY} if m in sys.modules]\n"
+        "    assert not heavy, (args, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_its_own_file_and_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = import_module(f"wicore_trt.cli.{name}")
+    assert hasattr(module, "command") or hasattr(module, "app")
+    assert cli.run([name, "--help"]) == 0
+    assert f"wicore {name}" in capsys.readouterr().out
+
+
+def test_version() -> None:
+    from wicore_trt import __version__
+
+    assert wicore("--version").stdout == f"wicore {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["no-such"], ["doctor", "--no-such"], ["recipes", "no-such"], ["recipes", "show"]])
+def test_usage_errors_exit_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(args) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and "Usage" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.WicoreError("broke"), 1),
+        (errors.InvalidRequestError("wrong", field="prompt"), 1),
+        (errors.ConfigError("bad recipe", fix="Mend it."), 3),
+        (errors.EnvironmentUnfitError("no GPU"), 4),
+        (errors.EngineFormatError("two\nlines"), 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_known_errors_are_one_line_and_their_code(
+    command: Any, capsys: pytest.CaptureFixture[str], error: errors.WicoreError, code: int
+) -> None:
+    command(raising(error))
+    assert cli.run(["doctor"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {' '.join(str(error).split())}\n" and captured.out == ""
+
+
+def test_interrupt_exits_130(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (KeyboardInterrupt(), typer.Abort()):
+        command(raising(error))
+        assert cli.run(["doctor"]) == 130
+        assert capsys.readouterr().err == ""
+
+
+def test_unexpected_errors_are_short_and_say_how_to_see_more(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raising(ZeroDivisionError("division by zero")))
+    assert cli.run(["doctor"]) == 1
+    err = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError" in err and "WICORE_DEBUG=1" in err and "Traceback" not in err
+    monkeypatch.setenv("WICORE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["doctor"])
+    monkeypatch.setenv("WICORE_DEBUG", "0")
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["--debug", "doctor"])
+
+
+def test_returned_and_exited_codes(command: Any) -> None:
+    def leave() -> None:
+        raise typer.Exit(4)
+
+    command(leave)
+    assert cli.run(["doctor"]) == 4
+    command(lambda: 7)
+    assert cli.run(["doctor"]) == 7
+    command(lambda: None)
+    assert cli.run(["doctor"]) == 0
+
+
+def test_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "recipes", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_bad_recipe_exits_3() -> None:
+    done = wicore("recipes", "show", "gemma3-270m-gpu")
+    assert done.returncode == 3 and "Did you mean" in done.stderr and done.stderr.count("\n") == 1
+    done = wicore("build", "a", "b", WICORE_KV__PAGE_SIZE="1")
+    assert done.returncode == 3 and "WICORE_KV__PAGE_SIZE" in done.stderr

@@ -1,0 +1,40 @@
+"""A tiny Gemma 3 in Hugging Face layout, with random weights, for tests that build engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from wicore_trt.checkpoint.names import hf_shapes
+from wicore_trt.model.spec import Gemma3Spec
+
+CONFIG = {
+    "model_type": "gemma3_text",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 128,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True) -> Path:
+    """Write config.json, float32 weights and stand-ins for the tokenizer's files; the tokenizer cannot be loaded."""
+    path.mkdir()
+    config = CONFIG | {"tie_word_embeddings": tied}
+    random = np.random.default_rng(seed)
+    shapes = hf_shapes(Gemma3Spec.from_hf_config(config))
+    save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text('{"version": "1.0"}')
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+    return path
