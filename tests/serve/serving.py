@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import grpc
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 from google.rpc import error_details_pb2
-from grpc_status._async import from_call
+from grpc_status import rpc_status
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.text_engine import TextEngine
@@ -79,6 +79,14 @@ async def serving(engine=None, *, options=(), attach: bool = True, **settings) -
         await engine.close()
 
 
+async def rest_of(call) -> list:
+    """The messages that are left of a stream from which `read` was called."""
+    found = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        found.append(message)
+    return found
+
+
 async def failure(call) -> tuple[grpc.StatusCode, str, dict[str, object]]:
     """Code, message and details (by message name) of a call that must fail; unary call or stream."""
     try:
@@ -88,7 +96,7 @@ async def failure(call) -> tuple[grpc.StatusCode, str, dict[str, object]]:
         else:
             await call
     except grpc.aio.AioRpcError as error:
-        status = await from_call(call)
+        status = await rpc_status.aio.from_call(call)
         return error.code(), error.details(), details_of(status)
     raise AssertionError("the call did not fail")
 

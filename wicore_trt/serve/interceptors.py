@@ -138,10 +138,12 @@ async def guarded(
         code = error.grpc_code
         call.facts["error"] = str(error)
         await abort(context, error, call.call_id)
-    except Exception as error:
-        if context.cancelled():  # a write to a client that has just left
-            code = "CANCELLED"
-            raise asyncio.CancelledError from error
+    except grpc.aio.InternalError:
+        # The transport took no more messages: the client has left, and gRPC is about to cancel this task for it.
+        code = "CANCELLED"
+        await asyncio.sleep(1.0)
+        raise
+    except Exception:
         code = "INTERNAL"
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
         await abort(context, WicoreError(f"Internal error; the server's log has it as {call.call_id}."), call.call_id)

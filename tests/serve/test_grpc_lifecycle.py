@@ -1,0 +1,151 @@
+"""A server process from start to exit: signals, drain, exit codes, failures while loading and serving."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import expected, failure, request, rest_of
+
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+
+HERE = Path(__file__).parent
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process, self.address = process, address
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def status(self) -> int:
+        return (await self.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)).status
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(20):
+            while await self.status() != SERVING:
+                await asyncio.sleep(0.02)
+
+    async def end(self, timeout_s: float = 20) -> tuple[int, str]:
+        """Exit code and log."""
+        async with asyncio.timeout(timeout_s):
+            _, log = await self.process.communicate()
+        return self.process.returncode, log.decode()
+
+
+@asynccontextmanager
+async def process(**options):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    spawned = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "fake_server.py"), json.dumps(options),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(30):
+            address = (await spawned.stdout.readline()).decode().strip()
+        server = Process(spawned, address)
+        yield server
+        await server.channel.close()
+    finally:
+        if spawned.returncode is None:
+            spawned.kill()
+            await spawned.wait()
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones():
+    async with process(step_s=0.01, json=True) as server:
+        await server.until_serving()
+        call = server.stub.Generate(request("keep me", 100))
+        first = await call.read()
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while await server.status() != NOT_SERVING:
+                await asyncio.sleep(0.01)
+        code, message, _ = await failure(server.stub.Generate(request()))
+        assert code is grpc.StatusCode.UNAVAILABLE and "shutting down" in message
+        info = await server.stub.GetServerInfo(pb2.GetServerInfoRequest())
+        assert info.state == pb2.SERVER_STATE_DRAINING
+        responses = [first, *await rest_of(call)]
+        text = "".join(r.delta.text or r.finish.delta.text for r in responses)
+        assert text == expected("keep me", 100)[0]
+        assert responses[-1].finish.reason == pb2.FINISH_REASON_LENGTH
+        exit_code, log = await server.end()
+        assert exit_code == 0, log
+        lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+        (access,) = [line for line in lines if line["logger"] == "wicore_trt.access" and line["code"] == "OK"]
+        assert access["tokens"] == 100 and access["finish"] == "length"
+
+
+async def test_requests_that_outlast_the_grace_are_cancelled_and_the_exit_code_says_so():
+    async with process(step_s=0.02, server={"grace_s": 0.3}) as server:
+        await server.until_serving()
+        call = server.stub.Generate(request(max_tokens=1000))
+        await call.read()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        responses = await rest_of(call)
+        assert responses[-1].finish.reason == pb2.FINISH_REASON_CANCELLED
+        exit_code, log = await server.end()
+        assert exit_code == 1 and "were cancelled" in log
+        assert 0.3 <= time.monotonic() - started < 5
+
+
+async def test_a_second_signal_ends_the_process_at_once():
+    async with process(step_s=0.05) as server:
+        await server.until_serving()
+        call = server.stub.Generate(request(max_tokens=1000))
+        await call.read()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert server.process.returncode is None
+        server.process.send_signal(signal.SIGTERM)
+        exit_code, log = await server.end(timeout_s=2)
+        assert exit_code == 128 + signal.SIGTERM and "second signal" in log
+
+
+async def test_health_is_not_serving_while_loading_and_a_signal_then_ends_it():
+    async with process(load_s=60) as server:
+        assert await server.status() == NOT_SERVING
+        code, _, _ = await failure(server.stub.Generate(request()))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        server.process.send_signal(signal.SIGTERM)
+        exit_code, log = await server.end(timeout_s=5)
+        assert exit_code == 0 and "stopped while loading" in log
+
+
+async def test_an_engine_that_cannot_be_loaded_ends_the_process_with_its_code():
+    async with process(load_fails=True) as server:
+        exit_code, log = await server.end()
+        assert exit_code == 4 and "error: engine.json is missing." in log and "Traceback" not in log
+
+
+async def test_an_engine_that_breaks_ends_the_process_so_that_it_is_restarted():
+    async with process(step_s=0.001, fail_at=4) as server:
+        await server.until_serving()
+        code, _, _ = await failure(server.stub.Generate(request(max_tokens=50)))
+        assert code is grpc.StatusCode.INTERNAL
+        exit_code, log = await server.end()
+        assert exit_code == 1 and "error: The engine stopped: RuntimeError: device lost." in log
+
+
+async def test_a_used_port_ends_the_process_with_one_line():
+    async with process() as first:
+        await first.until_serving()
+        port = int(first.address.rpartition(":")[2])
+        async with process(server={"port": port}) as second:
+            exit_code, log = await second.end()
+            assert exit_code == 4 and log.count("\n") == 1
+            assert log.startswith(f"error: Port {port} on 127.0.0.1 is in use.")
+        assert await first.status() == SERVING
