@@ -126,16 +126,16 @@ def _torch() -> Row:
 def _native_kernels() -> Row:
     import wicore_trt
 
-    found = sorted(p for root in wicore_trt.__path__ for p in Path(root, "_native").glob("*.so"))
-    if not found:
+    found = next((p for root in wicore_trt.__path__ for p in Path(root, "_native").glob("libwicore_cpu.*")), None)
+    if found is None:
         fix = "Install a C++ compiler and reinstall wicore-trt; until then torch operators run in their place."
         return Row("native kernels", WARN, "not built", fix)
     try:
-        for path in found:
-            ctypes.CDLL(str(path))
-    except OSError as error:
+        library = ctypes.CDLL(str(found))
+        library.wicore_cpu_isa.restype = ctypes.c_char_p
+        return Row("native kernels", OK, f"{found.name}, {library.wicore_cpu_isa().decode()}")
+    except (OSError, AttributeError) as error:
         return Row("native kernels", WARN, f"{error}", "Reinstall wicore-trt on this machine.")
-    return Row("native kernels", OK, ", ".join(p.name for p in found))
 
 
 def _gpu() -> Row:

@@ -1,0 +1,38 @@
+# Developer commands; each one calls the tool that does the work. `make setup test` on a fresh clone is the way in.
+PYTHON ?= python3
+PY := .venv/bin/python
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
+NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
+
+.PHONY: setup lint format test test-long demo bench-cpu proto clean
+
+setup: .venv/.setup  ## virtual environment with everything, in .venv
+.venv/.setup: pyproject.toml $(NATIVE)
+	test -x $(PY) || $(PYTHON) -m venv .venv && $(PY) -m pip install -q --upgrade "pip>=25.1"
+	$(PY) -m pip install -q -e ".[all]" "$(TORCH)" --group dev
+	touch $@
+
+lint: setup  ## style, imports, types
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+test: setup  ## the whole suite, minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+test-long: setup  ## soak and fault tests with long profiles
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
+
+demo: setup  ## fetch Gemma 3 270M, build, serve, ask
+	$(PY) examples/demo.py
+
+bench-cpu: setup
+	$(PY) -m wicore_trt.bench.cpu
+
+proto: setup  ## generated gRPC code from the .proto file
+	$(PY) -m wicore_trt.serve.proto.generate
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
