@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from wicore_trt.config import ServerSettings
@@ -19,6 +24,7 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.server import GrpcServer
 
+HERE = Path(__file__).parent
 TOKENIZER = FakeTokenizer()
 MAX_CONTEXT = 1024
 SERVICE = "/wicore.inference.v1.InferenceService/"
@@ -116,3 +122,47 @@ async def until(condition, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+class Process:
+    """A server process (fake_server.py) and a client of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process, self.address = process, address
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def status(self) -> int:
+        return (await self.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)).status
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(20):
+            while await self.status() != health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.02)
+
+    async def end(self, timeout_s: float = 20) -> tuple[int, str]:
+        """Exit code and log."""
+        async with asyncio.timeout(timeout_s):
+            _, log = await self.process.communicate()
+        return self.process.returncode, log.decode()
+
+
+@asynccontextmanager
+async def process(**options) -> AsyncIterator[Process]:
+    """A process of fake_server.py that has bound its port, or ended without."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    spawned = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "fake_server.py"), json.dumps(options),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(30):
+            address = (await spawned.stdout.readline()).decode().strip()
+        server = Process(spawned, address)
+        yield server
+        await server.channel.close()
+    finally:
+        if spawned.returncode is None:
+            spawned.kill()
+            await spawned.wait()

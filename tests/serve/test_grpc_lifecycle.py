@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 import time
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import expected, failure, request, rest_of
+from grpc_health.v1 import health_pb2
+from serving import expected, failure, process, request, rest_of
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 
-HERE = Path(__file__).parent
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Process:
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self.process, self.address = process, address
-        self.channel = grpc.aio.insecure_channel(address)
-        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        self.health = health_pb2_grpc.HealthStub(self.channel)
-
-    async def status(self) -> int:
-        return (await self.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)).status
-
-    async def until_serving(self) -> None:
-        async with asyncio.timeout(20):
-            while await self.status() != SERVING:
-                await asyncio.sleep(0.02)
-
-    async def end(self, timeout_s: float = 20) -> tuple[int, str]:
-        """Exit code and log."""
-        async with asyncio.timeout(timeout_s):
-            _, log = await self.process.communicate()
-        return self.process.returncode, log.decode()
-
-
-@asynccontextmanager
-async def process(**options):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    spawned = await asyncio.create_subprocess_exec(
-        sys.executable, str(HERE / "fake_server.py"), json.dumps(options),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(30):
-            address = (await spawned.stdout.readline()).decode().strip()
-        server = Process(spawned, address)
-        yield server
-        await server.channel.close()
-    finally:
-        if spawned.returncode is None:
-            spawned.kill()
-            await spawned.wait()
 
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones():

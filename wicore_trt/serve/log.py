@@ -1,6 +1,7 @@
 """Log output of the server process: short lines for people or JSON lines for machines, to stderr.
 
-Standard library only. Invariant: one record is one line, whatever a client put into its names and texts.
+Standard library only. Invariant: one record is one line of printable characters, whatever a client put into its names
+and texts; in the form for people a traceback follows on lines of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {record.getMessage()}"
-        parts = [head.replace("\n", "\\n")]
+        parts = [head if head.isprintable() else head.encode("unicode_escape").decode()]
         for key, value in _facts(record).items():
             if key in ("method", "code"):  # already in the message
                 continue

@@ -1,0 +1,68 @@
+"""`wicore serve` and the streaming example, as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import expected, process
+
+from wicore_trt.cli.main import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
+
+
+def wicore(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wicore_trt.cli.main", *args], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WICORE_SERVER__PORT", "7001")
+    monkeypatch.setenv("WICORE_SERVER__GRACE_S", "9")
+    monkeypatch.setenv("WICORE_SERVER__API_KEY", "hidden")
+    assert run(["serve", str(tmp_path), "--port", "7002", "--no-reflection", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    for line in ("port: 7002  # flag", "grace_s: 9.0  # env WICORE_SERVER__GRACE_S", "reflection: false  # flag"):
+        assert line in out
+    assert f'engine: "{tmp_path}"  # flag' in out and "hidden" not in out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["serve", "no-such-recipe"], 3, "no recipe 'no-such-recipe'"),
+        (["serve", ".", "--port", "70000"], 3, "server.port"),
+        (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
+        (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "cannot read /no.pem"),
+        (["serve", ".", "--host", "192.0.2.1"], 4, "Cannot listen on 192.0.2.1"),
+        (["serve"], 2, "ENGINE"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(args) == code
+    err = capsys.readouterr().err
+    assert text in err and "Traceback" not in err
+    assert code == 2 or (err.startswith("error: ") and err.count("\n") == 1)
+
+
+def test_a_directory_that_is_no_engine_ends_with_code_4(tmp_path):
+    done = wicore("serve", str(tmp_path), "--port", "0")
+    assert done.returncode == 4, done.stderr
+    assert done.stdout.startswith("listening on 127.0.0.1:") and done.stdout.count("\n") == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+
+
+async def test_the_streaming_example_prints_the_completion():
+    async with process() as server:
+        await server.until_serving()
+        command = [sys.executable, str(EXAMPLE), "hello", "--address", server.address, "--max-tokens", "5"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(expected("hello", 5)[0]) and "5 tokens" in done.stderr
+        bad = subprocess.run([*command, "--temperature", "-1"], capture_output=True, text=True, timeout=30)
+        assert bad.returncode == 1 and "INVALID_ARGUMENT: temperature" in bad.stderr
