@@ -1,0 +1,168 @@
+"""The measuring clients against a real server over the fake engine, and against answers that lie."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import grpc
+import pytest
+from serve.serving import make_engine, serving
+
+from wicore_trt.bench.client import GrpcTarget, LocalTarget, closed_loop, open_loop
+from wicore_trt.bench.measure import RequestRecord
+from wicore_trt.bench.workload import BenchRequest, Workload
+from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+
+
+def requests(count: int, *, seed: int = 0, shared_prefix: int = 0) -> list[BenchRequest]:
+    return Workload(97, seed=seed, shared_prefix=shared_prefix).take(count, 20, 12)
+
+
+async def test_a_server_is_measured_by_its_usage():
+    async with serving(make_engine(step_s=0.002)) as running:
+        target = await GrpcTarget.connect(running.address)
+        assert target.info == running.engine.info
+        records = await closed_loop(target, requests(9), concurrency=3)
+        await target.close()
+    for record in records:
+        assert record.error is None
+        assert (record.prompt_tokens, record.output_tokens) == (20, 12)
+        assert record.started < record.arrivals[0][0] <= record.arrivals[-1][0] <= record.finished
+        assert len(record.gaps_s()) == 11
+        assert record.e2e_s >= 12 * 0.002  # 20 prompt tokens are two steps of 16, then 11 more
+        assert 0.001 < record.tpot_s < 0.1
+
+
+async def test_an_engine_in_this_process_gives_the_same_records():
+    engine = make_engine(step_s=0.002)
+    await engine.start()
+    target = LocalTarget(engine)
+    records = await closed_loop(target, requests(9), concurrency=3)
+    await target.close()
+    assert [(r.error, r.prompt_tokens, r.output_tokens) for r in records] == [(None, 20, 12)] * 9
+    assert all(r.e2e_s >= 12 * 0.002 and len(r.gaps_s()) == 11 for r in records)
+
+
+async def test_a_shared_prefix_shows_as_cached_tokens():
+    engine = make_engine()
+    await engine.start()
+    target = LocalTarget(engine)
+    own = await closed_loop(target, requests(5, seed=1), 1)
+    shared = await closed_loop(target, requests(5, seed=2, shared_prefix=16), 1)
+    await target.close()
+    assert [r.cached_tokens for r in own] == [0] * 5
+    assert [r.cached_tokens for r in shared][0] == 0 and min(r.cached_tokens for r in shared[1:]) > 0
+
+
+async def test_errors_are_records_and_not_exceptions():
+    async with serving(make_engine(max_waiting=2, max_sequences=1, step_s=0.01)) as running:
+        target = await GrpcTarget.connect(running.address)
+        records = await closed_loop(target, requests(8), concurrency=8)
+        await target.close()
+    kinds = Counter((r.error or "ok").partition(":")[0] for r in records)
+    assert set(kinds) == {"ok", "RESOURCE_EXHAUSTED"} and kinds["ok"] >= 2
+    assert all(r.output_tokens == 0 for r in records if r.error)
+
+
+async def test_local_errors_are_records_too():
+    engine = make_engine()
+    await engine.start()
+    target = LocalTarget(engine)
+    too_long = BenchRequest((5,) * 2000, 4)
+    record = await target.generate(too_long)
+    await target.close()
+    assert record.error.startswith("INVALID_ARGUMENT: The prompt has 2000 tokens")
+
+
+async def test_no_server_bad_key_and_bad_ca_say_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("wicore_trt.bench.client.CONNECT_TIMEOUT_S", 0.3)
+    with pytest.raises(UnavailableError, match="No server answers at 127.0.0.1:1"):
+        await GrpcTarget.connect("127.0.0.1:1")
+    async with serving(api_key="secret") as running:
+        with pytest.raises(WicoreError, match="UNAUTHENTICATED"):
+            await GrpcTarget.connect(running.address)
+        target = await GrpcTarget.connect(running.address, api_key="secret")
+        assert (await target.generate(requests(1)[0])).error is None
+        await target.close()
+    with pytest.raises(ConfigError, match="ca.pem cannot be read"):
+        await GrpcTarget.connect("127.0.0.1:1", tls_ca=tmp_path / "ca.pem")
+
+
+class Liar(inference_pb2_grpc.InferenceServiceServicer):
+    """Streams the tokens and the usage that it was told to."""
+
+    def __init__(self, sent: list[int], usage: int | None) -> None:
+        self.sent, self.usage = sent, usage
+
+    async def GetModelInfo(self, request, context):
+        return pb2.GetModelInfoResponse(model_id="liar", vocab_size=97, max_context_tokens=100)
+
+    async def Generate(self, request, context):
+        for count in self.sent:
+            yield pb2.GenerateResponse(delta=pb2.Delta(token_ids=[1] * count))
+        if self.usage is not None:
+            finish = pb2.Finish(delta=pb2.Delta(token_ids=[1]), usage=pb2.Usage(completion_tokens=self.usage))
+            yield pb2.GenerateResponse(finish=finish)
+
+
+@pytest.mark.parametrize(
+    ("sent", "usage", "error"),
+    [
+        ([1, 4, 6], 12, None),  # 12 tokens in 4 messages
+        ([1, 1, 1], 4, "asked for 12 tokens, usage says 4, 4 came"),  # ended early
+        ([1, 10], 11, "asked for 12 tokens, usage says 11, 12 came"),  # counts differ
+        ([0, 0, 3], 12, "asked for 12 tokens, usage says 12, 4 came"),
+        ([12], None, "the stream ended without usage"),
+    ],
+)
+async def test_a_record_is_good_only_with_every_token_accounted_for(sent, usage, error):
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Liar(sent, usage), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    target = await GrpcTarget.connect(f"127.0.0.1:{port}")
+    assert target.info.bos_token_id is None and target.info.quantization is None
+    record = await target.generate(requests(1)[0])
+    await target.close()
+    await server.stop(0)
+    assert record.error == error
+    if error is None:
+        assert [tokens for _, tokens in record.arrivals] == [1, 4, 6, 1] and record.output_tokens == 12
+
+
+class Slow:
+    """Answers after a while; remembers how many it had at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.open, self.most, self.calls = seconds, 0, 0, []
+
+    async def generate(self, request, started=None):
+        sent = time.perf_counter()
+        self.calls.append((started, sent))
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(self.seconds)
+        self.open -= 1
+        return RequestRecord(sent if started is None else started, time.perf_counter(), error=str(request))
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 50])
+async def test_closed_loop_keeps_the_concurrency_and_the_order(concurrency):
+    target = Slow(0.005)
+    records = await closed_loop(target, list(range(12)), concurrency)
+    assert target.most == min(concurrency, 12)
+    assert [r.error for r in records] == [str(i) for i in range(12)]
+
+
+async def test_open_loop_sends_on_time_and_counts_from_when_it_was_due():
+    target, arrivals = Slow(0.2), [0.0, 0.05, 0.06, 0.15]
+    began = time.perf_counter()
+    records = await open_loop(target, list(range(4)), arrivals)
+    assert target.most == 4  # nobody waits for an answer
+    for record, due, (started, sent) in zip(records, arrivals, target.calls, strict=True):
+        assert record.started == started and started - began == pytest.approx(due, abs=0.02)
+        assert started <= sent < started + 0.1

@@ -1,0 +1,176 @@
+"""What this machine allows: measured memory and arithmetic rates, and the shortest times that follow for a model.
+
+It must not know engines or clients. Invariant: a bound counts only work that no implementation of the same engine can
+leave out, so a figure beyond its bound means a cache (a model smaller than it) or a measurement that is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRates:
+    """Measured: bytes per second of reading a large buffer, and FLOP/s of a large matrix product."""
+
+    device: str
+    threads: int
+    read_bytes_per_s: float
+    flops: float
+    gemm_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Bytes and FLOPs of one model. Element sizes in bytes: of the linear weights, of the LM head, of the KV cache.
+
+    Left out, because small: norms, FP8 scales, embedding rows, activations.
+    """
+
+    spec: Gemma3Spec
+    linear_bytes: int
+    head_bytes: int
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
+        """Sizes by dtype name; an FP8 engine keeps its head in `base_dtype`."""
+        return cls(spec, BYTES[dtype], BYTES[base_dtype], BYTES[kv_dtype])
+
+    @property
+    def linear_parameters(self) -> int:
+        """Elements of all linear layers, the head apart."""
+        s = self.spec
+        attention = s.hidden_size * (s.q_size + 2 * s.kv_size) + s.q_size * s.hidden_size
+        return s.num_layers * (attention + 3 * s.hidden_size * s.intermediate_size)
+
+    @property
+    def head_parameters(self) -> int:
+        return self.spec.vocab_size * self.spec.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that every step reads; a tied head is read once, as the head."""
+        return self.linear_parameters * self.linear_bytes + self.head_parameters * self.head_bytes
+
+    def kv_read_bytes(self, context: int) -> int:
+        """Bytes of keys and values that a token with `context` visible tokens, itself included, reads."""
+        return 2 * self.spec.kv_size * self.kv_bytes * self._visible(context)
+
+    def decode_bytes(self, batch: int, input_tokens: int, output_tokens: int) -> float:
+        """Mean bytes of the decode steps that follow the first token; every sequence has the same lengths."""
+        steps = range(input_tokens + 1, input_tokens + output_tokens)
+        kv = sum(self.kv_read_bytes(context) for context in steps) / len(steps)
+        return self.weight_bytes + batch * kv
+
+    def decode_flops(self, batch: int, input_tokens: int, output_tokens: int) -> float:
+        """Mean FLOPs of those steps."""
+        steps = range(input_tokens + 1, input_tokens + output_tokens)
+        attention = sum(4 * self.spec.q_size * self._visible(context) for context in steps) / len(steps)
+        return batch * (2 * (self.linear_parameters + self.head_parameters) + attention)
+
+    def prefill_flops(self, input_tokens: int) -> float:
+        """FLOPs from a prompt to the logits of its last token: causal attention, windows counted."""
+        spec = self.spec
+        attention = 0
+        for group in spec.layer_groups:
+            seen = min(input_tokens, spec.sliding_window) if group == LOCAL else input_tokens
+            attention += seen * (seen + 1) // 2 + (input_tokens - seen) * seen
+        return 2 * self.linear_parameters * input_tokens + 4 * spec.q_size * attention + 2 * self.head_parameters
+
+    def _visible(self, context: int) -> int:
+        """Keys that one token attends to, summed over layers."""
+        local = len(self.spec.layers_of(LOCAL))
+        return (self.spec.num_layers - local) * context + local * min(context, self.spec.sliding_window)
+
+
+def prefill_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int) -> float:
+    """Shortest time from `batch` prompts to their first tokens."""
+    return max(
+        batch * cost.prefill_flops(input_tokens) / rates.flops,
+        cost.weight_bytes / rates.read_bytes_per_s,
+    )
+
+
+def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int) -> float:
+    """Shortest mean time of a decode step."""
+    return max(
+        cost.decode_bytes(batch, input_tokens, output_tokens) / rates.read_bytes_per_s,
+        cost.decode_flops(batch, input_tokens, output_tokens) / rates.flops,
+    )
+
+
+def request_bound_s(
+    cost: ModelCost,
+    rates: MachineRates,
+    batch: int,
+    input_tokens: int,
+    output_tokens: int,
+    *,
+    cached_tokens: int = 0,
+) -> float:
+    """Shortest time that one request costs an engine that always runs `batch` of them.
+
+    The KV of `cached_tokens` of the prompt is there already. Memory and arithmetic can overlap, so the larger of the
+    two sums counts and not their sum.
+    """
+    memory, arithmetic = cost.weight_bytes / batch, cost.prefill_flops(input_tokens)
+    if cached_tokens:
+        arithmetic -= cost.prefill_flops(cached_tokens)
+    if output_tokens > 1:
+        memory += (output_tokens - 1) * cost.decode_bytes(batch, input_tokens, output_tokens) / batch
+        arithmetic += (output_tokens - 1) * cost.decode_flops(1, input_tokens, output_tokens)
+    return max(memory / rates.read_bytes_per_s, arithmetic / rates.flops)
+
+
+def measure_rates(
+    device: str, *, threads: int = 0, read_bytes: int | None = None, gemm_size: int | None = None
+) -> MachineRates:
+    """Measure "cpu" or "cuda". `threads` 0 takes PyTorch's choice; it is set back afterwards.
+
+    The GEMM dtype is the fastest of those that an engine may compute in, because a bound is of the machine.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        buffer = torch.ones((read_bytes or READ_BYTES[device]) // 4, device=device)
+        seconds = min(_best_of(read, device) for read in (buffer.sum, partial(torch.dot, buffer, buffer)))
+        read_rate = buffer.numel() * 4 / seconds
+        del buffer
+        size = gemm_size or GEMM_SIZE[device]
+        rates = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            a = torch.randn(size, size, device=device).to(dtype)
+            rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / _best_of(partial(torch.mm, a, a), device)
+        fastest = max(rates, key=rates.__getitem__)
+        return MachineRates(device, threads or before, read_rate, rates[fastest], fastest)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_of(work: Callable[[], object], device: str) -> float:
+    """Shortest seconds of REPEATS runs, after one that is not counted: a bound wants the undisturbed run."""
+    import torch
+
+    times = []
+    for _ in range(REPEATS + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

@@ -1,0 +1,138 @@
+"""The two benchmarks: fixed batches of fixed lengths (latency), and many requests at once (throughput).
+
+Decides what is sent and how often; it must not know transports or machines. Invariants: every measured prompt is new
+to the target; a latency figure stands on requests that all succeeded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wicore_trt.bench.client import Target, closed_loop, open_loop
+from wicore_trt.bench.measure import Distributions, RequestRecord, Slo, Throughput
+from wicore_trt.bench.workload import BenchRequest, Workload, poisson_arrivals
+from wicore_trt.errors import ConfigError, WicoreError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCase:
+    """One point of a sweep: `batch` requests sent together."""
+
+    batch: int
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPoint:
+    """Medians over the repetitions of one case.
+
+    `prefill_s` is the time until all requests of a run with one output token are done, `total_s` that of a run with
+    all of them; `step_s` = (total - prefill) / (output_tokens - 1) is one decode step, None for one output token.
+    """
+
+    case: LatencyCase
+    prefill_s: float
+    total_s: float
+    step_s: float | None
+    latencies: Distributions
+
+
+def sweep(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
+    """Every combination, batch varying fastest."""
+    return [LatencyCase(b, i, o) for o in outputs for i in inputs for b in batches]
+
+
+async def run_latency(
+    target: Target, cases: Sequence[LatencyCase], *, repeats: int, warmups: int, seed: int, progress: Progress
+) -> list[LatencyPoint]:
+    """Measure each case `repeats` times after `warmups` runs.
+
+    Raises ConfigError for a case beyond the target's context, WicoreError when a request fails.
+    """
+    for case in cases:
+        check_context(target, case.input_tokens, case.output_tokens)
+    workload = Workload(target.info.vocab_size, seed=seed)
+    points = []
+    for number, case in enumerate(cases):
+        progress(f"batch {case.batch}, {case.input_tokens} + {case.output_tokens} tokens", number, len(cases))
+        points.append(await _latency(target, case, workload, repeats, warmups))
+    return points
+
+
+async def _latency(target: Target, case: LatencyCase, workload: Workload, repeats: int, warmups: int) -> LatencyPoint:
+    prefills, totals, records = [], [], []
+    for repeat in range(-warmups, repeats):
+        prefill, first = await _together(target, workload.take(case.batch, case.input_tokens, 1))
+        total, all_tokens = prefill, first
+        if case.output_tokens > 1:
+            total, all_tokens = await _together(
+                target, workload.take(case.batch, case.input_tokens, case.output_tokens)
+            )
+        if repeat >= 0:
+            prefills.append(prefill)
+            totals.append(total)
+            records += all_tokens
+    prefill, total = statistics.median(prefills), statistics.median(totals)
+    steps = case.output_tokens - 1
+    return LatencyPoint(case, prefill, total, (total - prefill) / steps if steps else None, Distributions.of(records))
+
+
+async def _together(target: Target, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestRecord]]:
+    """Seconds until all of `requests`, sent at once, are done."""
+    started = time.perf_counter()
+    records = await closed_loop(target, requests, len(requests))
+    seconds = max(r.finished for r in records) - started
+    failed = next((r.error for r in records if r.error), None)
+    if failed:
+        raise WicoreError(f"A request failed: {failed}.", fix="Look into the server's log.")
+    return seconds, records
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputPlan:
+    """`requests` of equal lengths, either `concurrency` at a time or `rate` per second (Poisson)."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    concurrency: int | None
+    rate: float | None
+    shared_prefix: int = 0
+    seed: int = 0
+
+
+async def run_throughput(target: Target, plan: ThroughputPlan, *, warmups: int, slo: Slo | None) -> Throughput:
+    """Send the plan's requests after `warmups` that are not counted.
+
+    Raises ConfigError for lengths beyond the target's context, WicoreError when not one request succeeds.
+    """
+    check_context(target, plan.input_tokens, plan.output_tokens)
+    workload = Workload(target.info.vocab_size, seed=plan.seed, shared_prefix=plan.shared_prefix)
+    warm = workload.take(warmups, plan.input_tokens, plan.output_tokens)
+    await closed_loop(target, warm, plan.concurrency or 1)
+    requests = workload.take(plan.requests, plan.input_tokens, plan.output_tokens)
+    if plan.rate is not None:
+        records = await open_loop(target, requests, poisson_arrivals(plan.requests, plan.rate, seed=plan.seed))
+    else:
+        assert plan.concurrency is not None
+        records = await closed_loop(target, requests, plan.concurrency)
+    result = Throughput.of(records, slo)
+    if not result.completed:
+        raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")
+    return result
+
+
+def check_context(target: Target, input_tokens: int, output_tokens: int) -> None:
+    """Raise ConfigError when such a request does not fit the target's context."""
+    limit = target.info.max_context_tokens
+    if input_tokens + output_tokens > limit:
+        raise ConfigError(
+            f"{input_tokens} + {output_tokens} tokens exceed the model's context of {limit}.",
+            fix="Lower --input-tokens or --output-tokens.",
+        )
