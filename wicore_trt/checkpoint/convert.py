@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.format import (
     rank_entries,
     record_of,
 )
-from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
@@ -40,7 +40,7 @@ from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitErro
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
 
-_BLOCK_ITEMS = 1 << 23  # 32 MiB as float32; about ten such arrays live at once
+_BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -163,16 +163,10 @@ class _Conversion:
             return quantize_e4m3_per_channel(values)
         cast = from_float32(values, self._tag)
         if self._tag == "F16":
-            self._check_f16(name, values, cast)
+            _check_f16(name, values, cast)
+            if tensor.sources != (HF_EMBEDDING,) or tensor.role is Role.EMBEDDING:  # a tied head counts once
+                self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))
         return cast, none
-
-    def _check_f16(self, name: str, values: np.ndarray, cast: np.ndarray) -> None:
-        if not np.isfinite(cast).all():
-            worst = float(np.abs(values).max())
-            raise CheckpointError(
-                f"{name} reaches {worst:g}, beyond float16's {F16_MAX:g}.", fix="Use --dtype bfloat16 or fp8."
-            )
-        self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))
 
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
@@ -195,6 +189,14 @@ def _resolve(dtype: str, source: Source) -> str:
         return dtype
     linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
     return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
+
+
+def _check_f16(name: str, values: np.ndarray, cast: np.ndarray) -> None:
+    if not np.isfinite(cast).all():
+        worst = float(np.abs(values).max())
+        raise CheckpointError(
+            f"{name} reaches {worst:g}, beyond float16's {F16_MAX:g}.", fix="Use --dtype bfloat16 or fp8."
+        )
 
 
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:

@@ -169,7 +169,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             f"{path} has checkpoint format {block.get('format_version')!r}; this version reads {FORMAT_VERSION}.",
             fix="Convert it again or update wicore-trt.",
         )
-    again = f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --force"
+    again = _command(path, config)
     try:
         spec = Gemma3Spec.from_dict(block["spec"])
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
@@ -215,6 +215,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG} is not a JSON object.")
     return config
+
+
+def _command(path: Path, config: Mapping[str, Any]) -> str:
+    """The command that makes the checkpoint again, as far as a damaged config tells."""
+    block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
+    dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
+    tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
+    revision = f" --revision {block['revision']}" if block.get("revision") else ""
+    return f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --dtype {dtype} --tp {tp}{revision} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:

@@ -42,8 +42,8 @@ _SINGLE = "model.safetensors"
 class Source(ABC):
     """An opened source.
 
-    `tensors`: canonical text tensors; `vision`: tensors of the vision tower under their own names; `name` and
-    `revision` say where it came from, for the record; `generation_config` is {} when there is none.
+    `tensors`: canonical text tensors; `vision`: tensors of the vision tower under their own names; `name` is
+    the reference it was opened by and `revision` the hub commit; `generation_config` is {} when there is none.
     """
 
     spec: Gemma3Spec
@@ -87,7 +87,7 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").exists() or not ggufs:
-            return HfSource(path, name=path.resolve().name)
+            return HfSource(path, name=str(ref))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files.", fix="Give the path of one of them.")
         return GgufSource(ggufs[0])

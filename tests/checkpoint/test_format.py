@@ -1,0 +1,147 @@
+"""The unified config and open_checkpoint: what TensorRT-LLM reads, and every way a directory can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
+
+from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.format import FileRecord, Origin, build_config, open_checkpoint, window_pattern
+from wicore_trt.errors import CheckpointError
+from wicore_trt.model.spec import Gemma3Spec
+
+SPEC = Gemma3Spec.from_hf_config(TEXT_CONFIG)
+
+
+def test_config_has_tensorrt_llm_fields() -> None:
+    config = build_config(SPEC, "bfloat16", None, 2, {"rank0.safetensors": FileRecord(3, "ab")}, Origin("x", "rev"))
+    assert config["architecture"] == "Gemma3ForCausalLM"
+    assert (config["head_size"], config["norm_epsilon"], config["rotary_base"]) == (16, 1e-6, 1e6)
+    assert config["rope_local_base_freq"] == 1e4 and config["query_pre_attn_scalar"] == 24
+    assert config["rotary_scaling"] == {"type": "linear", "factor": 8.0}
+    assert config["sliding_window_pattern"] == config["_sliding_window_pattern"] == 3
+    assert config["qk_layernorm"] is config["inter_layernorms"] is config["use_parallel_embedding"] is True
+    assert config["mapping"] == {"world_size": 2, "tp_size": 2, "pp_size": 1}
+    assert config["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": None}
+    assert config["runtime_defaults"] == {"max_attention_window": [32, 32, 512]}
+    assert Gemma3Spec.from_dict(config["wicore"]["spec"]) == SPEC
+    assert config["wicore"]["revision"] == "rev"
+    json.dumps(config)
+
+
+def test_config_without_scaling_or_pattern() -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    spec = Gemma3Spec.from_hf_config(TEXT_CONFIG | {"rope_scaling": None, "layer_types": types})
+    config = build_config(spec, "float16", "FP8_PER_CHANNEL_PER_TOKEN", 1, {}, Origin("x"))
+    assert "rotary_scaling" not in config and "sliding_window_pattern" not in config
+    assert config["runtime_defaults"]["max_attention_window"] == [512, 32, 32]
+    assert config["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert config["use_parallel_embedding"] is False
+
+
+@pytest.mark.parametrize("layers,pattern", [(3, 3), (7, 3), (2, 6), (6, 6), (4, 1)])
+def test_window_pattern_is_found(layers: int, pattern: int) -> None:
+    config = TEXT_CONFIG | {"num_hidden_layers": layers, "sliding_window_pattern": pattern}
+    found = window_pattern(Gemma3Spec.from_hf_config(config))
+    groups = Gemma3Spec.from_hf_config(config).layer_groups
+    assert found is not None
+    assert Gemma3Spec.from_hf_config(config | {"sliding_window_pattern": found}).layer_groups == groups
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("made")
+    source = write_model(base / "m", random_tensors(SPEC, seed=1))
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    return convert(source, base / "c", tp_size=2).path
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "c"
+    target.mkdir()
+    for file in made.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_an_intact_copy_opens(copy: Path) -> None:
+    checkpoint = open_checkpoint(copy, verify=True)
+    assert checkpoint.spec == SPEC and checkpoint.tp_size == 2 and checkpoint.source.endswith("/m")
+    assert [f.name for f in checkpoint.rank_files] == ["rank0.safetensors", "rank1.safetensors"]
+    assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json"]
+
+
+FILES = ["rank0.safetensors", "rank1.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "short", "long", "flipped"])
+def test_damaged_files_are_named(name: str, damage: str, copy: Path) -> None:
+    file = copy / name
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "short":
+        file.write_bytes(content[:-1])
+    elif damage == "long":
+        file.write_bytes(content + b"x")
+    else:
+        content[-1] ^= 1
+        file.write_bytes(content)
+        open_checkpoint(copy)  # sizes and names are right: only `verify` reads all bytes
+    with pytest.raises(CheckpointError, match=name) as caught:
+        open_checkpoint(copy, verify=damage == "flipped")
+    assert f"{copy} --dtype bfloat16 --tp 2 --force" in str(caught.value)
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda c: c["wicore"].update(format_version=2), "checkpoint format 2"),
+        (lambda c: c.pop("wicore"), "not written by wicore"),
+        (lambda c: c.update(architecture="LlamaForCausalLM"), "not written by wicore"),
+        (lambda c: c["wicore"].pop("spec"), "damaged"),
+        (lambda c: c["wicore"]["spec"].pop("head_dim"), "head_dim"),
+        (lambda c: c["wicore"]["spec"].update(head_dim=32), r"should be BF16 \["),
+        (lambda c: c["mapping"].update(tp_size="two"), "damaged"),
+        (lambda c: c["mapping"].update(tp_size=4), "does not list rank2"),
+        (lambda c: c.update(dtype="float16"), "should be F16"),
+        (lambda c: c.update(dtype="int8"), "'int8'"),
+        (lambda c: c["quantization"].update(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "should be F8_E4M3"),
+        (lambda c: c["quantization"].update(quant_algo="W4A16_AWQ"), "W4A16_AWQ"),
+        (lambda c: c["wicore"]["files"].pop("rank1.safetensors"), "does not list rank1"),
+        (lambda c: c["wicore"]["files"].update({"../x": {"bytes": 1, "blake2b": ""}}), "lacks ../x"),
+        (lambda c: c["wicore"].update(files=[]), "damaged"),
+    ],
+)
+def test_configs_that_do_not_fit(change: Callable[[dict[str, Any]], Any], message: str, copy: Path) -> None:
+    _edit(copy, change)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(copy)
+
+
+def test_configs_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
+    config = copy / "config.json"
+    whole = config.read_text()
+    for content in (whole[: len(whole) // 2], "", "[]", "\xff"):
+        config.write_text(content, encoding="latin-1")
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            open_checkpoint(copy)
+    os.unlink(config)
+    with pytest.raises(CheckpointError, match="interrupted.*wicore convert"):
+        open_checkpoint(copy)
+    with pytest.raises(CheckpointError, match="not a checkpoint directory.*wicore convert"):
+        open_checkpoint(tmp_path / "nowhere")
