@@ -25,7 +25,7 @@ _OPTIONAL_SAMPLING = tuple(
     field.name for field in pb2.SamplingParams.DESCRIPTOR.fields if field.containing_oneof is not None
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_FINISH = {reason: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
+_FINISH = {reason: getattr(pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
@@ -69,13 +69,13 @@ def chat_messages(chat: pb2.Chat) -> tuple[dict[str, object], ...]:
     return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
 
 
-def _delta(output: TextOutput) -> pb2.Delta:
-    delta = pb2.Delta(text=output.text, token_ids=output.token_ids)
+def _fill(delta: pb2.Delta, output: TextOutput) -> None:
+    delta.text = output.text
+    delta.token_ids.extend(output.token_ids)
     for entry in output.logprobs:
         message = delta.logprobs.add(token_id=entry.token_id, logprob=entry.logprob)
         for token_id, logprob in entry.top:
             message.top.add(token_id=token_id, logprob=logprob)
-    return delta
 
 
 def _pieces(output: TextOutput) -> Iterator[TextOutput]:
@@ -101,15 +101,17 @@ def responses(output: TextOutput, *, first_token_s: float | None, total_s: float
     for piece in _pieces(output) if len(output.token_ids) > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
         if piece.finish_reason is None:
-            message.delta.CopyFrom(_delta(piece))
+            message.delta.SetInParent()  # an event of this kind, even when nothing is in it
+            _fill(message.delta, piece)
         else:
-            message.finish.CopyFrom(_finish(piece, first_token_s, total_s))
+            _finish(message.finish, piece, first_token_s, total_s)
         yield message
 
 
-def _finish(output: TextOutput, first_token_s: float | None, total_s: float) -> pb2.Finish:
+def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None, total_s: float) -> None:
     assert output.finish_reason is not None
-    finish = pb2.Finish(delta=_delta(output), reason=_FINISH[output.finish_reason])
+    _fill(finish.delta, output)
+    finish.reason = _FINISH[output.finish_reason]
     if isinstance(output.stop_reason, str):
         finish.stop_string = output.stop_reason
     elif output.stop_reason is not None:
@@ -121,7 +123,6 @@ def _finish(output: TextOutput, first_token_s: float | None, total_s: float) -> 
     finish.timings.total.CopyFrom(duration(total_s))
     if first_token_s is not None:
         finish.timings.time_to_first_token.CopyFrom(duration(first_token_s))
-    return finish
 
 
 def model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
