@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,6 +97,13 @@ class TorchExecutor:
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs), self.spec)
             return self._sampler.sample(logits, sampling) if sampling else StepResult([])
+
+    def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
+        """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the
+        batch's tokens. For evaluation; valid until the next step."""
+        inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
+        with torch.inference_mode():
+            return forward(self._step_ops(replace(inputs, sample_rows=rows)), self.spec)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
