@@ -1,0 +1,167 @@
+"""Incremental detokenization against whole-text oracles, over random tokens and chunkings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_tokenizer import EOS, FIRST_BYTE, backend, synthetic
+from tokenizers import decoders
+
+from wicore_trt.text.detokenizer import IncrementalDetokenizer
+from wicore_trt.text.tokenizer import Tokenizer
+
+TOKENIZER = synthetic()
+VOCAB = TOKENIZER.vocab_size
+BYTES = st.integers(FIRST_BYTE, FIRST_BYTE + 255)
+# Whole and broken UTF-8, specials, ordinary tokens, and ids that models pad their vocabulary with.
+PIECES = st.one_of(
+    st.lists(BYTES, max_size=5),
+    st.text(max_size=3).map(lambda s: [FIRST_BYTE + b for b in s.encode("utf-8", "ignore")]),
+    st.sampled_from("🙂😀é").map(lambda s: [FIRST_BYTE + b for b in s.encode()]),
+    st.lists(st.integers(0, FIRST_BYTE - 1), max_size=2),
+    st.lists(st.integers(FIRST_BYTE + 256, VOCAB + 3), max_size=4),
+)
+TOKENS = st.lists(PIECES, max_size=12).map(lambda parts: list(itertools.chain.from_iterable(parts)))
+
+
+class Letters:
+    """Token t is the t-th character of a small alphabet, which makes stop strings match often."""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return "".join("abc"[t] for t in ids)
+
+
+def chunks(tokens: list[int], sizes: Iterable[int]) -> list[list[int]]:
+    rest, parts = iter(tokens), []
+    for size in itertools.chain(sizes, itertools.repeat(1)):
+        part = list(itertools.islice(rest, size))
+        if size and not part:
+            return parts
+        parts.append(part)
+
+
+def oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+    """The text cut at the first place where some stop string is complete, the longest of them if several are."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, st.lists(st.integers(0, 4), max_size=20), st.booleans())
+def test_pushes_concatenate_to_decode_of_all(tokens: list[int], sizes: list[int], skip_special: bool) -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER, skip_special=skip_special)
+    text = "".join(map(detokenizer.push, chunks(tokens, sizes))) + detokenizer.flush()
+    assert text == TOKENIZER.decode(tokens, skip_special=skip_special)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOKENS)
+def test_decoder_that_strips_the_first_space(tokens: list[int]) -> None:
+    inner = backend()
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(inner, bos_id=None, eos_ids=(EOS,))
+    # Prefixed by a word: what the Strip decoder does to byte runs that spell spaces is not part of the promise.
+    tokens = [*inner.encode(" world hello world", add_special_tokens=False).ids, *tokens]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.push([t]) for t in tokens) + detokenizer.flush() == tokenizer.decode(tokens)
+    assert tokenizer.decode(tokens).startswith("world hello world")
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    ids = tokenizers_ids("hello world")
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    assert [detokenizer.push([i]) for i in ids] == ["hello", " world"]
+    grin = [FIRST_BYTE + b for b in "😀".encode()]
+    assert [detokenizer.push([b]) for b in grin] == [""] * 4
+    assert detokenizer.push([EOS]) == ""  # skipped, so the run may go on
+    assert detokenizer.push(ids) == "😀hello world"
+
+
+def tokenizers_ids(text: str) -> list[int]:
+    inner: tokenizers.Tokenizer = backend()
+    return inner.encode(text, add_special_tokens=False).ids
+
+
+def test_incomplete_utf8_becomes_replacement_at_flush() -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    assert detokenizer.push([FIRST_BYTE + 0xF0, FIRST_BYTE + 0x9F]) == ""
+    assert detokenizer.flush() == "\ufffd\ufffd"
+
+
+def test_cost_per_token_does_not_grow() -> None:
+    class Counting:
+        byte_ids = TOKENIZER.byte_ids
+        decoded = 0
+
+        def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+            self.decoded += len(ids)
+            return TOKENIZER.decode(ids, skip_special=skip_special)
+
+    counting = Counting()
+    detokenizer = IncrementalDetokenizer(counting)
+    tokens = (tokenizers_ids("hello world") + [FIRST_BYTE + 0x80] * 50 + [EOS] * 3) * 20
+    for token in tokens:
+        detokenizer.push([token])
+    assert counting.decoded <= 6 * len(tokens)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), max_size=40),
+    st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple),
+    st.lists(st.integers(0, 6), max_size=20),
+    st.booleans(),
+)
+def test_stop_strings_against_whole_text(
+    tokens: list[int], stops: tuple[str, ...], sizes: list[int], include: bool
+) -> None:
+    expected, matched = oracle(Letters().decode(tokens), stops, include)
+    detokenizer = IncrementalDetokenizer(Letters(), stops, include)
+    text, pushed = "", 0
+    for part in chunks(tokens, sizes):
+        text += detokenizer.push(part)
+        pushed += len(part)
+        if detokenizer.matched is None:
+            so_far = Letters().decode(tokens[:pushed])
+            held = so_far[len(text) :]
+            longest = max((n for s in stops for n in range(len(s)) if so_far.endswith(s[:n])), default=0)
+            assert so_far.startswith(text) and len(held) == longest
+    text += detokenizer.flush()
+    assert (text, detokenizer.matched) == (expected, matched)
+    if matched is not None:
+        assert detokenizer.push([0, 1, 2]) == "" and detokenizer.flush() == ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, st.lists(st.integers(0, 4), max_size=20), st.data())
+def test_stop_strings_over_byte_tokens(tokens: list[int], sizes: list[int], data: st.DataObject) -> None:
+    whole = TOKENIZER.decode(tokens)
+    if not whole:
+        return
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[start : start + data.draw(st.integers(1, 6))]
+    detokenizer = IncrementalDetokenizer(TOKENIZER, (stop,))
+    text = "".join(map(detokenizer.push, chunks(tokens, sizes))) + detokenizer.flush()
+    assert (text, detokenizer.matched) == (whole[: whole.find(stop)], stop)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "matched"),
+    [(("abcd", "bc"), "xa", "bc"), (("bc", "abc"), "x", "abc"), (("cd", "d"), "xab", "cd")],
+)
+def test_first_complete_match_wins(stops: tuple[str, ...], text: str, matched: str) -> None:
+    for sizes in ([1] * 6, [6], [2, 4]):
+        detokenizer = IncrementalDetokenizer(TOKENIZER, stops)
+        ids = [tokenizers_ids(c)[0] for c in "xabcdy"]
+        assert "".join(map(detokenizer.push, chunks(ids, sizes))) + detokenizer.flush() == text
+        assert detokenizer.matched == matched

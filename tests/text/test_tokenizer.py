@@ -1,0 +1,244 @@
+"""Tokenizer files, BOS, chat and refusals."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
+
+from wicore_trt.checkpoint.source import open_source
+from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.text.detokenizer import IncrementalDetokenizer
+from wicore_trt.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_dir(write(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_attributes_come_from_the_files(chat: Tokenizer) -> None:
+    assert (chat.bos_id, chat.eos_ids, chat.has_chat) == (BOS, (EOS, END_OF_TURN), True)
+    assert chat.vocab_size == synthetic().vocab_size
+    assert len(chat.byte_ids) == 256
+
+
+@pytest.mark.parametrize("post_processor", [False, True])
+@pytest.mark.parametrize("text", ["hello", "<bos>hello", "", "<bos>"])
+def test_bos_exactly_once(tmp_path: Path, post_processor: bool, text: str) -> None:
+    tokenizer = Tokenizer.from_dir(write(tmp_path, post_processor=post_processor))
+    ids = tokenizer.encode(text)
+    assert ids[0] == BOS and ids.count(BOS) == 1
+    assert tokenizer.encode(text, add_bos=False).count(BOS) == text.count("<bos>")
+
+
+def test_model_without_bos(tmp_path: Path) -> None:
+    config = {"eos_token": "<eos>", "bos_token": "<bos>", "add_bos_token": False}
+    assert BOS not in Tokenizer.from_dir(write(tmp_path, tokenizer_config=config)).encode("hello")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_text_survives(text: str) -> None:
+    tokenizer = synthetic()
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
+
+
+def test_specials(chat: Tokenizer) -> None:
+    assert chat.encode("<end_of_turn>", add_bos=False) == [END_OF_TURN]
+    assert chat.decode([END_OF_TURN, *chat.encode("hello")]) == "hello"
+    assert chat.decode([BOS, END_OF_TURN], skip_special=False) == "<bos><end_of_turn>"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", 7])
+def test_invalid_text_is_refused(chat: Tokenizer, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        chat.encode(text)
+    assert error.value.field == "prompt"
+    with pytest.raises(InvalidRequestError) as error:
+        chat.apply_chat([{"role": "user", "content": text}])
+    assert error.value.field == "messages"
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 40], ["a"]])
+def test_decode_refuses_what_is_no_id(chat: Tokenizer, ids: list[int]) -> None:
+    with pytest.raises(InvalidRequestError):
+        chat.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"generation_config": {"eos_token_id": 5}}, (5,)),
+        ({"generation_config": {"eos_token_id": [5, 1, 5]}}, (5, 1)),
+        ({"generation_config": {}, "config": {"eos_token_id": 4}}, (4,)),
+        ({"generation_config": None}, (EOS,)),
+        ({"generation_config": None, "tokenizer_config": {"eos_token": {"content": "<end_of_turn>"}}}, (END_OF_TURN,)),
+        ({"generation_config": None, "tokenizer_config": None, "special_tokens_map": {"eos_token": "<eos>"}}, (EOS,)),
+    ],
+)
+def test_end_ids(tmp_path: Path, files: dict[str, object], eos: tuple[int, ...]) -> None:
+    assert Tokenizer.from_dir(write(tmp_path, **files)).eos_ids == eos
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"generation_config": {"eos_token_id": "1"}},
+        {"generation_config": {"eos_token_id": [True]}},
+        {"generation_config": [1]},
+        {"generation_config": None, "tokenizer_config": {"eos_token": "<nowhere>"}},
+        {"generation_config": None, "tokenizer_config": {"bos_token": "<bos>"}},
+        {"tokenizer_config": {"chat_template": "{% for %}"}},
+        {"chat_template": {"chat_template": 7}},
+    ],
+)
+def test_contradicting_files_are_refused(tmp_path: Path, files: dict[str, object]) -> None:
+    with pytest.raises(EngineFormatError) as error:
+        Tokenizer.from_dir(write(tmp_path, **files))
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("damage", ["cut", "binary", "pointer"])
+def test_broken_files_are_refused(tmp_path: Path, name: str, damage: str) -> None:
+    path = write(tmp_path) / name
+    data = path.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    path.write_bytes({"cut": data[: len(data) // 2], "binary": b"\x00\xff", "pointer": pointer}[damage])
+    with pytest.raises(EngineFormatError, match=name) as error:
+        Tokenizer.from_dir(tmp_path)
+    assert error.value.fix
+
+
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineFormatError, match="missing"):
+        Tokenizer.from_dir(tmp_path / "nowhere")
+
+
+def test_chat_template_sources(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "other", "template": "O"}]
+    write(tmp_path, tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": named})
+    messages = [{"role": "user", "content": "x"}]
+    seen = []
+    for name, text in [("", ""), ("chat_template.json", '{"chat_template": "J"}'), ("chat_template.jinja", "T")]:
+        if name:
+            (tmp_path / name).write_text(text)
+        tokenizer = Tokenizer.from_dir(tmp_path)
+        seen.append(tokenizer.decode(tokenizer.apply_chat(messages)))
+    assert seen == ["D", "J", "T"]
+
+
+def test_chat_of_gemma(chat: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": " hello "},
+        {"role": "assistant", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]},
+        {"role": "user", "content": [{"type": "text", "text": "bye"}], "name": "x", "tool_calls": None},
+    ]
+    ids = chat.apply_chat(messages)
+    assert ids[:2] == [BOS, TURN] and ids.count(BOS) == 1 and ids.count(END_OF_TURN) == 3
+    assert chat.decode(ids, skip_special=False) == (
+        "<bos><start_of_turn>user\nbe brief\n\nhello<end_of_turn>\n<start_of_turn>model\nhelloworld<end_of_turn>\n"
+        "<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    without = chat.apply_chat(messages, add_generation_prompt=False)
+    assert ids[: len(without)] == without and chat.decode(ids[len(without) :], skip_special=False).endswith("model\n")
+
+
+def test_aliases_of_roles(chat: Tokenizer) -> None:
+    ids = [
+        chat.apply_chat([{"role": s, "content": "a"}, {"role": "user", "content": "b"}, {"role": a, "content": "c"}])
+        for s, a in (("system", "assistant"), ("developer", "model"))
+    ]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "non-empty"),
+        ("hello", "non-empty list"),
+        ([["user", "x"]], r"messages\[0\]"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "tool", "content": "x"}], "role"),
+        ([{"role": ["user"], "content": "x"}], "role"),
+        ([{"role": "user"}], "content"),
+        ([{"role": "user", "content": None}], "content"),
+        ([{"role": "user", "content": []}], "content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url.*not supported"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], r"content\[0\]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\]"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
+        ([{"role": "system", "content": "x"}], "no user turn"),
+        ([{"role": "user", "content": "x"}, {"role": "system", "content": "x"}], "first"),
+        ([{"role": "assistant", "content": "x"}], "alternate"),
+        ([{"role": "user", "content": "x"}] * 2, "alternate"),
+    ],
+)
+def test_wrong_messages_are_refused(chat: Tokenizer, messages: object, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as error:
+        chat.apply_chat(messages)
+    assert error.value.field == "messages"
+
+
+def test_no_template_and_failing_templates(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        synthetic().apply_chat(messages)
+    base = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    for source in ("{{ 1 / 0 }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
+        tokenizer = Tokenizer.from_dir(write(tmp_path, tokenizer_config=base | {"chat_template": source}))
+        with pytest.raises(InvalidRequestError, match="failed"):
+            tokenizer.apply_chat(messages)
+
+
+def test_template_environment(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}\n  {% break %}\n{% endfor %}\n{{ strftime_now('%Y')[:2] }}{{ {'a': '<é>'} | tojson }}"
+    )
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": source}
+    tokenizer = Tokenizer.from_dir(write(tmp_path, tokenizer_config=config))
+    assert tokenizer.decode(tokenizer.apply_chat([{"role": "user", "content": "x"}])) == '20{"a": "<é>"}'
+
+
+def test_threads_share_one_tokenizer(chat: Tokenizer) -> None:
+    def work(i: int) -> bool:
+        text = f"hello world {'abc'[i % 3]}" * (i % 7 + 1)
+        ids = chat.apply_chat([{"role": "user", "content": text}])
+        return text in chat.decode(ids) and chat.decode(chat.encode(text)) == text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(200)))
+
+
+def test_same_as_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_dir(tmp_path)
+    for text in ["hello  world", " hello", "a<end_of_turn>\nb", "naïve 😀 日本", ""]:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), skip_special_tokens=True)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u "}]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ours.apply_chat(messages) == theirs.encode(rendered, add_special_tokens=False)
+
+
+@pytest.mark.model
+def test_real_tokenizer(gemma_270m_gguf: Path, tmp_path: Path) -> None:
+    open_source(str(gemma_270m_gguf)).write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.vocab_size, tokenizer.has_chat) == (2, 262144, False)
+    assert 1 in tokenizer.eos_ids and len(tokenizer.byte_ids) == 256
+    text = "Hello world,  naïve\n\n🙂 日本語 \U000e0041\U0001f9ff ᚠᛇᚻ 𓀀𓂀"
+    ids = tokenizer.encode(text)
+    assert ids[:3] == [2, 9259, 1902] and tokenizer.byte_ids.intersection(ids)
+    assert tokenizer.decode(ids) == text
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=("𓂀",))
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text[:-1]
+    assert detokenizer.matched == "𓂀"

@@ -1,0 +1,118 @@
+"""Token ids to text as they come, with stop strings.
+
+Knows a tokenizer's `decode`; it must not know requests or why a sequence ends. Invariant: whatever the chunks, the
+concatenation of all `push` results and `flush` is the tokenizer's decode of all pushed ids, cut at the stop match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """What this module asks of a tokenizer. If it has byte-fallback tokens, its `byte_ids` attribute names them."""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Text of one growing sequence of output ids.
+
+    Byte-fallback tokens are held back until their run ends, because one invalid byte turns a whole run into U+FFFD.
+    Any other token's text is final at once; it is decoded behind the token before it, so that decoders that
+    strip the first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a
+    constant number of times, however long the output.
+    """
+
+    def __init__(
+        self, tokenizer: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False, *, skip_special: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._byte_ids: frozenset[int] = getattr(tokenizer, "byte_ids", frozenset())
+        self._skip_special = skip_special
+        self._context: list[int] = []  # the last token that became text
+        self._pending: list[int] = []  # the run of bytes after it
+        self._stops = _StopStrings(stop, include_stop) if stop else None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched if self._stops else None
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that became certain with these ids; "" after a stop match."""
+        if self.matched is not None:
+            return ""
+        text = "".join(map(self._step, token_ids))
+        return self._stops.push(text) if self._stops else text
+
+    def flush(self) -> str:
+        """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
+        if self.matched is not None:
+            return ""
+        text = self._decoded()
+        return self._stops.push(text) + self._stops.flush() if self._stops else text
+
+    def _step(self, token: int) -> str:
+        # Twice, because a decoder may strip the first space of a text. Skipped special tokens do not end a run of
+        # bytes, and ids beyond the vocabulary do not either.
+        if not self._decode([token, token]):
+            return ""
+        self._pending.append(token)
+        if token in self._byte_ids:
+            return ""
+        text = self._decoded()
+        self._context = [token]
+        return text
+
+    def _decoded(self) -> str:
+        """Text of the pending tokens, which then are no longer pending."""
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)[len(before) :]
+        self._pending.clear()
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=self._skip_special) if ids else ""
+
+
+class _StopStrings:
+    """Finds the stop string whose match ends first (of those ending together the longest) in text given in chunks.
+
+    Holds back the longest end of the text that could begin a stop string, and no more.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
+        self.matched: str | None = None
+        self._stops = stops
+        self._include = include
+        self._longest = max(map(len, stops))
+        self._first = frozenset(s[0] for s in stops)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Text that no stop string can claim any more, cut at the match."""
+        if not text or self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else start]
+        cut = self._partial(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, text: str) -> int:
+        """Where the longest end of `text` that begins a stop string starts; its length if there is none."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
+                return start
+        return len(text)

@@ -1,0 +1,223 @@
+"""Text to token ids and back, and chat messages to prompts, from a model's own files.
+
+Reads tokenizer.json with `tokenizers` and chat templates with a sandboxed jinja2; it must not know requests or engines.
+Invariants: an encoded prompt begins with at most one BOS that the caller did not type himself; every special id comes
+from the files. Instances are immutable after construction and safe to share between threads.
+
+Special-token text inside prompts and messages ("<end_of_turn>") becomes the special token, as transformers' `encode`
+and `apply_chat_template` do. Who passes on untrusted text and minds that removes such strings first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.text.chat import ChatTemplate
+
+_REBUILD = "Build the engine again from a source that has its tokenizer files."
+
+
+class Tokenizer:
+    """The tokenizer of one engine or checkpoint directory.
+
+    `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
+    stretch of UTF-8, so its text is known only when the run has ended.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None,
+        eos_ids: tuple[int, ...],
+        adds_bos: bool = True,
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        self._backend = backend
+        self._adds_bos = adds_bos and bos_id is not None
+        self._chat = chat
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.byte_ids = frozenset(_byte_ids(backend))
+
+    @classmethod
+    def from_dir(cls, path: Path) -> Tokenizer:
+        """Read a directory's tokenizer files.
+
+        tokenizer.json is required. End ids come from generation_config.json, else config.json, else the eos_token of
+        tokenizer_config.json or special_tokens_map.json; BOS from the same files, the token names first. The chat
+        template is chat_template.jinja, chat_template.json or the one in tokenizer_config.json, in this order.
+        Raises EngineFormatError for missing, broken or contradicting files.
+        """
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(_existing(path / "tokenizer.json")))
+        except EngineFormatError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception for every defect of the file
+            raise EngineFormatError(f"{path / 'tokenizer.json'} cannot be read: {error}.", fix=_REBUILD) from error
+        backend.no_padding()
+        backend.no_truncation()
+        files = _Files(path, backend)
+        return cls(
+            backend,
+            bos_id=files.bos_id(),
+            eos_ids=files.eos_ids(),
+            adds_bos=files.tokenizer_config.get("add_bos_token") is not False,
+            chat=files.chat_template(),
+        )
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model brought a chat template."""
+        return self._chat is not None
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
+        files say that it has none. Raises InvalidRequestError (field "prompt") for text that is not valid Unicode."""
+        return self._encode(text, add_bos, "prompt")
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of token ids; what is not UTF-8 becomes U+FFFD, ids beyond the vocabulary have no text.
+
+        Raises InvalidRequestError (field "token_ids") for a negative or absurdly large id.
+        """
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
+
+    def apply_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be.
+
+        Raises InvalidRequestError (field "messages") when they are not, or the model has no chat template.
+        """
+        if self._chat is None:
+            raise InvalidRequestError(
+                "This model has no chat template.", field="messages", fix="Send a prompt, or serve an -it model."
+            )
+        rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._encode(rendered, True, "messages")
+
+    def _encode(self, text: str, add_bos: bool, field: str) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except (UnicodeEncodeError, AttributeError) as error:
+            raise InvalidRequestError(f"The text is not valid Unicode: {error}.", field=field) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if add_bos and self._adds_bos and ids[:1] != [self.bos_id]:
+            assert self.bos_id is not None
+            ids.insert(0, self.bos_id)
+        return ids
+
+
+def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
+    if "ByteFallback" not in str(backend.decoder):
+        return ()
+    pieces = (f"<0x{byte:02X}>" for byte in range(256))
+    return [i for i in map(backend.token_to_id, pieces) if i is not None]
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise EngineFormatError(f"{path} is missing.", fix=_REBUILD)
+    return path
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when the file does not exist."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineFormatError(f"{path} is not valid JSON: {error}.", fix=_REBUILD) from error
+    if not isinstance(value, dict):
+        raise EngineFormatError(f"{path} must hold a JSON object.", fix=_REBUILD)
+    return value
+
+
+class _Files:
+    """The small files beside tokenizer.json, and what they say together."""
+
+    def __init__(self, path: Path, backend: tokenizers.Tokenizer) -> None:
+        self._path = path
+        self._backend = backend
+        self.tokenizer_config = _json(path / "tokenizer_config.json")
+        self._names = _json(path / "special_tokens_map.json") | self.tokenizer_config
+        self._configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
+
+    def bos_id(self) -> int | None:
+        name = self._token("bos_token")
+        if name is not None:
+            return self._named("bos_token", name)
+        ids = self._configured("bos_token_id")
+        return ids[0] if ids else None
+
+    def eos_ids(self) -> tuple[int, ...]:
+        ids = self._configured("eos_token_id")
+        if ids:
+            return ids
+        name = self._token("eos_token")
+        if name is None:
+            raise EngineFormatError(
+                f"No file in {self._path} names the token that ends a generation.",
+                fix="Put the model's generation_config.json beside its weights and build again.",
+            )
+        return (self._named("eos_token", name),)
+
+    def chat_template(self) -> ChatTemplate | None:
+        source, origin = self._template()
+        if source is None:
+            return None
+        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return ChatTemplate(source, {role: self._token(role) or "" for role in roles}, origin)
+
+    def _template(self) -> tuple[str | None, Path]:
+        jinja = self._path / "chat_template.jinja"
+        if jinja.exists():
+            try:
+                return jinja.read_text(encoding="utf-8"), jinja
+            except (OSError, ValueError) as error:
+                raise EngineFormatError(f"{jinja} cannot be read: {error}.", fix=_REBUILD) from error
+        for path in (self._path / "chat_template.json", self._path / "tokenizer_config.json"):
+            value = _json(path).get("chat_template")
+            if isinstance(value, list):  # several named templates
+                named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+                value = named.get("default")
+            if value is not None:
+                if not isinstance(value, str):
+                    raise EngineFormatError(f"chat_template in {path} must be a string.", fix=_REBUILD)
+                return value, path
+        return None, self._path
+
+    def _token(self, role: str) -> str | None:
+        """A token's text, written plainly or as {"content": ...}."""
+        value = self._names.get(role)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    def _named(self, role: str, name: str) -> int:
+        index = self._backend.token_to_id(name)
+        if index is None:
+            raise EngineFormatError(f"{role} {name!r} in {self._path} is not in tokenizer.json.", fix=_REBUILD)
+        return int(index)
+
+    def _configured(self, key: str) -> tuple[int, ...]:
+        for config in self._configs:
+            value = config.get(key)
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise EngineFormatError(f"{key} in {self._path} must be token ids, got {value!r}.", fix=_REBUILD)
+            if ids:
+                return tuple(dict.fromkeys(ids))
+        return ()
