@@ -30,6 +30,13 @@ async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
     return engine
 
 
+async def at_rest(engine: TextEngine) -> None:
+    """Wait until the engine thread has ended every sequence, aborts included."""
+    async with asyncio.timeout(5):
+        while engine._loop.live:
+            await asyncio.sleep(0.005)
+
+
 async def collect(stream):
     outputs = [output async for output in stream]
     assert [o.finish_reason is not None for o in outputs].count(True) == len({o.index for o in outputs})
@@ -54,7 +61,7 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_engine_sequence():
     assert text == whole[: whole.index(stop)]
     assert last.finish_reason is FinishReason.STOP and last.stop_reason == stop
     assert last.usage.completion_tokens == whole.index(stop) + len(stop)
-    await engine.drain(5)
+    await at_rest(engine)
     assert engine.stats().requests_running == 0
     await engine.close()
 
@@ -164,7 +171,8 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
     assert (await collect(engine.submit(TextRequest("last", params(), prompt="still here"))))[0] == expected(
         "still here"
     )
-    assert engine._streams == {} and engine._loop.live == 0
+    await at_rest(engine)
+    assert engine._streams == {}
     assert engine.stats().requests_running == engine.stats().requests_waiting == 0
     engine._loop._core.scheduler.check_integrity()
     await engine.close()
