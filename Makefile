@@ -1,7 +1,7 @@
 # Developer commands; each one calls the tool that does the work. `make setup test` on a fresh clone is the way in.
 PYTHON ?= python3
 PY := .venv/bin/python
-TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
 .PHONY: setup lint format test test-long demo bench-cpu proto clean

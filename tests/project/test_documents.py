@@ -1,0 +1,81 @@
+"""Documents name only files, modules, commands and make targets that exist."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+from repository import ROOT, tracked
+
+from wicore_trt.cli.main import PANELS
+from wicore_trt.config import KEYS
+
+DOCUMENTS = [n for n in tracked() if n.endswith(".md") and n != "CHANGELOG.md" and not n.startswith("tests/")]
+COMMANDS = {name for names in PANELS.values() for name in names}
+FILE = re.compile(r"(?<![\w./~-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|proto|toml|md))\b(?!/)")
+DIRECTORY = re.compile(r"`((?:wicore_trt|cli|recipes|plugins|tests|examples|docs)/[\w/-]*)`")
+SYMBOL = re.compile(r"`(wicore_trt(?:\.\w+)+)")
+COMMAND = re.compile(r"(?:^|[`$ ])wicore ([a-z]+)", re.M)
+TARGETS = re.compile(r"`make ([a-z -]+)`|^    make ([a-z -]+)", re.M)
+VARIABLE = re.compile(r"WICORE_[A-Z_]+")
+
+
+def resolves(name: str) -> bool:
+    """True for a module, or an attribute path inside one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[cut:]:
+                found = getattr(found, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+def unknown_names(text: str) -> list[str]:
+    """What `text` names and the repository lacks."""
+    files = tracked()
+    found = [f for f in FILE.findall(text) if not any(n == f or n.endswith(f"/{f}") for n in files)]
+    found += [d for d in DIRECTORY.findall(text) if not any(n.startswith(d.rstrip("/")) for n in files)]
+    found += [s for s in SYMBOL.findall(text) if not resolves(s)]
+    found += [f"wicore {c}" for c in COMMAND.findall(text) if c not in COMMANDS]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    words = {word for pair in TARGETS.findall(text) for word in " ".join(pair).split()}
+    found += [f"make {word}" for word in sorted(words - targets)]
+    variables = {"WICORE_" + key.replace(".", "__").upper() for key in KEYS} | {
+        "WICORE_DEBUG",
+        "WICORE_SECTION__KEY",
+        "WICORE_",
+    }
+    found += [v for v in VARIABLE.findall(text) if v not in variables]
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_documents_name_what_exists(path: str) -> None:
+    assert not unknown_names((ROOT / path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("see `wicore_trt/kv/nothing.py`", ["wicore_trt/kv/nothing.py"]),
+        ("see manifest.py and `wicore_trt/engine/`", []),
+        ("`wicore_trt/nowhere/`", ["wicore_trt/nowhere/"]),
+        (
+            "`wicore_trt.engine.manifest.Manifest` and `wicore_trt.engine.manifest.No`",
+            ["wicore_trt.engine.manifest.No"],
+        ),
+        ("$ wicore build a b && wicore destroy c", ["wicore destroy"]),
+        ("run `make setup` or `make coffee`", ["make coffee"]),
+        ("WICORE_KV__DEVICE_BYTES=1 WICORE_KV__DEVICE_BITES=1", ["WICORE_KV__DEVICE_BITES"]),
+    ],
+)
+def test_the_checker_sees_unknown_names(text: str, unknown: list[str]) -> None:
+    assert unknown_names(text) == unknown

@@ -1,0 +1,78 @@
+"""The repository speaks of itself alone: no machine paths, no hosts of registries, one place for the version."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from repository import ROOT, tracked
+
+TEXT = (
+    ".py",
+    ".pyi",
+    ".md",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".txt",
+    ".cpp",
+    ".h",
+    ".cu",
+    ".proto",
+    ".sh",
+    ".json",
+    "Makefile",
+    "run",
+)
+# Written in pieces, so that this file does not match itself.
+FORBIDDEN = [
+    re.compile(pattern)
+    for pattern in (
+        r"(?<![\w.])/" + r"(root|work|mnt|opt)/",
+        r"/home/" + r"[a-z]",
+        r"pypi\." + r"(org|nvidia)",
+        r"python" + r"hosted\.org",
+        r"download\." + r"pytorch\.org",
+        r"(index|find-links|extra-index)" + r"-url\s*=",
+        r"\b(docker|ghcr|quay|nvcr)\." + r"io\b",
+    )
+]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.mark.parametrize("path", [n for n in tracked() if n.endswith(TEXT)])
+def test_no_machine_paths_and_no_registry_hosts(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = [line for line in text.splitlines() if any(p.search(line) for p in FORBIDDEN)]
+    assert not found
+
+
+def test_the_patterns_match() -> None:
+    for text in ("cd /" + "root/x", '"/' + 'work/main"', "/home/" + "me", "https://pypi." + "org/simple"):
+        assert any(p.search(text) for p in FORBIDDEN), text
+    assert not any(p.search("https://host/network/work/x ~/.cache and ./opt/x") for p in FORBIDDEN)
+
+
+def test_version_is_in_one_place() -> None:
+    literal = re.compile(rf"(?i)version\W{{1,4}}{re.escape(VERSION)}")
+    names = [n for n in tracked() if n.endswith(TEXT) and literal.search((ROOT / n).read_text(encoding="utf-8"))]
+    assert names == ["pyproject.toml"]
+
+
+def test_no_build_products_are_tracked() -> None:
+    assert not [n for n in tracked() if n.endswith((".so", ".pyc", ".whl", ".safetensors", ".gguf", ".partial"))]
+
+
+def test_required_files() -> None:
+    required = "pyproject.toml Makefile README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md LICENSE .ci/run"
+    assert set(required.split()) | {"wicore_trt/py.typed"} <= set(tracked())
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_makefile_recipes_only_call_tools() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target in re.split(r"\n(?=\S)", text):
+        assert target.count("\n\t") <= 3, target
+    for name in ("setup", "lint", "test", "test-long", "demo", "bench-cpu", "proto", "clean"):
+        assert re.search(rf"^{name}:", text, re.M), name

@@ -1,0 +1,115 @@
+"""Imports point one way: types <- kv, schedule <- core <- serve <- cli; what decides never imports a device."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from repository import ROOT, python_sources
+
+HEAVY = ("torch", "tensorrt", "grpc", "fastapi", "transformers", "triton", "numpy", "safetensors", "huggingface_hub")
+PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.errors")
+
+# Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "types": ("errors",),
+    "model.spec": ("errors",),
+    "model.ops": (),
+    "model.gemma3": ("model.ops", "model.spec"),
+    "model": ("errors", "model", "runtime.batch", "runtime.step_inputs", "runtime.native", "runtime.native_args"),
+    "runtime.batch": ("types",),
+    "runtime.executor": ("model.spec", "runtime.batch"),
+    "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
+    "schedule": ("errors", "types", "kv", "schedule", "runtime.batch"),
+    "checkpoint": ("errors", "model", "checkpoint"),
+    "engine": ("errors", "model", "checkpoint", "engine"),
+    "text": ("errors", "types", "text"),
+    "runtime": ("errors", "types", "config", "model", "engine", "checkpoint", "runtime"),
+    "core": ("errors", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
+    "llm": ("errors", "types", "config", "core"),
+    "observe": ("errors", "types", "observe"),
+    "serve": ("errors", "types", "config", "core", "observe", "serve", "text"),
+    "recipe": ("errors",),
+    "config": ("errors", "recipe"),
+}
+
+
+def module_of(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("wicore_trt") else f"wicore_trt.{name}"
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules imported anywhere below `tree`; `from a import b` yields a.b, as b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top_level(tree: ast.Module) -> Iterator[str]:
+    """Modules imported when the module is: not inside functions, not under TYPE_CHECKING."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield from imports(node)
+
+
+def below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Imports of one file that break a rule."""
+    module, tree = module_of(path), ast.parse(source)
+    found = [name for name in imports(tree) if any(below(module, p) for p in PURE) for h in HEAVY if below(name, h)]
+    inner = module.removeprefix("wicore_trt").lstrip(".")
+    allowed = next((rule for prefix, rule in MAY_IMPORT.items() if below(inner, prefix)), None)
+    for name in imports(tree):
+        if allowed is None or not below(name, "wicore_trt") or name in ("wicore_trt", "wicore_trt.__version__"):
+            continue
+        target = name.removeprefix("wicore_trt.")
+        if not any(below(target, a) for a in allowed):
+            found.append(name)
+    if below(inner, "cli"):
+        light = (*sys.stdlib_module_names, "typer", "wicore_trt.errors", "wicore_trt.cli")
+        found += [name for name in top_level(tree) if not any(below(name, m) for m in light)]
+    return found
+
+
+@pytest.mark.parametrize("path", python_sources())
+def test_imports_follow_the_rules(path: str) -> None:
+    assert not violations(path, (ROOT / path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "broken"),
+    [
+        ("wicore_trt/kv/pool.py", "def f():\n    import torch.nn", ["torch.nn"]),
+        ("wicore_trt/schedule/queue.py", "from wicore_trt.core.loop import Loop", ["wicore_trt.core.loop.Loop"]),
+        ("wicore_trt/model/gemma3.py", "from wicore_trt import errors", ["wicore_trt.errors"]),
+        ("wicore_trt/core/loop.py", "from wicore_trt.serve import x", ["wicore_trt.serve.x"]),
+        ("cli/x.py", "import torch\ndef f():\n    import numpy", ["torch"]),
+        ("cli/x.py", "from wicore_trt.config import Settings", ["wicore_trt.config.Settings"]),
+        ("cli/x.py", "if TYPE_CHECKING:\n    import torch", []),
+        ("wicore_trt/kv/pool.py", "from wicore_trt.kv import hashing", []),
+    ],
+)
+def test_the_checker_sees_violations(path: str, source: str, broken: list[str]) -> None:
+    assert violations(path, source) == broken
+
+
+def test_pure_packages_load_nothing_heavy() -> None:
+    modules = [module_of(p) for p in python_sources() if any(below(module_of(p), pure) for pure in PURE)]
+    assert len(modules) > 5
+    code = f"import sys, {', '.join(modules)}\nprint([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,84 @@
+"""The wheel and the editable install hold the command line, the recipes and, given a compiler, the kernels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+import wicore_trt
+from wicore_trt.recipe import list_recipes
+
+
+def test_editable_install() -> None:
+    script = Path(sysconfig.get_path("scripts"), "wicore")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"wicore {wicore_trt.__version__}\n"
+    assert distribution("wicore-trt").version == wicore_trt.__version__
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the contents of a freshly built wheel."""
+    pytest.importorskip("scikit_build_core", reason="make setup installs the build backend")
+    place = tmp_path_factory.mktemp("wheel")
+    quiet = ["-q", "--disable-pip-version-check", "--no-deps"]
+    build = ["wheel", *quiet, "--no-build-isolation", "--no-index", "-w", str(place), str(ROOT)]
+    subprocess.run([sys.executable, "-m", "pip", *build, f"-Cbuild-dir={place}/build"], check=True)
+    (wheel,) = place.glob("*.whl")
+    target = place / "site"
+    install = ["install", *quiet, "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    return target
+
+
+def in_wheel(installed: Path, code: str, tmp_path: Path) -> str:
+    """Run code against the wheel: -S keeps the editable install's import hook out."""
+    paths = [str(installed), *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
+    prelude = f"import sys; sys.path[:0] = {paths!r}\n"
+    command = [sys.executable, "-I", "-S", "-c", prelude + code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> None:
+    out = in_wheel(
+        installed,
+        "import wicore_trt; print(wicore_trt.__file__)\n"
+        "from wicore_trt.cli.main import run\n"
+        "assert run(['--version']) == 0\n"
+        "assert run(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
+        "from wicore_trt.recipe import list_recipes; print(list_recipes())\n",
+        tmp_path,
+    )
+    lines = out.splitlines()
+    assert Path(lines[0]).is_relative_to(installed)
+    assert lines[1] == f"wicore {wicore_trt.__version__}"
+    assert lines[-1] == str(list_recipes()) and "gemma3-270m-cpu" in lines[-1]
+
+
+def test_wheel_contents(installed: Path) -> None:
+    names = {p.relative_to(installed).as_posix() for p in installed.rglob("*")}
+    assert {"wicore_trt/py.typed", "wicore_trt/cli/main.py", "wicore_trt/recipes/gemma3-270m-cpu.yaml"} <= names
+    assert {p.split("/")[0] for p in names} - {"bin"} == {
+        "wicore_trt",
+        f"wicore_trt-{wicore_trt.__version__}.dist-info",
+    }
+    assert not [n for n in names if "tests" in n.split("/")]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_wheel_has_the_native_library(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from wicore_trt.cli._checks import check_machine\n"
+        "rows = {r.name: r for r in check_machine(engine=None, cache_dir=Path('.'), port=0)}\n"
+        "print(rows['native kernels'])"
+    )
+    assert "state='ok'" in in_wheel(installed, code, tmp_path)

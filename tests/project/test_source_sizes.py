@@ -1,0 +1,42 @@
+"""Files and functions stay small enough to read, and every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from repository import GENERATED, ROOT, SOURCES, python_sources, tracked
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+CODE = (".py", ".cpp", ".cu", ".h", ".proto", ".yaml")
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(name, lines of the body without its docstring) of every function."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            yield node.name, (node.end_lineno or 0) - body[0].lineno + 1
+
+
+@pytest.mark.parametrize(
+    "path", [n for n in tracked() if n.startswith(SOURCES) and n.endswith(CODE) and not n.startswith(GENERATED)]
+)
+def test_files_are_short(path: str) -> None:
+    lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{path} has {lines} lines; split it by subject"
+
+
+@pytest.mark.parametrize("path", python_sources())
+def test_functions_are_short_and_modules_are_described(path: str) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    long = {name: lines for name, lines in functions(tree) if lines > MAX_FUNCTION_LINES}
+    assert not long
+    assert ast.get_docstring(tree), "a module opens with a docstring"
+
+
+def test_the_function_counter_counts() -> None:
+    source = "def f():\n    '''Doc.\n\n    More.'''\n    a = 1\n    return a\n"
+    assert list(functions(ast.parse(source))) == [("f", 2)]
