@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from wicore_trt.checkpoint.names import Role, unified_tensors
+from wicore_trt.checkpoint.names import Role, hf_shapes, unified_tensors
+from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.model.spec import Gemma3Spec
 
 
@@ -29,12 +30,31 @@ class TinyModel:
 
 
 def unified(spec: Gemma3Spec, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Unified tensors of a transformers state dict: stacked, norms as 1 + w, in float32."""
+    """Tensors of an engine from a transformers state dict: stacked, norms as 1 + w, no tied head; float32."""
     tensors = {}
     for tensor in unified_tensors(spec):
+        if tensor.role is Role.HEAD and spec.tie_word_embeddings:
+            continue
         whole = torch.cat([state[name].float() for name in tensor.sources])
         tensors[tensor.name] = whole + 1 if tensor.role is Role.NORM else whole
     return tensors
+
+
+def cast(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All but the norms rounded to `dtype`; float8_e4m3fn quantizes the linears per channel, the rest to bfloat16."""
+    out = {}
+    for tensor in unified_tensors(spec):
+        if tensor.name not in tensors:
+            continue
+        w = tensors[tensor.name]
+        if dtype == torch.float8_e4m3fn and tensor.role is Role.LINEAR:
+            bits, scale = quantize_e4m3_per_channel(w.numpy())
+            out[tensor.name] = torch.from_numpy(bits).view(dtype)
+            out[tensor.scale_name] = torch.from_numpy(scale)
+        else:
+            base = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+            out[tensor.name] = w if tensor.role is Role.NORM else w.to(base)
+    return out
 
 
 def tiny_model(seed: int, **overrides: Any) -> TinyModel:
@@ -77,3 +97,55 @@ def tiny_model(seed: int, **overrides: Any) -> TinyModel:
                 parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5)
     spec = Gemma3Spec.from_hf_config(config.to_dict())
     return TinyModel(hf, spec, unified(spec, hf.state_dict()))
+
+
+def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) -> Gemma3ForCausalLM:
+    """transformers' model around an engine's fused float32 tensors, sharing their memory (norms apart).
+
+    The inverse of `unified` and `runtime.weights.fuse`; for models whose transformers weights are not at hand.
+    """
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    config = Gemma3TextConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        query_pre_attn_scalar=int(spec.query_pre_attn_scalar),
+        rms_norm_eps=spec.rms_norm_eps,
+        sliding_window=spec.sliding_window,
+        layer_types=[names[g] for g in spec.layer_groups],
+        max_position_embeddings=spec.max_position_embeddings,
+        tie_word_embeddings=spec.tie_word_embeddings,
+        final_logit_softcapping=spec.final_logit_softcapping,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": spec.rope_scaling_factor,
+                "rope_theta": spec.rope_theta,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": spec.rope_local_theta},
+        },
+    )
+    state: dict[str, torch.Tensor] = {}
+    shapes = hf_shapes(spec)
+    for tensor in unified_tensors(spec):
+        if tensor.role is Role.HEAD and spec.tie_word_embeddings:
+            continue
+        name, part = tensor.name, None
+        if name.endswith((".mlp.fc.weight", ".mlp.gate.weight")):
+            part = 0 if ".fc." in name else 1
+            name = name.replace(".mlp.fc.", ".mlp.gate_up.").replace(".mlp.gate.", ".mlp.gate_up.")
+        w = tensors[name] if part is None else tensors[name].chunk(2)[part]
+        for source, rows in zip(tensor.sources, w.split([shapes[s][0] for s in tensor.sources]), strict=True):
+            state[source] = rows - 1 if tensor.role is Role.NORM else rows
+    with torch.device("meta"):
+        hf = Gemma3ForCausalLM(config)
+    hf.load_state_dict(state, strict=False, assign=True)
+    hf.tie_weights()
+    hf.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)
+    hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+    assert not any(t.is_meta for t in (*hf.parameters(), *hf.buffers()))
+    return hf.eval()

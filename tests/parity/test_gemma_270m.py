@@ -1,0 +1,111 @@
+"""The real Gemma 3 270M in float32: logits of a long prompt and greedy tokens, against transformers."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from parity.paged import PagedDriver, PagedSequence, relative_error
+from parity.tiny import transformers_model
+from tokenizers import Tokenizer
+from transformers import Gemma3ForCausalLM
+
+from wicore_trt.checkpoint.convert import convert
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.weights import LoadedEngine, load_weights
+
+pytestmark = pytest.mark.model
+BUDGET = 512  # tokens of a step, as the scheduler's default
+NEW_TOKENS = 64
+# the window is 512 tokens: prompts below, around, above and far above it
+PROMPT_TOKENS = (2100, 900, 640, 530, 513, 512, 511, 250, 160, 120, 90, 70, 50, 40, 30, 24, 16, 12, 8, 5)
+
+
+@dataclass
+class Gemma270M:
+    spec: Gemma3Spec
+    tensors: dict[str, torch.Tensor]
+    hf: Gemma3ForCausalLM
+    tokenizer: Tokenizer
+    greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def prompt(self, index: int, tokens: int) -> list[int]:
+        """BOS and the first tokens of one of Python's own help pages of sufficient length."""
+        pages = [t for t in sorted(pydoc_data.topics.topics.values(), key=len) if len(t) > 6 * tokens]
+        return [2, *self.tokenizer.encode(pages[index % len(pages)], add_special_tokens=False).ids[: tokens - 1]]
+
+    def driver(self, kernels: str) -> PagedDriver:
+        settings = ExecutorSettings(
+            device="cpu", kernels=kernels, kv_pages={"global": 320, "local": 320}, max_batch_tokens=BUDGET
+        )
+        return PagedDriver(TorchExecutor(LoadedEngine(self.spec, "float32", "float32", self.tensors), settings))
+
+    @torch.inference_mode()
+    def hf_greedy(self, prompt: list[int], output: list[int]) -> list[int]:
+        """transformers' most probable token at each position of `output`, given everything before it."""
+        key = (*prompt, *output)
+        if key not in self.greedy:
+            logits = self.hf(torch.tensor([key[:-1]]), logits_to_keep=len(output)).logits[0]
+            self.greedy[key] = logits.argmax(1).tolist()
+        return self.greedy[key]
+
+
+@pytest.fixture(scope="module")
+def gemma(gemma_270m_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Gemma270M:
+    path = tmp_path_factory.mktemp("gemma-270m")
+    checkpoint = convert(gemma_270m_gguf, path / "checkpoint", dtype="float32")
+    tensors = load_weights(checkpoint.rank_files, checkpoint.spec)
+    tokenizer = Tokenizer.from_file(str(path / "checkpoint" / "tokenizer.json"))
+    return Gemma270M(checkpoint.spec, tensors, transformers_model(checkpoint.spec, tensors), tokenizer)
+
+
+def prefill(driver: PagedDriver, sequences: list[PagedSequence], prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Compute the prompts in steps of at most BUDGET tokens that several of them share: logits [vocab] of each."""
+    rest, last = [list(p) for p in prompts], [torch.empty(0) for _ in prompts]
+    while any(rest):
+        work, room = [], BUDGET
+        for i, tokens in enumerate(rest):
+            if tokens and room:
+                chunk, rest[i] = tokens[:room], tokens[room:]
+                room -= len(chunk)
+                work.append((i, chunk))
+        for (i, _), row in zip(work, driver.step([(sequences[i], c) for i, c in work]), strict=True):
+            last[i] = row
+    return last
+
+
+def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
+    """650 tokens in uneven chunks, then three tokens one by one, each compared."""
+    driver, prompt = gemma.driver(kernels), gemma.prompt(0, 650)
+    with torch.inference_mode():
+        expected = gemma.hf(torch.tensor([prompt])).logits[0]
+    sequence, at = driver.new_sequence(), 0
+    for size in (1, 300, 7, 250, 89, 1, 1, 1):
+        logits = driver.step([(sequence, prompt[at : at + size])])
+        at += size
+        assert relative_error(logits[0], expected[at - 1]) < 1e-4, f"position {at - 1}"
+    assert at == len(prompt)
+
+
+def test_greedy_tokens_are_those_of_transformers(gemma: Gemma270M, kernels: str) -> None:
+    """20 prompts of real text, decoded together, 64 tokens each.
+
+    transformers does not generate here: one teacher-forced forward per prompt gives its most probable token after
+    every prefix of ours. If all of them are our tokens, its greedy decoding is ours, by induction, at a fraction of
+    the time.
+    """
+    driver = gemma.driver(kernels)
+    prompts = [gemma.prompt(i, n) for i, n in enumerate(PROMPT_TOKENS)]
+    assert [len(p) for p in prompts] == list(PROMPT_TOKENS)
+    sequences = [driver.new_sequence() for _ in prompts]
+    outputs = [[int(row.argmax())] for row in prefill(driver, sequences, prompts)]
+    for _ in range(NEW_TOKENS - 1):
+        logits = driver.step([(s, o[-1:]) for s, o in zip(sequences, outputs, strict=True)])
+        for output, token in zip(outputs, logits.argmax(1).tolist(), strict=True):
+            output.append(token)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert gemma.hf_greedy(prompt, output) == output, f"prompt {i} of {len(prompt)} tokens"
