@@ -19,11 +19,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
 from wicore_trt.bench.measure import Distributions, Summary, Throughput
-from wicore_trt.bench.runs import LatencyPoint, ThroughputPlan
+
+if TYPE_CHECKING:
+    from wicore_trt.bench.runs import LatencyPoint, ThroughputPlan
 
 KIND = "wicore-bench"
 SCHEMA = 1

@@ -1,0 +1,269 @@
+"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows.
+
+Invariant: standard output carries the tables, or one JSON document with --json; progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.bench.report import Roof
+    from wicore_trt.bench.session import Session
+
+app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and perplexity.")
+
+_WHERE, _WHAT = "What is measured", "What is sent"
+EngineOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Engine directory, run in this process; with --target, the engine that the server on this machine runs.",
+        rich_help_panel=_WHERE,
+    ),
+]
+TargetOption = Annotated[str | None, typer.Option(help="HOST:PORT of a running server.", rich_help_panel=_WHERE)]
+ApiKeyOption = Annotated[
+    str | None, typer.Option(envvar="WICORE_SERVER__API_KEY", help="Key of the server.", rich_help_panel=_WHERE)
+]
+TlsCaOption = Annotated[
+    Path | None, typer.Option(help="CA of the server's certificate, PEM; turns TLS on.", rich_help_panel=_WHERE)
+]
+RecipeOption = Annotated[
+    str | None, typer.Option(help="Recipe for the engine in this process.", rich_help_panel=_WHERE)
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=0, help="CPU threads of one step; 0: all.", rich_help_panel=_WHERE)
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of prompts and arrival times.", rich_help_panel=_WHAT)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _list(text: str) -> list[int]:
+    """ "1,8" -> [1, 8]."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 1,8,32.")
+    return [int(part) for part in parts]
+
+
+@app.command()
+def latency(
+    engine: EngineOption = None,
+    target: TargetOption = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes.", metavar="N,N", rich_help_panel=_WHAT)] = "1,8",
+    input_tokens: Annotated[
+        str, typer.Option(help="Prompt lengths.", metavar="N,N", rich_help_panel=_WHAT)
+    ] = "128,1024",
+    output_tokens: Annotated[str, typer.Option(help="Output lengths.", metavar="N,N", rich_help_panel=_WHAT)] = "64",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of a case.", rich_help_panel=_WHAT)] = 3,
+    warmups: Annotated[int, typer.Option(min=0, help="Runs of a case before those.", rich_help_panel=_WHAT)] = 1,
+    seed: SeedOption = 0,
+    recipe: RecipeOption = None,
+    threads: ThreadsOption = None,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCaOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prefill and decode step of fixed batches, for each combination of batch, prompt and output length.
+
+    Figures are medians. A decode step is (time for all tokens - time for one token) / (output tokens - 1).
+    """
+    _need("grpc", "serve")
+    from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
+    from wicore_trt.bench.runs import run_latency, sweep
+    from wicore_trt.cli._ui import print_table, progress
+
+    cases = sweep(_list(batch), _list(input_tokens), _list(output_tokens))
+    flags = {"scheduler.max_sequences": max(case.batch for case in cases), "executor.threads": threads}
+    session = _session(engine, target, recipe, flags, api_key, tls_ca)
+    with progress(quiet=as_json) as report:
+        report("measuring the machine", 0, 1)
+        roof = session.roof()
+        points, model = session.run(
+            lambda server: run_latency(server, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
+        )
+    results = [latency_result(point, roof) for point in points]
+    if as_json:
+        parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
+        _print_report("latency", session, model, parameters, roof, results)
+        return
+    _print_head(session, model, roof)
+    print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
+
+
+@app.command()
+def throughput(
+    engine: EngineOption = None,
+    target: TargetOption = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are measured.", rich_help_panel=_WHAT)] = 64,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests open at a time. Default: 8.", rich_help_panel=_WHAT)
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Requests per second, Poisson arrivals, instead.", rich_help_panel=_WHAT),
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length.", rich_help_panel=_WHAT)] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output length.", rich_help_panel=_WHAT)] = 64,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Prompt tokens that all requests share.", rich_help_panel=_WHAT)
+    ] = 0,
+    warmups: Annotated[int, typer.Option(min=0, help="Requests before those.", rich_help_panel=_WHAT)] = 2,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Goodput: limit of the time to first token.", rich_help_panel=_WHAT)
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Goodput: limit of the time per output token.", rich_help_panel=_WHAT)
+    ] = None,
+    seed: SeedOption = 0,
+    recipe: RecipeOption = None,
+    threads: ThreadsOption = None,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCaOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Many requests at once: rates, and distributions of the latencies.
+
+    Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
+    """
+    _need("grpc", "serve")
+    from wicore_trt.bench.measure import Slo
+    from wicore_trt.bench.report import throughput_result
+    from wicore_trt.bench.runs import ThroughputPlan, run_throughput
+    from wicore_trt.cli._ui import progress
+
+    if rate is not None and concurrency is not None:
+        raise typer.BadParameter("--rate and --concurrency exclude each other.")
+    if shared_prefix >= input_tokens:
+        raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
+    at_once = None if rate is not None else concurrency or 8
+    plan = ThroughputPlan(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
+    limits = (slo_ttft_ms, slo_tpot_ms)
+    slo = None if limits == (None, None) else Slo(*(None if ms is None else ms / 1e3 for ms in limits))
+    flags = {"scheduler.max_sequences": at_once, "executor.threads": threads}
+    session = _session(engine, target, recipe, flags, api_key, tls_ca)
+    with progress(quiet=as_json) as report:
+        report("measuring the machine", 0, 1)
+        roof = session.roof()
+        report("measuring requests", 0, 1)
+        measured, model = session.run(lambda server: run_throughput(server, plan, warmups=warmups, slo=slo))
+    result = throughput_result(measured, plan, roof)
+    if as_json:
+        parameters = {"warmups": warmups, "slo_ms": limits, "threads": threads, "recipe": recipe}
+        _print_report("throughput", session, model, {**_fields(plan), **parameters}, roof, [result])
+        return
+    _print_head(session, model, roof)
+    _print_throughput(result)
+
+
+@app.command()
+def perplexity(
+    engine: Annotated[list[Path], typer.Option(help="Engine directory; give several to compare with the first.")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file. Default: Python's own documentation topics.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to take.")] = 20_000,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens scored per window. Default: context / 2.")] = None,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Perplexity of engines on the same tokens, and how much each differs from the first."""
+    _need("torch", "torch")
+    from wicore_trt.bench.perplexity import COLUMNS, compare, row
+    from wicore_trt.bench.report import make_report
+    from wicore_trt.cli._ui import print_json, print_table, progress
+
+    with progress(quiet=as_json) as report:
+        results = compare(
+            engine, text, tokens=tokens, context=context, stride=stride, threads=threads or 0, progress=report
+        )
+    if as_json:
+        parameters = {"text": text and str(text), "tokens": tokens, "context": context, "stride": stride}
+        print_json(
+            make_report("perplexity", target="in process", model={}, parameters=parameters, rates=None, results=results)
+        )
+        return
+    print_table("perplexity", COLUMNS, [row(result) for result in results])
+
+
+def _need(package: str, extra: str) -> None:
+    """Raise EnvironmentUnfitError when an optional package is missing."""
+    if find_spec(package) is None:
+        from wicore_trt.errors import EnvironmentUnfitError
+
+        raise EnvironmentUnfitError(
+            f"This benchmark needs {package}, which is not installed.", fix=f"Run: pip install 'wicore-trt[{extra}]'"
+        )
+
+
+def _session(
+    engine: Path | None,
+    target: str | None,
+    recipe: str | None,
+    flags: dict[str, Any],
+    api_key: str | None,
+    tls_ca: Path | None,
+) -> Session:
+    from wicore_trt.bench.session import Session
+    from wicore_trt.config import load_settings
+
+    settings = load_settings(recipe, {"engine": engine and str(engine), **flags})
+    return Session(settings, target, api_key, tls_ca)
+
+
+def _fields(plan: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(plan)
+
+
+def _print_report(
+    command: str,
+    session: Session,
+    model: dict[str, Any],
+    parameters: dict[str, Any],
+    roof: Roof | None,
+    results: list[dict[str, Any]],
+) -> None:
+    from wicore_trt.bench.report import make_report
+    from wicore_trt.cli._ui import print_json
+
+    rates = roof.rates if roof else None
+    print_json(
+        make_report(command, target=session.where, model=model, parameters=parameters, rates=rates, results=results)
+    )
+
+
+def _print_head(session: Session, model: dict[str, Any], roof: Roof | None) -> None:
+    """What was measured on what."""
+    from wicore_trt.bench.report import machine
+
+    about = machine()
+    engine = f"{model['dtype']}, {model['backend']} backend, {model['kernels']} kernels"
+    print(f"{model['model_id']}, {engine}, {session.where}")
+    gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
+    print(f"{about['cpu']}, {about['cores']} cores{gpus}")
+    if roof is not None:
+        rates = roof.rates
+        print(
+            f"bounds: {rates.read_bytes_per_s / 1e9:.1f} GB/s read, {rates.flops / 1e12:.3g} TFLOP/s "
+            f"({rates.gemm_dtype}), measured on {rates.device} in this run"
+        )
+    print()
+
+
+def _print_throughput(result: dict[str, Any]) -> None:
+    from wicore_trt.bench.report import SUMMARY_COLUMNS, THROUGHPUT_COLUMNS, summary_rows, throughput_rows
+    from wicore_trt.cli._ui import print_table
+
+    print(
+        f"{result['completed']} requests in {result['duration_s']:.1f} s; {result['prompt_tokens']} prompt tokens, "
+        f"{result['cached_tokens']} of them cached; {result['output_tokens']} output tokens"
+    )
+    for error, count in result["errors"].items():
+        print(f"{count} requests failed: {error}")
+    print_table("rates", THROUGHPUT_COLUMNS, throughput_rows(result))
+    print_table("latencies", SUMMARY_COLUMNS, summary_rows(result))

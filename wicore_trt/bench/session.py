@@ -1,0 +1,87 @@
+"""Where a benchmark runs: against a server, or on an engine in this process, and with which roof.
+
+Joins settings, machine rates and target; it must not know what is measured. Invariant: the machine's rates are measured
+in the same run as the figures, before an engine is loaded, so that nothing of ours runs beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wicore_trt.bench.bound import ModelCost, measure_rates
+from wicore_trt.bench.client import GrpcTarget, LocalTarget, Target
+from wicore_trt.bench.report import Roof
+from wicore_trt.config import Settings
+from wicore_trt.engine.manifest import read_manifest
+from wicore_trt.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`address` None: the engine of `settings` runs in this process. Otherwise that server is measured, and the
+    engine of `settings`, if one is named, says what it runs; bounds then hold if it runs on this machine."""
+
+    settings: Settings
+    address: str | None = None
+    api_key: str | None = None
+    tls_ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.address is None and self.settings.engine is None:
+            raise ConfigError("Nothing to measure.", fix="Give --engine DIR or --target HOST:PORT.")
+
+    @property
+    def where(self) -> str:
+        return self.address or "in process"
+
+    def roof(self) -> Roof | None:
+        """Measure this machine; None without an engine to compute bounds for. Raises EngineFormatError."""
+        if self.settings.engine is None:
+            return None
+        manifest = read_manifest(Path(self.settings.engine))
+        cost = ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype)
+        threads = self.settings.executor.threads or len(os.sched_getaffinity(0))
+        return Roof(cost, measure_rates(_device(self.settings.executor.device), threads=threads))
+
+    def run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
+        """Open the target, measure it, close it; returns what `measure` did and the model that it measured.
+
+        Raises what opening and measuring raise, and ConfigError when the server runs another engine than the named.
+        """
+        return asyncio.run(self._run(measure))
+
+    async def _run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
+        target: Target
+        if self.address is None:
+            target = await LocalTarget.load(self.settings)
+        else:
+            target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
+        try:
+            self._check(target)
+            return await measure(target), asdict(target.info)
+        finally:
+            await target.close()
+
+    def _check(self, target: Target) -> None:
+        if self.address is None or self.settings.engine is None:
+            return
+        if read_manifest(Path(self.settings.engine)).fingerprint != target.info.fingerprint:
+            raise ConfigError(
+                f"{self.address} runs {target.info.model_id}, another engine than {self.settings.engine}.",
+                fix="Name the engine that the server runs, or leave --engine out.",
+            )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
