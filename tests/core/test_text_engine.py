@@ -132,6 +132,19 @@ async def test_a_sequence_with_bad_logits_fails_alone():
     await engine.close()
 
 
+async def test_bad_logits_of_one_sequence_end_its_siblings_too():
+    engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
+    executor = engine._loop._core.executor
+    executor.step_s, executor.poison = 0.002, {1}
+    with pytest.raises(WicoreError, match="not finite"):
+        await collect(
+            engine.submit(TextRequest("a", SamplingParams(temperature=0.0, ignore_eos=True, n=3), prompt="abc"))
+        )
+    await at_rest(engine)
+    assert not engine._loop._core.has_work
+    await engine.close()
+
+
 async def test_a_full_queue_and_bad_requests_are_refused_at_once():
     engine = await started(max_waiting=3, max_sequences=1)
     engine._loop._core.executor.step_s = 0.05

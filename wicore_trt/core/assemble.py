@@ -15,10 +15,11 @@ from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import ModelInfo
+from wicore_trt.types import ModelInfo, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def load_engine(settings: Settings) -> LoadedEngine:
         max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_sequences=settings.scheduler.max_sequences,
     )
+    warm_up(executor)
     core = EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)
     return LoadedEngine(core, tokenizer, model_info(engine, executor, tokenizer, max_context, settings.model.name))
 
@@ -79,6 +81,22 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
             max_context=settings.scheduler.max_context,
         ),
     )
+
+
+def warm_up(executor: Executor) -> None:
+    """Run one token through the model, so that the first request does not pay for first touches of the weights."""
+    piece = SequenceSlice(
+        seq_id=-1,
+        token_ids=[0],
+        start=0,
+        pages={group: [0] for group in executor.layout.num_pages},
+        sample=True,
+        params=SamplingParams(temperature=0.0),
+        history=[0],
+        prompt_len=1,
+    )
+    executor.execute(StepBatch([piece]))
+    executor.release(piece.seq_id)
 
 
 def model_info(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from wicore_trt.core.engine import EngineCore
@@ -43,13 +42,15 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest) -> tuple[int, ...
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos))
 
 
-def merge(first: TextOutput, second: TextOutput) -> TextOutput:
-    """Two consecutive outputs of one sequence as one."""
+def merge(outputs: list[TextOutput]) -> TextOutput:
+    """Consecutive outputs of one sequence as one."""
+    if len(outputs) == 1:
+        return outputs[0]
     return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
     )
 
 
@@ -60,7 +61,7 @@ class TextStream:
         self.request_id = request.request_id
         self._engine = engine
         self._texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
-        self._pending: dict[int, TextOutput] = {}
+        self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
 
@@ -73,13 +74,13 @@ class TextStream:
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
             self._error = EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed.")
+            self._engine.abort(self.request_id)  # its other sequences have nobody left to compute for
             self._changed.set()
             return
         text = self._texts[output.index].push(output)
         if text is None:
             return
-        before = self._pending.get(output.index)
-        self._pending[output.index] = merge(before, text) if before else text
+        self._pending.setdefault(output.index, []).append(text)
         if self._texts[output.index].finished and output.finish_reason is None:
             self._engine.abort_sequence(self.request_id, output.index)
         self._changed.set()
@@ -95,7 +96,7 @@ class TextStream:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return self._pending.pop(next(iter(self._pending)))
+        return merge(self._pending.pop(next(iter(self._pending))))
 
     async def aclose(self) -> None:
         """Abort the request if it still runs."""
@@ -132,7 +133,7 @@ class TextEngine:
         self._asyncio = asyncio.get_running_loop()
         self._loop.start()
 
-    def submit(self, request: TextRequest) -> AsyncIterator[TextOutput]:
+    def submit(self, request: TextRequest) -> TextStream:
         """Queue a request and return its stream.
 
         Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError at

@@ -202,7 +202,8 @@ def fingerprint_of(manifest: Manifest) -> str:
 
 def _file_entry(name: str, entry: object) -> FileEntry:
     pure = PurePosixPath(name)
-    if name in ("", ".") or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
+    normal = str(pure) == name and name != "."
+    if not normal or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
         raise _InvalidFieldError(f"file name {name!r} leaves the engine directory.")
     if not isinstance(entry, dict) or set(entry) != {"bytes", "blake2b"}:
         raise _InvalidFieldError(f"entry of file {name!r} is {entry!r}.")

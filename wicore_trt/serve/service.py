@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -25,10 +25,10 @@ from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.interceptors import CURRENT_CALL, VALID_ID, Call
-from wicore_trt.types import FinishReason, TextOutput, TextRequest
+from wicore_trt.types import FinishReason, TextRequest
 
 if TYPE_CHECKING:
-    from wicore_trt.core.text_engine import TextEngine
+    from wicore_trt.core.text_engine import TextEngine, TextStream
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @staticmethod
     async def _submit(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
-    ) -> AsyncGenerator[TextOutput]:
+    ) -> TextStream:
         """Start a request on the engine; errors name fields by their path in the message."""
         if request.HasField("request_id"):
             request_id = checked_id(request.request_id)
@@ -112,16 +112,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise NotFoundError(f"Model {request.model[:128]!r} is not served here; {engine.info.model_id!r} is.")
         try:
             text_request = await _text_request(engine, request, request_id, timeout_s)
-            return cast("AsyncGenerator[TextOutput]", engine.submit(text_request))
+            return engine.submit(text_request)
         except InvalidRequestError as error:
             path = convert.field_path(error.field, request.WhichOneof("prompt"))
             kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
             raise kind(error.message, field=path, fix=error.fix) from error
 
     @staticmethod
-    async def _relay(
-        stream: AsyncGenerator[TextOutput], call: Call, context: grpc.aio.ServicerContext
-    ) -> set[FinishReason]:
+    async def _relay(stream: TextStream, call: Call, context: grpc.aio.ServicerContext) -> set[FinishReason]:
         """Write a stream's outputs as messages; while a write waits for its reader, the engine merges what follows.
 
         Returns the reasons for which the sequences ended.

@@ -6,7 +6,8 @@
 // Results of different instruction sets (wicore_cpu_set_isa) may differ in the last bits.
 //
 // "Operand" arrays are inputs of matrix products: bf16 bits when dtype is bfloat16; float32 values when it is
-// float32; float32 values on the float16 grid when it is float16.
+// float32; and when it is float16, float32 values with float16's precision: a row with values beyond 32768 is rounded
+// after division by the power of two that brings it below, and multiplied by it again.
 #pragma once
 #include <stdint.h>
 
@@ -81,17 +82,23 @@ struct wicore_linear {
   float* out;
 };
 
-// A layer's KV in a group's pool [num_pages, layers, 2, page_tokens, kv_heads, head_dim]; strides in elements.
-// Tokens are ragged: sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s + 1], at consecutive positions.
-// page_table is int32 [num_seqs, table_width]; -1 marks a page that no query of the step can see.
-struct wicore_kv {
+// Geometry of a step for one layer group. Tokens are ragged: sequence s owns tokens cu_seqlens[s] .. cu_seqlens[s + 1]
+// at consecutive positions. page_table is int32 [num_seqs, table_width]: the pool slot of each page of positions; -1
+// marks a page that no query of the step sees.
+struct wicore_step {
   int64_t num_seqs, table_width;
-  int64_t heads, kv_heads, head_dim, page_tokens;
-  int64_t page_stride, layer_offset, kv_dtype;
   const int32_t* cu_seqlens;
   const int32_t* positions;
   const int32_t* page_table;
+};
+
+// One layer's KV in its group's pool [num_pages, layers, 2, page_tokens, kv_heads, head_dim]; the offset of the layer
+// and the stride of a page are in elements.
+struct wicore_kv {
+  int64_t heads, kv_heads, head_dim, page_tokens;
+  int64_t page_stride, layer_offset, kv_dtype;
   void* pool;
+  const struct wicore_step* step;
 };
 
 // qkv float32 [rows, (heads + 2 kv_heads) head_dim]; q and k get RMSNorm per head and the half-split rotation by

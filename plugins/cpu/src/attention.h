@@ -6,8 +6,8 @@
 //
 // Work that a row cannot see is an exact no-op, so a row's bits do not depend on which rows share its block: a masked
 // key has weight 0, an unchanged maximum rescales by 1, and adding +0 after the rescale keeps accumulators from being
-// -0, the one value that adding +0 would change. Keys beyond every row of the item are not read at all: slots behind
-// them may hold anything.
+// -0, the one value that adding +0 would change. Keys that no row of the item sees are not read at all: their
+// slots may hold anything.
 #pragma once
 #include "attention_tiles.h"
 #include "pool.h"
@@ -24,8 +24,8 @@ struct AttentionBlock {
 // Work item `index` of the step, counted over sequences, KV heads and blocks of rows.
 inline AttentionBlock attention_block(const wicore_kv& kv, int64_t index) {
   const int64_t group = kv.heads / kv.kv_heads;
-  for (int64_t s = 0; s < kv.num_seqs; ++s) {
-    const int64_t rows = (kv.cu_seqlens[s + 1] - kv.cu_seqlens[s]) * group;
+  for (int64_t s = 0; s < kv.step->num_seqs; ++s) {
+    const int64_t rows = (kv.step->cu_seqlens[s + 1] - kv.step->cu_seqlens[s]) * group;
     const int64_t blocks = (rows + kRows - 1) / kRows;
     if (index < blocks * kv.kv_heads) {
       const int64_t first = index % blocks * kRows;
@@ -52,7 +52,7 @@ struct AttentionItem {
   Scratch& s;
 
   int64_t group() const { return kv.heads / kv.kv_heads; }
-  int64_t token(int64_t row) const { return kv.cu_seqlens[block.sequence] + (block.first_row + row) / group(); }
+  int64_t token(int64_t row) const { return kv.step->cu_seqlens[block.sequence] + (block.first_row + row) / group(); }
   int64_t head(int64_t row) const { return block.kv_head * group() + (block.first_row + row) % group(); }
 
   int64_t row_offset(int64_t row) const { return (token(row) * kv.heads + head(row)) * kv.head_dim; }
@@ -70,7 +70,7 @@ struct AttentionItem {
   void begin(int64_t padded) {
     for (int64_t r = 0; r < padded; ++r) {
       const bool real = r < block.rows;
-      s.last[r] = real ? kv.positions[token(r)] : -1;
+      s.last[r] = real ? kv.step->positions[token(r)] : -1;
       const int64_t first = a.window > 0 ? s.last[r] - a.window + 1 : 0;
       s.first[r] = static_cast<int32_t>(first > 0 ? first : 0);
       s.maximum[r] = -__builtin_inff();
@@ -86,15 +86,14 @@ struct AttentionItem {
     const int64_t lowest = s.first[0];
     const int64_t highest = s.last[block.rows - 1];
     for (int64_t page = lowest / kv.page_tokens; page <= highest / kv.page_tokens; ++page) {
-      const int64_t slot = kv.page_table[block.sequence * kv.table_width + page];
+      const int64_t slot = kv.step->page_table[block.sequence * kv.step->table_width + page];
       if (slot < 0) continue;
       for (int64_t offset = 0; offset < kv.page_tokens; offset += kKeys) {
         const int64_t key = page * kv.page_tokens + offset;
-        if (key > highest) break;
-        int64_t keys = kv.page_tokens - offset < kKeys ? kv.page_tokens - offset : kKeys;
-        if (key + keys <= lowest) continue;
-        if (highest + 1 - key < keys) keys = highest + 1 - key;
-        key_block(slot, offset, key, keys, vectors);
+        const int64_t size = kv.page_tokens - offset < kKeys ? kv.page_tokens - offset : kKeys;
+        const int64_t begin = lowest > key ? lowest - key : 0;
+        const int64_t end = highest + 1 - key < size ? highest + 1 - key : size;
+        if (begin < end) key_block(slot, offset + begin, key + begin, end - begin, vectors);
       }
     }
     finish();
@@ -150,8 +149,8 @@ void attention_dispatch(const wicore_attention& a, int64_t items) {
 inline void attention(const wicore_attention& a) {
   const wicore_kv& kv = *a.kv;
   int64_t items = 0;
-  for (int64_t s = 0; s < kv.num_seqs; ++s) {
-    const int64_t rows = (kv.cu_seqlens[s + 1] - kv.cu_seqlens[s]) * (kv.heads / kv.kv_heads);
+  for (int64_t s = 0; s < kv.step->num_seqs; ++s) {
+    const int64_t rows = (kv.step->cu_seqlens[s + 1] - kv.step->cu_seqlens[s]) * (kv.heads / kv.kv_heads);
     items += (rows + kRows - 1) / kRows * kv.kv_heads;
   }
   if (a.dtype == WICORE_BF16) attention_dispatch<BF16>(a, items);

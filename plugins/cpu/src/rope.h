@@ -10,9 +10,9 @@ namespace WICORE_ISA {
 constexpr int kMaxHeadDim = 256;
 
 // Which sequence a token of the ragged batch belongs to.
-INLINE int64_t sequence_of(const wicore_kv& kv, int64_t token) {
+INLINE int64_t sequence_of(const wicore_step& step, int64_t token) {
   int64_t s = 0;
-  while (kv.cu_seqlens[s + 1] <= token) ++s;
+  while (step.cu_seqlens[s + 1] <= token) ++s;
   return s;
 }
 
@@ -39,13 +39,14 @@ template <class Out, class KV>
 void rope_range(void* context, int64_t begin, int64_t end) {
   const wicore_qk_norm_rope_write& a = *static_cast<const wicore_qk_norm_rope_write*>(context);
   const wicore_kv& kv = *a.kv;
+  const wicore_step& step = *kv.step;
   const int64_t dim = kv.head_dim;
   const float eps = static_cast<float>(a.eps);
   alignas(64) float rotated[kMaxHeadDim];
-  int64_t sequence = sequence_of(kv, begin);
+  int64_t sequence = sequence_of(step, begin);
   for (int64_t token = begin; token < end; ++token) {
-    while (kv.cu_seqlens[sequence + 1] <= token) ++sequence;
-    const int64_t position = kv.positions[token];
+    while (step.cu_seqlens[sequence + 1] <= token) ++sequence;
+    const int64_t position = step.positions[token];
     const float* cos = a.cos + position * (dim / 2);
     const float* sin = a.sin + position * (dim / 2);
     const float* x = a.qkv + token * (kv.heads + 2 * kv.kv_heads) * dim;
@@ -54,7 +55,7 @@ void rope_range(void* context, int64_t begin, int64_t end) {
       norm_rotate(x + h * dim, a.q_weight, cos, sin, dim, eps, rotated);
       put_row<Out>(rotated, dim, q + h * dim);
     }
-    const int64_t slot = kv.page_table[sequence * kv.table_width + position / kv.page_tokens];
+    const int64_t slot = step.page_table[sequence * step.table_width + position / kv.page_tokens];
     if (slot < 0) continue;
     auto* k = static_cast<typename KV::Bits*>(kv.pool) + slot * kv.page_stride + kv.layer_offset +
               position % kv.page_tokens * kv.kv_heads * dim;

@@ -11,6 +11,28 @@ namespace WICORE_ISA {
 
 constexpr int64_t kRowsPerRange = 4;
 
+// Operand rows of a float16 engine: put keeps float32, and finish rounds the whole row, scaled by a power of two if it
+// leaves float16's range (gate * up has no bound). The scale is multiplied back: a later product is linear in it.
+struct F16Row {
+  using Bits = float;
+  INLINE void put(Bits* p, vf v) { store(p, v); }
+  INLINE void put_first(Bits* p, vf v, int64_t n) { store_first(p, v, n); }
+  INLINE void finish(Bits* row, int64_t k) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < k; ++i) {
+      const uint32_t magnitude = load<uint32_t>(row + i) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const int32_t exponent = static_cast<int32_t>(largest >> 23) - 127;  // 2^exponent <= largest
+    const uint32_t shift = exponent > 14 && exponent < 128 ? static_cast<uint32_t>(exponent - 14) : 0;
+    const vf down = as_float(splat_u32((127u - shift) << 23));
+    const vf up = as_float(splat_u32((127u + shift) << 23));
+    int64_t i = 0;
+    for (; i + W <= k; i += W) store(row + i, from_f16(to_f16(load<vf>(row + i) * down)) * up);
+    if (i < k) store_first(row + i, from_f16(to_f16(load_first<vf>(row + i, k - i) * down)) * up, k - i);
+  }
+};
+
 INLINE float inverse_rms(const float* x, int64_t k, float eps) {
   vf sum[4] = {};
   int64_t i = 0;
@@ -35,6 +57,7 @@ INLINE void normalize(const float* x, const float* weight, int64_t k, float inve
   if (i < k) {
     Out::put_first(out + i, load_first<vf>(x + i, k - i) * inverse * load_first<vf>(weight + i, k - i), k - i);
   }
+  Out::finish(out, k);
 }
 
 template <class Out>
@@ -84,6 +107,7 @@ void geglu_range(void* context, int64_t begin, int64_t end) {
       const int64_t n = a.k - j;
       Out::put_first(out + j, gelu_tanh(load_first<vf>(gate + j, n)) * load_first<vf>(up + j, n), n);
     }
+    Out::finish(out, a.k);
   }
 }
 
@@ -109,13 +133,13 @@ void embed_range(void* context, int64_t begin, int64_t end) {
   }
 }
 
-// Runs F<Out> where Out is the operand storage of `dtype`.
+// Runs range<Out> over the rows of `a`, Out the operand storage of its dtype.
 #define WICORE_DISPATCH_OPERAND(range, a)                                                              \
   do {                                                                                                 \
     void* context = const_cast<void*>(static_cast<const void*>(&(a)));                                 \
     if ((a).dtype == WICORE_BF16) wicore::parallel_for((a).rows, kRowsPerRange, range<BF16>, context); \
     if ((a).dtype == WICORE_F32) wicore::parallel_for((a).rows, kRowsPerRange, range<F32>, context);   \
-    if ((a).dtype == WICORE_F16) wicore::parallel_for((a).rows, kRowsPerRange, range<F16InF32>, context); \
+    if ((a).dtype == WICORE_F16) wicore::parallel_for((a).rows, kRowsPerRange, range<F16Row>, context); \
   } while (0)
 
 inline void norm(const wicore_norm& a) { WICORE_DISPATCH_OPERAND(norm_range, a); }

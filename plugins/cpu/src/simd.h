@@ -172,6 +172,7 @@ struct F32 {
   INLINE vf get_first(const Bits* p, int64_t n) { return load_first<vf>(p, n); }
   INLINE void put(Bits* p, vf v) { store(p, v); }
   INLINE void put_first(Bits* p, vf v, int64_t n) { store_first(p, v, n); }
+  INLINE void finish(Bits*, int64_t) {}
 };
 
 struct BF16 {
@@ -182,6 +183,7 @@ struct BF16 {
   INLINE vf get_first(const Bits* p, int64_t n) { return from_bf16(load_first<vh>(p, n)); }
   INLINE void put(Bits* p, vf v) { store(p, to_bf16(v)); }
   INLINE void put_first(Bits* p, vf v, int64_t n) { store_first(p, to_bf16(v), n); }
+  INLINE void finish(Bits*, int64_t) {}
 };
 
 struct F16 {
@@ -192,12 +194,11 @@ struct F16 {
   INLINE void put(Bits* p, vf v) { store(p, to_f16(v)); }
 };
 
-// float32 storage of float16 values: the operand of a float16 engine, and how its activations stay.
+// float32 storage of float16 values.
 struct F16InF32 {
   using Bits = float;
   INLINE vf get(const Bits* p) { return load<vf>(p); }
   INLINE void put(Bits* p, vf v) { store(p, from_f16(to_f16(v))); }
-  INLINE void put_first(Bits* p, vf v, int64_t n) { store_first(p, from_f16(to_f16(v)), n); }
 };
 
 }  // namespace WICORE_ISA
