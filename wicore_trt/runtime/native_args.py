@@ -1,0 +1,259 @@
+"""Arguments of the native operators: the C structs of plugins/cpu/include/wicore_cpu.h, built from tensors.
+
+Each function checks dtypes, shapes and contiguity by assertion, and returns a struct that `NativeLibrary.run` takes.
+`rows` of a struct may be lowered afterwards, so one struct serves steps of any size up to its buffers'. The header
+states what each operator computes. Invariant: a struct keeps alive every tensor that it points to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+F32 = torch.float32
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """How inputs of matrix products are held for an engine of `dtype`: float16 ones as float32 on its grid."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+class Args(ctypes.Structure):
+    """Base of the argument structs. `kept` keeps alive what the struct points to."""
+
+    OP: ClassVar[int]
+    rows: int
+    kept: tuple[Any, ...]
+
+
+def _int(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int64) for name in names]
+
+
+def _pointer(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in names]
+
+
+class Embed(Args):
+    OP = 0
+    _fields_ = [*_int("rows", "k", "dtype"), ("scale", c_double), *_pointer("ids", "weight", "out")]
+
+
+class Norm(Args):
+    OP = 1
+    _fields_ = [*_int("rows", "k", "dtype"), ("eps", c_double), *_pointer("x", "weight", "out")]
+
+
+class AddNorm(Args):
+    OP = 2
+    _fields_ = [*_int("rows", "k", "dtype"), ("eps", c_double), *_pointer("residual", "x", "post", "next", "out")]
+
+
+class Geglu(Args):
+    OP = 3
+    _fields_ = [*_int("rows", "k", "dtype"), *_pointer("x", "out")]
+
+
+class Linear(Args):
+    OP = 4
+    _fields_ = [
+        *_int("rows", "n", "k", "dtype"),
+        *_pointer("x", "weight", "row_scale", "quantized", "quantized_scale", "out"),
+    ]
+
+
+class Step(Args):
+    """A step's geometry for one layer group; `set_step` fills it."""
+
+    _fields_ = [*_int("num_seqs", "table_width"), *_pointer("cu_seqlens", "positions", "page_table")]
+
+
+class KV(Args):
+    _fields_ = [
+        *_int("heads", "kv_heads", "head_dim", "page_tokens"),
+        *_int("page_stride", "layer_offset", "kv_dtype"),
+        *_pointer("pool"),
+        ("step", POINTER(Step)),
+    ]
+
+
+class QKNormRopeWrite(Args):
+    OP = 5
+    _fields_ = [
+        *_int("rows", "dtype"),
+        ("eps", c_double),
+        *_pointer("qkv", "q_weight", "k_weight", "cos", "sin", "q"),
+        ("kv", POINTER(KV)),
+    ]
+
+
+class Attention(Args):
+    OP = 6
+    _fields_ = [
+        *_int("rows", "dtype", "window"),
+        ("scale", c_double),
+        *_pointer("q", "out"),
+        ("kv", POINTER(KV)),
+    ]
+
+
+class GatherRows(Args):
+    OP = 7
+    _fields_ = [*_int("rows", "row_bytes"), *_pointer("index", "x", "out")]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [n, k] in the kernels' layout. `scale` (float32 [n]) makes a product quantize its input to E4M3."""
+
+    data: torch.Tensor
+    n: int
+    k: int
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+def address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """Address of a contiguous CPU tensor whose dtype and shape are as a kernel expects."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "kernels take contiguous CPU tensors"
+    assert tensor.dtype == dtype, f"{tensor.dtype} where a kernel takes {dtype}"
+    assert not shape or tuple(tensor.shape) == shape, f"shape {tuple(tensor.shape)} where a kernel takes {shape}"
+    return tensor.data_ptr()
+
+
+def embed(ids: torch.Tensor, weight: PackedWeight, scale: float, out: torch.Tensor) -> Embed:
+    """out float32 [rows, k] = weight[ids int64 [rows]] * scale."""
+    rows = out.shape[0]
+    args = Embed(rows, weight.k, DTYPE_CODES[weight.dtype], scale)
+    args.ids, args.weight = address(ids, torch.int64, rows), weight.data.data_ptr()
+    args.out = address(out, F32, rows, weight.k)
+    args.kept = (ids, weight, out)
+    return args
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, out: torch.Tensor) -> Norm:
+    """out operand [rows, k] = RMSNorm(x float32 [rows, k]) * weight float32 [k], rounded to dtype."""
+    rows, k = out.shape
+    args = Norm(rows, k, DTYPE_CODES[dtype], eps, address(x, F32, rows, k), address(weight, F32, k))
+    args.out = address(out, operand_dtype(dtype))
+    args.kept = (x, weight, out)
+    return args
+
+
+def add_norm(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> AddNorm:
+    """residual += RMSNorm(x) * weights[0], in place; out operand = RMSNorm(residual) * weights[1], rounded."""
+    rows, k = out.shape
+    args = AddNorm(rows, k, DTYPE_CODES[dtype], eps, address(residual, F32, rows, k), address(x, F32, rows, k))
+    args.post, args.next = (address(w, F32, k) for w in weights)
+    args.out = address(out, operand_dtype(dtype))
+    args.kept = (residual, x, weights, out)
+    return args
+
+
+def geglu(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Geglu:
+    """out operand [rows, k] = gelu_tanh(x[:, :k]) * x[:, k:], rounded; x float32 [rows, 2k]."""
+    rows, k = out.shape
+    args = Geglu(rows, k, DTYPE_CODES[dtype], address(x, F32, rows, 2 * k), address(out, operand_dtype(dtype)))
+    args.kept = (x, out)
+    return args
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    out: torch.Tensor,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Linear:
+    """out float32 [rows, n] = x operand [rows, k] @ weight.T. A weight with a scale needs `quantized`: scratch
+    bfloat16 [>= rows * k] and float32 [>= rows]."""
+    rows = out.shape[0]
+    args = Linear(rows, weight.n, weight.k, DTYPE_CODES[weight.dtype])
+    args.x, args.weight = address(x, operand_dtype(weight.dtype), rows, weight.k), weight.data.data_ptr()
+    if weight.scale is not None:
+        assert quantized is not None and quantized[0].numel() >= x.numel() and quantized[1].numel() >= rows
+        args.row_scale = address(weight.scale, F32, weight.n)
+        args.quantized, args.quantized_scale = address(quantized[0], torch.bfloat16), address(quantized[1], F32)
+    args.out = address(out, F32, rows, weight.n)
+    args.kept = (x, weight, out, quantized)
+    return args
+
+
+def set_step(step: Step, cu_seqlens: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Point `step` to the geometry of a step: int32 [S + 1], [N], [S, P]."""
+    step.num_seqs, step.table_width = page_table.shape
+    step.cu_seqlens = address(cu_seqlens, torch.int32, step.num_seqs + 1)
+    step.positions = address(positions, torch.int32)
+    step.page_table = address(page_table, torch.int32)
+    step.kept = (cu_seqlens, positions, page_table)
+
+
+def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: Step) -> KV:
+    """KV of the group's layer number `layer` in its pool [pages, layers, 2, page_tokens, kv_heads, head_dim]."""
+    _, layers, two, page_tokens, kv_heads, head_dim = pool.shape
+    assert two == 2 and layer < layers and heads % kv_heads == 0
+    assert head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
+    args = KV(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, step=ctypes.pointer(step))
+    args.page_stride, args.layer_offset = pool.stride(0), layer * pool.stride(1)
+    args.kv_dtype, args.pool = DTYPE_CODES[pool.dtype], address(pool, pool.dtype)
+    args.kept = (pool, step)
+    return args
+
+
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    q: torch.Tensor,
+    kv: KV,
+) -> QKNormRopeWrite:
+    """q operand [rows, heads, D] from qkv float32; weights (q, k) float32 [D]; rope (cos, sin) float32 [positions,
+    D / 2]; k and v are written to `kv`."""
+    rows, dim = q.shape[0], kv.head_dim
+    args = QKNormRopeWrite(rows, DTYPE_CODES[dtype], eps)
+    args.qkv = address(qkv, F32, rows, (kv.heads + 2 * kv.kv_heads) * dim)
+    args.q_weight, args.k_weight = (address(w, F32, dim) for w in weights)
+    args.cos, args.sin = (address(t, F32, t.shape[0], dim // 2) for t in rope)
+    args.q, args.kv = address(q, operand_dtype(dtype), rows, kv.heads, dim), ctypes.pointer(kv)
+    args.kept = (qkv, weights, rope, q, kv)
+    return args
+
+
+def attention(
+    q: torch.Tensor, kv: KV, window: int | None, scale: float, dtype: torch.dtype, out: torch.Tensor
+) -> Attention:
+    """out operand [rows, heads * D]: causal attention of q operand [rows, heads, D] over the last `window` keys."""
+    rows, width = out.shape
+    args = Attention(rows, DTYPE_CODES[dtype], window or 0, scale)
+    args.q = address(q, operand_dtype(dtype), rows, kv.heads, kv.head_dim)
+    assert width == kv.heads * kv.head_dim
+    args.out, args.kv = address(out, operand_dtype(dtype)), ctypes.pointer(kv)
+    args.kept = (q, kv, out)
+    return args
+
+
+def gather_rows(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> GatherRows:
+    """out[i] = x[index[i]]; index int64."""
+    rows = out.shape[0]
+    args = GatherRows(rows, out[0].numel() * out.element_size(), address(index, torch.int64, rows))
+    args.x, args.out = address(x, out.dtype), address(out, out.dtype)
+    args.kept = (x, index, out)
+    return args
