@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _expected(tensor: UnifiedTensor, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     whole = torch.cat([tensors[s] for s in tensor.sources])
-    return (whole.float() + 1 if tensor.role is Role.NORM else whole).to(dtype)
+    return whole.float() + 1 if tensor.role is Role.NORM else whole.to(dtype)  # norms stay float32
 
 
 def _reassemble(

@@ -19,8 +19,8 @@ import numpy as np
 
 from wicore_trt.checkpoint.format import (
     CONFIG,
+    FP8_TAG,
     QUANT_FP8,
-    TAGS,
     VISION,
     Checkpoint,
     FileRecord,
@@ -29,6 +29,7 @@ from wicore_trt.checkpoint.format import (
     open_checkpoint,
     rank_entries,
     record_of,
+    storage_tag,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
@@ -58,7 +59,8 @@ def convert(
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
 
     `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
-    (format.QUANT_FP8) and keeps the rest in bfloat16. `force` replaces an existing directory at the end.
+    (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `force` replaces an
+    existing directory at the end.
 
     Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
     ConfigError for an unknown dtype or an output that exists; EnvironmentUnfitError when the disk is too small.
@@ -89,7 +91,6 @@ class _Conversion:
         self._source, self._directory, self._tp = source, directory, tp_size
         self._quant = QUANT_FP8 if dtype == "fp8" else None
         self._dtype = _resolve(dtype, source)
-        self._tag = TAGS[self._dtype]
         self._progress = progress
         self._done = self._flushed = 0
         self._entries = [rank_entries(source.spec, self._dtype, self._quant, r, tp_size) for r in range(tp_size)]
@@ -131,38 +132,36 @@ class _Conversion:
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
-        quantized = self._quant is not None and tensor.role is Role.LINEAR
+        tag = storage_tag(tensor.role, self._dtype, self._quant)
         scales: list[list[np.ndarray]] = [[] for _ in shards]
         for part, name in enumerate(tensor.sources):
             rows, *rest = self._source.tensors[name].shape
             step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
-                block, scale = self._cast(tensor, name, start, stop, quantized)
+                block, scale = self._cast(tensor, name, (start, stop), tag)
                 for shard, writer, kept in zip(shards, writers, scales, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
                         self._put(writer, tensor.name, _columns(block[low - start : high - start], shard))
                         kept.append(scale[low - start : high - start])
-        if quantized:
+        if tag == FP8_TAG:
             for writer, kept in zip(writers, scales, strict=True):
                 self._put(writer, tensor.scale_name, np.concatenate(kept))
 
-    def _cast(
-        self, tensor: UnifiedTensor, name: str, start: int, stop: int, quantized: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of one source tensor in the storage of the target, and their FP8 scales (empty if not quantized)."""
-        block, tag = self._source.rows(name, start, stop)
+    def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
+        block, have = self._source.rows(name, *rows)
         none = np.empty(0, np.float32)
-        if tag == self._tag and not quantized and tensor.role is not Role.NORM:
-            return block, none
-        values = to_float32(block, tag)
         if tensor.role is Role.NORM:
-            values = values + np.float32(1.0)
-        if quantized:
+            return to_float32(block, have) + np.float32(1.0), none
+        if tag == have:
+            return block, none
+        values = to_float32(block, have)
+        if tag == FP8_TAG:
             return quantize_e4m3_per_channel(values)
-        cast = from_float32(values, self._tag)
-        if self._tag == "F16":
+        cast = from_float32(values, tag)
+        if tag == "F16":
             _check_f16(name, values, cast)
             if tensor.sources != (HF_EMBEDDING,) or tensor.role is Role.EMBEDDING:  # a tied head counts once
                 self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))

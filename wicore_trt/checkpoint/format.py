@@ -1,9 +1,10 @@
 """The unified checkpoint directory: config.json, rank{N}.safetensors, tokenizer files, vision.safetensors.
 
 The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/checkpoint.md and
-models/gemma/config.py of 1.2); what it cannot express stands in the block `wicore`. Norm weights are stored as 1 + w,
-the embedding unscaled, the head always written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a
-layer are E4M3 with `<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; the rest is BF16.
+models/gemma/config.py of 1.2); what it cannot express stands in the block `wicore`. Norm weights are stored as 1 + w
+in float32 whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding unscaled, the head always
+written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with
+`<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16.
 This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete.
 """
 
@@ -52,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened unified checkpoint. `dtype` is that of the unquantized tensors."""
+    """An opened unified checkpoint. `dtype` is that of embedding, head and linears not quantized."""
 
     path: Path
     config: dict[str, Any]
@@ -71,6 +72,13 @@ class Checkpoint:
         return str(self.config["wicore"]["source"])
 
 
+def storage_tag(role: Role, dtype: str, quant_algo: str | None) -> str:
+    """How a tensor is stored. Norms are float32 always: 1 + w in bfloat16 would move them by up to 0.4 %."""
+    if role is Role.NORM:
+        return "F32"
+    return FP8_TAG if quant_algo == QUANT_FP8 and role is Role.LINEAR else TAGS[dtype]
+
+
 def rank_entries(
     spec: Gemma3Spec, dtype: str, quant_algo: str | None, rank: int, tp_size: int
 ) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -78,10 +86,9 @@ def rank_entries(
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     for tensor in unified_tensors(spec):
         shape = shard_of(tensor, spec, rank, tp_size).shape
-        if quant_algo == QUANT_FP8 and tensor.role is Role.LINEAR:
-            entries += [(tensor.name, FP8_TAG, shape), (tensor.scale_name, "F32", shape[:1])]
-        else:
-            entries.append((tensor.name, TAGS[dtype], shape))
+        entries.append((tensor.name, storage_tag(tensor.role, dtype, quant_algo), shape))
+        if entries[-1][1] == FP8_TAG:
+            entries.append((tensor.scale_name, "F32", shape[:1]))
     return entries
 
 
