@@ -1,0 +1,303 @@
+"""Logits to tokens: bias, penalties, temperature, filters, seeded draws and log-probabilities.
+
+Knows rows of logits and their slices; it must not know the model, pages or requests. Invariant: a row's token is a
+function of that row's logits, parameters, history and seed alone, so neither the other rows of the batch nor a
+preemption in between changes it. Every reduction that rounds therefore runs over fixed-size blocks of one row, and
+candidates have one order: higher logit first, lower token id first among equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.random import Philox
+
+from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepResult
+from wicore_trt.types import SamplingParams, TokenLogprob
+
+NOT_FINITE = "logits are not finite"
+_CANDIDATES = 1024  # top-k, top-p and min-p look at this many best tokens, then at 16 times as many, then at all
+_GROUP = 64  # maxima of groups of this many tokens bound the best candidates from below
+_BLOCK = 512  # weights are summed in blocks of this many tokens
+_ROWS_AT_ONCE = 16  # bounds the float64 working memory
+
+
+class Sampler:
+    """Samples one token per row; keeps token counts per `seq_id` for penalties until `release`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, _TokenCounts] = {}
+
+    def sample(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
+        """Sample from `logits` (float32 [R, V], any device, left as they were); `slices[r]` is the slice of row r.
+
+        A row with NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens.
+        """
+        assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
+        if not slices:
+            return StepResult([])
+        best, raw_peaks = _argmax(logits)
+        edited, peaks = self._edited(logits, slices), raw_peaks
+        if edited is not logits:
+            best, peaks = _argmax(edited)
+        finite = np.isfinite(raw_peaks) & np.isfinite(peaks)
+        alive = [r for r in range(len(slices)) if finite[r]]
+        chosen = {r: int(best[r]) for r in alive}
+        drawn = [r for r in alive if not _params(slices[r]).greedy]
+        for start in range(0, len(drawn), _ROWS_AT_ONCE):
+            rows = drawn[start : start + _ROWS_AT_ONCE]
+            tokens = _draw(_rows(edited, rows), peaks[rows], [slices[r] for r in rows])
+            chosen.update(zip(rows, tokens, strict=True))
+        logprobs: dict[int, TokenLogprob] = {}
+        reported = [r for r in alive if _params(slices[r]).logprobs is not None]
+        for start in range(0, len(reported), _ROWS_AT_ONCE):
+            rows = reported[start : start + _ROWS_AT_ONCE]
+            tops = [_params(slices[r]).logprobs or 0 for r in rows]
+            values = _logprobs(_rows(logits, rows), raw_peaks[rows], [chosen[r] for r in rows], tops)
+            logprobs.update(zip(rows, values, strict=True))
+        return StepResult(
+            tokens=[SampledToken(slices[r].seq_id, chosen[r], logprobs.get(r)) for r in alive],
+            failed={s.seq_id: NOT_FINITE for s, ok in zip(slices, finite, strict=True) if not ok},
+        )
+
+    def release(self, seq_id: int) -> None:
+        """Forget a sequence. Unknown ids are ignored."""
+        self._counts.pop(seq_id, None)
+
+    def _edited(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Logits after bias, penalties and eos suppression: a copy if any row asks for one of these."""
+        edited = logits
+        for row, piece in enumerate(slices):
+            params = _params(piece)
+            penalized = _penalized(params)
+            if not (penalized or params.logit_bias or piece.suppress_eos):
+                continue
+            if edited is logits:
+                edited = logits.clone()
+            if params.logit_bias:
+                _add_bias(edited[row], params)
+            if penalized:
+                counts = self._counts.setdefault(piece.seq_id, _TokenCounts())
+                counts.update(piece.history, piece.prompt_len)
+                _penalize(edited[row], counts, params)
+            if piece.suppress_eos:
+                vocab = logits.shape[1]
+                stops = [token for token in piece.stop_ids if token < vocab]
+                edited[row, torch.tensor(stops, dtype=torch.int64, device=logits.device)] = -torch.inf
+        return edited
+
+
+class _TokenCounts:
+    """How often each token of a history was output; 0 for a token that only the prompt holds."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, int] = {}
+        self._length = 0
+        self._prompt_len = 0
+        self._last: int | None = None
+
+    def update(self, history: Sequence[int], prompt_len: int) -> None:
+        """Follow a history that was appended to; one that shrank or differs is counted anew."""
+        continues = (
+            prompt_len == self._prompt_len
+            and len(history) >= self._length
+            and (not self._length or history[self._length - 1] == self._last)
+        )
+        if not continues:
+            self.outputs.clear()
+            self._length = 0
+        for position in range(self._length, len(history)):
+            token = history[position]
+            self.outputs[token] = self.outputs.get(token, 0) + (position >= prompt_len)
+        self._length, self._prompt_len = len(history), prompt_len
+        self._last = history[-1] if history else None
+
+
+def uniform(seed: int, position: int) -> float:
+    """The uniform number in [0, 1) of an output position: Philox4x64-10 (Salmon et al., SC 2011), whose key is the
+    sequence's seed and whose counter is the position + 1 (numpy steps it first); 53 bits of the first word."""
+    return (int(Philox(key=seed & (2**64 - 1), counter=position).random_raw()) >> 11) * 2.0**-53
+
+
+def _params(piece: SequenceSlice) -> SamplingParams:
+    assert piece.params is not None, "a slice that samples has parameters"
+    return piece.params
+
+
+def _penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _filtered(params: SamplingParams, vocab: int) -> bool:
+    return 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return logits if len(rows) == logits.shape[0] else logits[rows]
+
+
+def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest index of each row's maximum (int64 [R]) and the maximum; a NaN counts as the maximum."""
+    if logits.device.type == "cpu":  # numpy's argmax is an order of magnitude faster there
+        array = logits.detach().numpy()
+        best = array.argmax(axis=-1)
+        return best, array[np.arange(len(best)), best]
+    index = logits.argmax(dim=-1, keepdim=True)
+    both = torch.cat([index.double(), logits.gather(1, index).double()], dim=1).cpu().numpy()
+    return both[:, 0].astype(np.int64), both[:, 1]
+
+
+def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
+    pairs = [(token, bias) for token, bias in params.logit_bias.items() if token < row.shape[0]]
+    tokens = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=row.device)
+    row[tokens] += torch.tensor([bias for _, bias in pairs], dtype=row.dtype, device=row.device)
+
+
+def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
+    """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties."""
+    size = len(counts.outputs)
+    host_tokens = np.fromiter(counts.outputs.keys(), np.int64, size)
+    host_counts = np.fromiter(counts.outputs.values(), np.float32, size)
+    known = host_tokens < row.shape[0]
+    tokens = torch.from_numpy(host_tokens[known]).to(row.device)
+    outputs = torch.from_numpy(host_counts[known]).to(row.device)
+    values = row[tokens]
+    penalty = params.repetition_penalty
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    row[tokens] = values - params.frequency_penalty * outputs - params.presence_penalty * (outputs > 0)
+
+
+def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:
+    """exp((logit - peak) / temperature), float64 [R, blocks, _BLOCK], zero beyond the vocabulary."""
+    rows, vocab = logits.shape
+    blocks = -(-vocab // _BLOCK)
+    weights = torch.zeros((rows, blocks * _BLOCK), dtype=torch.float64, device=logits.device)
+    shifts, scales = torch.tensor(peaks, dtype=torch.float64), torch.tensor(temperatures, dtype=torch.float64)
+    inside = weights[:, :vocab]
+    if logits.device.type == "cpu":
+        array = inside.numpy()
+        np.subtract(logits.numpy(), shifts[:, None].numpy(), out=array)
+        with np.errstate(over="ignore"):  # to -inf, at temperatures next to zero
+            np.divide(array, scales[:, None].numpy(), out=array)
+        np.exp(array, out=array)
+    else:
+        inside.copy_(logits)
+        inside.sub_(shifts[:, None].to(logits.device)).div_(scales[:, None].to(logits.device)).exp_()
+    return weights.view(rows, blocks, _BLOCK)
+
+
+def _masses(weights: torch.Tensor) -> np.ndarray:
+    """Sum of each block, float64 [R, blocks]."""
+    on_cpu = weights.device.type == "cpu"
+    sums: np.ndarray = weights.numpy().sum(axis=-1) if on_cpu else weights.sum(dim=-1).cpu().numpy()
+    return sums
+
+
+def _pick(weights: np.ndarray, target: float) -> tuple[int, float]:
+    """Index where the running sum of `weights` first exceeds `target`, and what is left of target before it.
+
+    Never an entry of weight zero, however the sums were rounded.
+    """
+    sums = np.cumsum(weights)
+    index = min(np.searchsorted(sums, target, side="right"), np.searchsorted(sums, sums[-1], side="left"))
+    return int(index), target - (float(sums[index - 1]) if index else 0.0)
+
+
+def _draw(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[SequenceSlice]) -> list[int]:
+    """Tokens of rows with temperature > 0, by inverting the cumulative distribution of what the filters leave."""
+    vocab = logits.shape[1]
+    params = [_params(piece) for piece in slices]
+    numbers = [uniform(piece.seed, len(piece.history) - piece.prompt_len) for piece in slices]
+    tokens = [-1] * len(slices)
+
+    masses: dict[int, np.ndarray] = {}  # per row: the weight of each block of its whole distribution
+    whole = [r for r, p in enumerate(params) if not 0 < p.top_k < vocab and (p.top_p < 1.0 or not _filtered(p, vocab))]
+    if whole:
+        weights = _weights(_rows(logits, whole), peaks[whole], [params[r].temperature for r in whole])
+        masses = dict(zip(whole, _masses(weights), strict=True))
+        for i, r in enumerate(whole):
+            if not _filtered(params[r], vocab):
+                block, rest = _pick(masses[r], numbers[r] * float(np.cumsum(masses[r])[-1]))
+                tokens[r] = block * _BLOCK + _pick(weights[i, block].cpu().numpy(), rest)[0]
+
+    filtered = [r for r, token in enumerate(tokens) if token < 0]
+    best = _candidates(_rows(logits, filtered), min(_CANDIDATES, vocab)) if filtered else []
+    for r, (ids, values) in zip(filtered, best, strict=True):
+        mass = float(masses[r].sum()) if r in masses else None
+        kept = _filter(values, vocab, mass, params[r])
+        for count in (16 * _CANDIDATES, vocab):
+            if kept is None:
+                [(ids, values)] = _candidates(logits[r : r + 1], min(count, vocab))
+                kept = _filter(values, vocab, mass, params[r])
+        assert kept is not None
+        tokens[r] = int(ids[_pick(kept, numbers[r] * float(np.cumsum(kept)[-1]))[0]])
+    return tokens
+
+
+def _candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per row the ids and logits (float64) of at least its `count` best tokens, best first, lower id first on ties."""
+    rows, vocab = logits.shape
+    if count == vocab:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return list(zip(ids.cpu().numpy(), values.double().cpu().numpy(), strict=True))
+    least = _bound(logits, count)
+    row_ids, ids = (logits >= least).nonzero(as_tuple=True)
+    host_values, host_ids = logits[row_ids, ids].double().cpu().numpy(), ids.cpu().numpy()
+    bounds = np.searchsorted(row_ids.cpu().numpy(), np.arange(rows + 1))
+    ordered = []
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        order = np.argsort(-host_values[start:stop], kind="stable")
+        ordered.append((host_ids[start:stop][order], host_values[start:stop][order]))
+    return ordered
+
+
+def _bound(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Per row a value that at least `count` logits reach, and usually few more do ([R, 1])."""
+    rows, vocab = logits.shape
+    groups = vocab // _GROUP
+    if groups >= 2 * count:
+        logits = logits[:, : groups * _GROUP].reshape(rows, groups, _GROUP).amax(dim=-1)
+    return logits.topk(count, dim=-1).values[:, -1:]
+
+
+def _filter(values: np.ndarray, vocab: int, mass: float | None, params: SamplingParams) -> np.ndarray | None:
+    """Weights of the leading candidates that top-k, then top-p, then min-p leave; None if more are needed to know.
+
+    `values` are the best logits in order, `mass` the summed weight of the whole row, given when top-p goes without
+    top-k. The smallest nucleus whose probability reaches top_p stays, and so does at least one candidate.
+    """
+    limit = min(params.top_k or vocab, vocab)
+    with np.errstate(over="ignore"):
+        weights = np.exp((values[:limit] - values[0]) / params.temperature)
+    if limit < vocab:
+        if len(weights) < limit:
+            return None
+        mass = float(np.cumsum(weights)[-1])
+    keep = len(weights)
+    if params.top_p < 1.0:
+        assert mass is not None
+        sums = np.cumsum(weights)
+        keep = min(keep, 1 + int(np.searchsorted(sums, params.top_p * mass, side="left")))
+    keep = min(keep, int(np.count_nonzero(weights >= params.min_p)))
+    if keep == len(weights) < limit:
+        return None
+    kept: np.ndarray = weights[:keep]
+    return kept
+
+
+def _logprobs(
+    logits: torch.Tensor, peaks: np.ndarray, tokens: Sequence[int], tops: Sequence[int]
+) -> list[TokenLogprob]:
+    """Log-softmax of the chosen token and of the `tops[r]` best ones per row; impossible tokens are left out."""
+    sums = _masses(_weights(logits, peaks, [1.0] * len(tokens)))
+    chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)].double().cpu().numpy()
+    best = _candidates(logits, min(max(tops), logits.shape[1])) if max(tops) else []
+    results = []
+    for r, token in enumerate(tokens):
+        total = float(peaks[r]) + float(np.log(sums[r].sum()))
+        pairs = zip(*best[r], strict=True) if best else ()
+        top = tuple((int(i), float(v) - total) for i, v in pairs if np.isfinite(v))[: tops[r]]
+        results.append(TokenLogprob(token, float(chosen[r]) - total, top))
+    return results
