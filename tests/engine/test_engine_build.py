@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.engine.build import build_engine, model_id
 from wicore_trt.engine.directory import EngineDir, open_engine, replace_engine
 from wicore_trt.engine.weights import hash_weights, place_weights
@@ -86,18 +87,23 @@ def test_fingerprint_follows_content_only(make_source: MakeSource, tmp_path: Pat
 
 
 def test_weights_hash_ignores_order_and_metadata(make_source: MakeSource, tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
     file = make_source() / "model.safetensors"
     tensors = load_file(file)
-    save_file(dict(reversed(tensors.items())), tmp_path / "again", metadata={"made": "later"})
-    assert file.read_bytes() != (tmp_path / "again").read_bytes()
-    assert hash_weights([file]) == hash_weights([tmp_path / "again"])
+
+    def write(path: Path) -> Path:
+        entries = [(name, "F32", value.shape) for name, value in reversed(tensors.items())]
+        with SafetensorsWriter(path, entries) as writer:
+            for name, _, _ in entries:
+                writer.write(name, tensors[name])
+        return path
+
+    again = write(tmp_path / "again")
+    assert [*SafetensorsFile(again).tensors] != [*SafetensorsFile(file).tensors]
+    assert hash_weights([file]) == hash_weights([again])
+    assert hash_weights([file]) != hash_weights([file, file])
     name = sorted(tensors)[0]
-    tensors[name] = tensors[name].copy()
-    tensors[name].flat[0] += 1
-    save_file(tensors, tmp_path / "changed")
-    assert hash_weights([file]) != hash_weights([tmp_path / "changed"])
+    tensors[name].flat[-1] += 1
+    assert hash_weights([file]) != hash_weights([write(tmp_path / "changed")])
 
 
 def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
