@@ -149,6 +149,11 @@ def test_outputs_that_are_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = (output / "config.json").read_text()
     assert convert(source, output, dtype="float32", force=True).dtype == "float32"
     assert (output / "config.json").read_text() != before
+    for precious in (source, source / "config.json"):
+        with pytest.raises(ConfigError, match="not a checkpoint"):
+            convert(source, precious, force=True)
+    with pytest.raises(EnvironmentUnfitError, match="Check free space and permissions"):
+        convert(source, source / "config.json" / "c")
     with pytest.raises(ConfigError, match="'int4' is unknown"):
         convert(source, output, dtype="int4", force=True)
     with pytest.raises(CheckpointError, match="do not divide by tp 3"):

@@ -54,6 +54,34 @@ def test_all_spellings_give_the_same_tensors(tmp_path: Path, shards: int, prefix
     assert raw == vision["multi_modal_projector.y"][1:3].numpy().tobytes()
 
 
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_transformers_saves(wrapped: bool, shard_size: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = transformers.Gemma3TextConfig(
+        **{k: v for k, v in TEXT_CONFIG.items() if k not in ("model_type", "rope_scaling")}
+    )
+    if wrapped:
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.Gemma3Config(
+            text_config=text.to_dict(),
+            vision_config=vision | {"image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        model = transformers.Gemma3ForCausalLM(text)
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (shard_size == "1GB")
+    source = open_source(tmp_path)
+    assert source.spec.layer_groups == SPEC.layer_groups and source.spec.query_pre_attn_scalar == 24
+    theirs = {n.replace("model.language_model.", "model."): t for n, t in model.state_dict().items()}
+    for name in source.tensors:
+        np.testing.assert_array_equal(source.read(name), theirs[name].float().numpy(), err_msg=name)
+    others = {n.removeprefix("model.") for n in theirs if n not in source.tensors} - {"lm_head.weight"}
+    assert len(source.vision) == len(others) and bool(others) == wrapped
+
+
 def test_untied_head_is_read_and_a_missing_one_refused(tmp_path: Path) -> None:
     config = TEXT_CONFIG | {"tie_word_embeddings": False}
     tensors = random_tensors(Gemma3Spec.from_hf_config(config), seed=1)

@@ -65,21 +65,24 @@ def convert(
     Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
     ConfigError for an unknown dtype or an output that exists; EnvironmentUnfitError when the disk is too small.
     """
-    output = Path(output)
+    output = Path(os.path.abspath(output))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    if output.exists() and not force and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists.", fix="Choose another directory or pass --force.")
+    _check_output(output, force)
     opened = open_source(source, revision=revision)
     check_tp(opened.spec, tp_size)
-    _remove_stale(output)
     partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
+        _remove_stale(output)
+        partial.mkdir(parents=True)
         _Conversion(opened, partial, dtype, tp_size, progress).run()
         _publish(partial, output)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise EnvironmentUnfitError(
+                f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
+            ) from error
         raise
     return open_checkpoint(output)
 
@@ -200,6 +203,16 @@ def _check_f16(name: str, values: np.ndarray, cast: np.ndarray) -> None:
 
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:
     return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]
+
+
+def _check_output(output: Path, force: bool) -> None:
+    """Nothing is replaced unasked, and nothing but a checkpoint is ever replaced."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "rank0.safetensors").is_file():
+        raise ConfigError(f"{output} exists and is not a checkpoint.", fix="Choose another directory.")
+    if not force:
+        raise ConfigError(f"{output} exists.", fix="Choose another directory or pass --force.")
 
 
 def _publish(partial: Path, output: Path) -> None:
