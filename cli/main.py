@@ -18,7 +18,7 @@ from wicore_trt.errors import WicoreError
 
 PANELS = {
     "Engines": ("fetch", "convert", "build", "inspect"),
-    "Running": ("serve", "generate"),
+    "Running": ("serve", "generate", "bench"),
     "Machine": ("doctor", "recipes"),
 }
 """Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
