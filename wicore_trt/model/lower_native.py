@@ -31,8 +31,9 @@ A = TypeVar("A", bound=native_args.Args)
 
 def unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
     """Why the native kernels cannot run an engine, or None if they can."""
-    if spec.head_dim % native_args.HEAD_DIM_MULTIPLE or spec.head_dim > native_args.MAX_HEAD_DIM:
-        return f"head_dim {spec.head_dim} is not a multiple of {native_args.HEAD_DIM_MULTIPLE} up to {native_args.MAX_HEAD_DIM}"
+    multiple, most = native_args.HEAD_DIM_MULTIPLE, native_args.MAX_HEAD_DIM
+    if spec.head_dim % multiple or spec.head_dim > most:
+        return f"head_dim {spec.head_dim} is not a multiple of {multiple} up to {most}"
     if TORCH_DTYPES[kv_dtype] not in native_args.DTYPE_CODES:
         return f"KV in {kv_dtype}"
     static = {kv_scale_name(i) for i in range(spec.num_layers)}
@@ -125,13 +126,14 @@ class NativeOps:
     def begin(self, inputs: StepInputs) -> None:
         """Take the next step's geometry. Scratch grows to the largest step seen."""
         self._inputs, self._steps = inputs, []
-        tokens, samples = inputs.token_ids.shape[0], inputs.sample_rows.shape[0]
         last = int(inputs.positions.max())
-        grown = {"tokens": _grow(self._capacity["tokens"], tokens), "samples": _grow(self._capacity["samples"], samples)}
-        if grown != self._capacity or last >= self._rope_length:
-            if last >= self._rope_length:
-                self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
-                self._rope = {g: rope_table(self._spec, g, self._rope_length) for g in self._geometry}
+        longer = last >= self._rope_length
+        needed = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
+        grown = {kind: _grow(self._capacity[kind], n) for kind, n in needed.items()}
+        if longer:
+            self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
+            self._rope = {g: rope_table(self._spec, g, self._rope_length) for g in self._geometry}
+        if longer or grown != self._capacity:
             self._capacity = grown
             self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
         for group, step in self._geometry.items():

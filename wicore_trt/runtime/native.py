@@ -54,15 +54,15 @@ class NativeLibrary:
     @property
     def isa(self) -> str:
         """Instruction set in use: "avx512bf16", "avx2" or "generic"."""
-        return self._lib.wicore_cpu_isa().decode()
+        return bytes(self._lib.wicore_cpu_isa()).decode()
 
     def set_isa(self, name: str) -> bool:
         """Use another instruction set ("auto": the best one). False, and no change, if this machine lacks it."""
-        return self._lib.wicore_cpu_set_isa(name.encode()) == 0
+        return int(self._lib.wicore_cpu_set_isa(name.encode())) == 0
 
     @property
     def threads(self) -> int:
-        return self._lib.wicore_cpu_threads()
+        return int(self._lib.wicore_cpu_threads())
 
     def set_threads(self, threads: int) -> None:
         """Threads that run a step, the calling one included."""
