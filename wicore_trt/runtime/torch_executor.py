@@ -15,11 +15,14 @@ import torch
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
+from wicore_trt.model.lower_native import NativeOps, NativeWeights, unsupported
 from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
 from wicore_trt.model.ops import Ops
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime import native
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.native import NativeLibrary
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
+StepOps = Callable[[StepInputs], Ops[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,7 @@ class TorchExecutor:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
         self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
-        model = TorchModel(loaded.spec, loaded.dtype, loaded.tensors, self.pools, self.device)
-        self.kernels = "torch"
-        self._step_ops: Callable[[StepInputs], Ops[torch.Tensor]] = lambda inputs: TorchOps(model, inputs)
+        self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()
         log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
 
@@ -130,6 +132,50 @@ class TorchExecutor:
         else:
             pool.fill_(torch.nan)
         return pool
+
+
+def _operators(
+    engine: LoadedEngine,
+    settings: ExecutorSettings,
+    layout: KVLayout,
+    pools: dict[str, torch.Tensor],
+    device: torch.device,
+) -> tuple[str, StepOps]:
+    """The kernels' name, and what makes a step's operators from its geometry."""
+    library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
+    if library is None:
+        model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
+        return "torch", lambda inputs: TorchOps(model, inputs)
+    if settings.threads:
+        library.set_threads(settings.threads)
+    weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
+    ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
+
+    def begin(inputs: StepInputs) -> Ops[torch.Tensor]:
+        ops.begin(inputs)
+        return ops
+
+    return "native", begin
+
+
+def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:
+    """The library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
+    library, reason = None, None
+    if device.type != "cpu":
+        reason = f"they run on the CPU, and the engine on {device}"
+    elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
+        reason = f"FP8 weights with {engine.dtype} activations"
+    else:
+        reason = unsupported(engine.spec, engine.kv_dtype, engine.tensors)
+    if reason is None:
+        library = native.load()
+        reason = "the library was not built" if library is None else None
+    if reason and kernels == "native":
+        raise EnvironmentUnfitError(
+            f"The native CPU kernels cannot be used: {reason}.",
+            fix="Set executor.kernels to auto, or install the package where a C++ compiler is.",
+        )
+    return library
 
 
 def _closed(_: StepInputs) -> Ops[torch.Tensor]:
