@@ -18,11 +18,11 @@ from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 from wicore_trt.runtime.weights import LoadedEngine, load_weights
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]  # three minutes of CPU time in all, on any machine
 BUDGET = 512  # tokens of a step, as the scheduler's default
 NEW_TOKENS = 64
 # the window is 512 tokens: prompts below, around, above and far above it
-PROMPT_TOKENS = (2100, 900, 640, 530, 513, 512, 511, 250, 160, 120, 90, 70, 50, 40, 30, 24, 16, 12, 8, 5)
+PROMPT_TOKENS = (2100, 700, 530, 512, 250, 160, 120, 100, 90, 80, 70, 60, 50, 40, 30, 24, 16, 12, 8, 5)
 
 
 @dataclass
@@ -81,14 +81,15 @@ def prefill(driver: PagedDriver, sequences: list[PagedSequence], prompts: list[l
 def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
     """650 tokens in uneven chunks, then three tokens one by one, each compared."""
     driver, prompt = gemma.driver(kernels), gemma.prompt(0, 650)
+    sizes = torch.tensor([1, 300, 7, 250, 89, 1, 1, 1])
+    assert sizes.sum() == len(prompt)
     with torch.inference_mode():
-        expected = gemma.hf(torch.tensor([prompt])).logits[0]
+        expected = gemma.hf(torch.tensor([prompt]), logits_to_keep=sizes.cumsum(0) - 1).logits[0]
     sequence, at = driver.new_sequence(), 0
-    for size in (1, 300, 7, 250, 89, 1, 1, 1):
+    for size, row in zip(sizes.tolist(), expected, strict=True):
         logits = driver.step([(sequence, prompt[at : at + size])])
         at += size
-        assert relative_error(logits[0], expected[at - 1]) < 1e-4, f"position {at - 1}"
-    assert at == len(prompt)
+        assert relative_error(logits[0], row) < 1e-4, f"position {at - 1}"
 
 
 def test_greedy_tokens_are_those_of_transformers(gemma: Gemma270M, kernels: str) -> None:

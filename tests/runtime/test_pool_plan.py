@@ -1,0 +1,82 @@
+"""Division of KV memory between layer groups."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.pool_plan import pages_per_sequence, plan_pools
+
+SPEC = Gemma3Spec(
+    vocab_size=100,
+    hidden_size=64,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    query_pre_attn_scalar=16,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_local_theta=1e4,
+    rope_scaling_factor=1,
+    sliding_window=100,
+    layer_groups=("local",) * 5 + ("global",),
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
+
+
+def pages_held(window: int, page_tokens: int, tokens: int) -> int:
+    """Pages with a position that the next token sees, counted one by one."""
+    return len({p // page_tokens for p in range(max(0, tokens - window + 1), tokens + 1)})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plan_fits_the_budget_and_runs_out_together(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = replace(SPEC, sliding_window=rng.choice((5, 64, 100, 1024)))
+    page_tokens, context = rng.choice((8, 16, 32)), rng.randint(40, 4000)
+    batch, budget = rng.randint(1, 600), rng.randint(10, 80) << 20
+    plan = plan_pools(spec, page_tokens, 4, budget, context, max_batch_tokens=batch)
+    page_bytes = {g: spec.page_bytes(g, page_tokens, 4) for g in plan}
+    used = sum(plan[g] * page_bytes[g] for g in plan)
+    assert budget - sum(page_bytes.values()) < used <= budget, "over the budget, or a page of each would still fit"
+
+    # Sequences of the longest context, all at their end, one of them computing a whole step's tokens at once.
+    step = min(batch, context)
+    held = {"global": -(-context // page_tokens), "local": pages_held(spec.sliding_window, page_tokens, context)}
+    peak = min(-(-step // page_tokens) + pages_per_sequence(spec, "local", page_tokens, context), held["global"])
+    assert peak <= plan["local"] and held["global"] <= plan["global"], "one sequence fits whatever the budget"
+    assert held["local"] <= pages_per_sequence(spec, "local", page_tokens, context) <= held["local"] + 1
+    sequences = plan["global"] // held["global"]
+    spare = min(-(-batch // page_tokens), held["global"] - pages_per_sequence(spec, "local", page_tokens, context))
+    assert sequences * pages_per_sequence(spec, "local", page_tokens, context) + spare <= plan["local"]
+
+
+@pytest.mark.parametrize("group", ["global", "local"])
+def test_one_group_takes_all(group: str) -> None:
+    spec = replace(SPEC, layer_groups=(group,) * 6)
+    plan = plan_pools(spec, 16, 2, 1 << 24, 1000, max_batch_tokens=64)
+    assert list(plan) == [group]
+    assert plan[group] == (1 << 24) // spec.page_bytes(group, 16, 2)
+
+
+def test_budget_below_one_sequence_is_refused_with_the_size_it_takes() -> None:
+    smallest = next(b for b in range(1 << 16, 1 << 24, 1 << 12) if fits(b))
+    with pytest.raises(ConfigError, match=r"which takes ([\d,]+)") as error:
+        plan_pools(SPEC, 16, 2, smallest - (1 << 12), 1000, max_batch_tokens=64)
+    needed = int(str(error.value).split("which takes ")[1].split(".")[0].replace(",", ""))
+    assert fits(needed) and not fits(needed - 1)
+
+
+def fits(budget: int) -> bool:
+    try:
+        plan_pools(SPEC, 16, 2, budget, 1000, max_batch_tokens=64)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,99 @@
+"""TorchExecutor as the engine loop sees it: engines from disk, kernels chosen, sequences that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity.paged import GREEDY, PagedDriver, relative_error
+from parity.tiny import TinyModel, tiny_model
+
+from wicore_trt.engine.build import build_engine
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+
+PAGES = {"global": 20, "local": 20}
+
+
+def executor_of(model: TinyModel, **settings: object) -> TorchExecutor:
+    values = {"device": "cpu", "kernels": "torch", "page_tokens": 8, "kv_pages": PAGES, **settings}
+    return TorchExecutor.from_tensors(model.spec, "float32", model.tensors, ExecutorSettings(**values))  # type: ignore
+
+
+def piece(seq_id: int, token_ids: list[int], first_page: int, *, start: int = 0, sample: bool = True) -> SequenceSlice:
+    pages = list(range(first_page, first_page + 5))
+    return SequenceSlice(
+        seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), sample, GREEDY, history=[0] * start + token_ids
+    )
+
+
+def test_samples_in_the_order_of_the_slices_that_ask() -> None:
+    model = tiny_model(21)
+    prompts = {7: [5, 6, 7, 8], 3: [9, 10], 5: [11, 12, 13]}
+    executor = executor_of(model)
+    result = executor.execute(
+        StepBatch([piece(7, prompts[7], 0), piece(3, prompts[3], 5, sample=False), piece(5, prompts[5], 10)])
+    )
+    expected = [(i, int(model.hf_logits(prompts[i])[-1].argmax())) for i in (7, 5)]
+    assert [(t.seq_id, t.token_id) for t in result.tokens] == expected
+    assert executor.execute(StepBatch([piece(3, [1], 5, start=2, sample=False)])).tokens == []
+    executor.release(7)
+    executor.release(1234)
+
+
+def test_a_sequence_that_reads_unwritten_slots_fails_alone() -> None:
+    """Pools begin as NaN: a scheduler's mistake is a failed sequence and never text."""
+    executor = executor_of(tiny_model(21))
+    result = executor.execute(StepBatch([piece(1, [5, 6], 0, start=9), piece(2, [5, 6], 10)]))
+    assert set(result.failed) == {1} and "finite" in result.failed[1]
+    assert [t.seq_id for t in result.tokens] == [2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8"])
+def test_runs_engine_directories(dtype: str, tmp_path: Path) -> None:
+    model = tiny_model(22, vocab_size=256)
+    model.hf.save_pretrained(tmp_path / "hf")
+    engine = build_engine(tmp_path / "hf", tmp_path / "engine", dtype=dtype, page_tokens=8)
+    executor = TorchExecutor(engine, ExecutorSettings(device="cpu", kernels="torch", kv_bytes=1 << 24, max_context=200))
+    assert executor.layout.kv_dtype == engine.manifest.kv_dtype and executor.layout.page_tokens == 8
+    driver, token_ids = PagedDriver(executor), list(range(3, 70))
+    logits = driver.step([(driver.new_sequence(), token_ids)])
+    bound = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01, "fp8": 0.3}[dtype]
+    assert relative_error(logits[0], model.hf_logits(token_ids)[-1]) < bound
+
+
+def test_kv_budget_is_divided_and_kept() -> None:
+    model = tiny_model(21)
+    executor = executor_of(model, kv_pages=None, kv_bytes=1 << 22, max_context=300)
+    layout = executor.layout
+    assert sum(p.nbytes for p in executor.pools.values()) <= 1 << 22
+    for group, pool in executor.pools.items():
+        assert pool.shape[0] == layout.num_pages[group] and pool[0].nbytes == layout.page_bytes[group]
+        assert pool.isnan().all()
+    with pytest.raises(ConfigError, match="kv.device_bytes"):
+        executor_of(model, kv_pages=None, kv_bytes=1 << 10)
+
+
+def test_native_kernels_are_refused_with_the_reason_and_auto_falls_back() -> None:
+    model = tiny_model(21, head_dim=20)
+    with pytest.raises(EnvironmentUnfitError, match="head_dim 20"):
+        executor_of(model, kernels="native")
+    assert executor_of(model, kernels="auto").kernels == "torch"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_refused() -> None:
+    with pytest.raises(EnvironmentUnfitError, match=r"executor\.device to cpu"):
+        executor_of(tiny_model(21), device="cuda")
+
+
+def test_closing_frees_the_pages() -> None:
+    executor = executor_of(tiny_model(21))
+    executor.close()
+    executor.close()
+    assert not executor.pools
+    with pytest.raises(AssertionError, match="close"):
+        executor.execute(StepBatch([piece(1, [5], 0)]))
