@@ -49,7 +49,7 @@ class TorchModel:
     activations: "float32", "bfloat16" or "float16"; a linear is FP8 when its weight is E4M3. `pools[group]` is
     [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim].
 
-    A GPU multiplies in the stored dtype with a float32 result. Elsewhere weights are widened to float32 here, once:
+    A GPU multiplies in `dtype` with a float32 result. Elsewhere weights are widened to float32 here, once:
     products of 16-bit or E4M3 values are then exact.
     """
 
@@ -70,13 +70,15 @@ class TorchModel:
         # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(tensors[EMBEDDING].dtype).item()
         self.index_in_group = {i: n for g in pools for n, i in enumerate(spec.layers_of(g))}
-        keep = device.type == "cuda"
+        on_gpu = device.type == "cuda"
         moved: dict[int, torch.Tensor] = {}  # a tied head stays one tensor
         self.weights: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if id(tensor) not in moved:
-                wide = not keep or tensor.dim() == 1
-                moved[id(tensor)] = tensor.to(device, torch.float32) if wide else tensor.to(device)
+                if not on_gpu or tensor.dim() == 1:
+                    moved[id(tensor)] = tensor.to(device, torch.float32)
+                else:
+                    moved[id(tensor)] = tensor.to(device, E4M3 if tensor.dtype == E4M3 else self.dtype)
             self.weights[name] = moved[id(tensor)]
         self.scalars = {n: t.item() for n, t in tensors.items() if t.numel() == 1 and n.endswith("_scaling_factor")}
 
