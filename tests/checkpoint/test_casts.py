@@ -85,6 +85,8 @@ def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
 @pytest.mark.parametrize("tag,dtype", [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
 def test_casts_equal_torch(tag: str, dtype: torch.dtype) -> None:
     bits = np.random.default_rng(7).integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32)
+    bits[: bits.size // 4] = bits[: bits.size // 4] & 0xFFFF0000 | 0x8000  # BF16 ties
+    bits[bits.size // 4 : bits.size // 2] &= 0xFFFFF000  # F16 ties
     special = np.array(
         [0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 1, 0x80000000], np.uint32
     )

@@ -82,6 +82,12 @@ def test_what_transformers_saves(wrapped: bool, shard_size: str, tmp_path: Path)
     assert len(source.vision) == len(others) and bool(others) == wrapped
 
 
+def test_a_tensor_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    twice = {"language_model.model.norm.weight": torch.zeros(64)}
+    with pytest.raises(CheckpointError, match=r"holds model\.norm\.weight twice"):
+        open_source(write_model(tmp_path / "m", random_tensors(SPEC, seed=1), extra=twice))
+
+
 def test_untied_head_is_read_and_a_missing_one_refused(tmp_path: Path) -> None:
     config = TEXT_CONFIG | {"tie_word_embeddings": False}
     tensors = random_tensors(Gemma3Spec.from_hf_config(config), seed=1)

@@ -1,0 +1,139 @@
+"""Tokenizers from GGUF metadata, on a small vocabulary: ids against transformers, and the files beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from wicore_trt.checkpoint.gguf_file import open_gguf
+from wicore_trt.checkpoint.gguf_tokenizer import end_tokens, write_tokenizer
+from wicore_trt.errors import CheckpointError
+
+NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
+SPECIAL = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL), ("<unk>", CONTROL), ("[multimodal]", USER)]
+SPECIAL += [("<start_of_turn>", CONTROL), ("<end_of_turn>", CONTROL), ("\n", USER), ("\n\n", USER), ("\n\n\n", USER)]
+SPECIAL += [("  ", USER), ("   ", USER), ("<table>", USER), ("[PAD9]", UNUSED)]
+PIECES = [
+    "▁t",
+    "▁th",
+    "he",
+    "▁the",
+    "in",
+    "an",
+    "▁a",
+    "er",
+    "the",
+    "▁▁t",
+    "ab",
+    "abc",
+    "bc",
+    "▁<",
+    "ta",
+    "<t",
+    "le>",
+    "é",
+    "日本",
+]
+LETTERS = "▁abcdefghijklmnopqrstuvwxyz<>日本/_"
+
+
+def _write(path: Path, **keys: Any) -> tuple[list[str], list[int]]:
+    tokens = [*SPECIAL, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((t, NORMAL) for t in (*PIECES, *LETTERS))]
+    names, types = [t for t, _ in tokens], [k for _, k in tokens]
+    writer = gguf.GGUFWriter(str(path), "gemma3")
+    for add, value in (
+        (writer.add_context_length, 64),
+        (writer.add_block_count, 1),
+        (writer.add_embedding_length, 8),
+        (writer.add_feed_forward_length, 8),
+        (writer.add_head_count, 1),
+        (writer.add_head_count_kv, 1),
+        (writer.add_key_length, 8),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+        (writer.add_rope_freq_base, 1e6),
+        (writer.add_sliding_window, 8),
+        (writer.add_tokenizer_model, keys.pop("model", "llama")),
+        (writer.add_token_list, names),
+        (writer.add_token_types, types),
+        (writer.add_token_scores, [-float(i) for i in range(len(names))]),
+        (writer.add_bos_token_id, 2),
+        (writer.add_eos_token_id, 1),
+        (writer.add_unk_token_id, 3),
+        (writer.add_pad_token_id, 0),
+        (writer.add_add_bos_token, keys.pop("add_bos", True)),
+        (writer.add_add_space_prefix, False),
+    ):
+        add(value)
+    for key, value in keys.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tensor("token_embd.weight", np.zeros((len(names), 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return names, types
+
+
+def _texts() -> list[str]:
+    rng = np.random.default_rng(3)
+    parts = [
+        "the",
+        " the",
+        "an",
+        "a",
+        "  ",
+        "   ",
+        "     ",
+        " ",
+        "\n",
+        "\n\n\n\n",
+        "<table>",
+        "<tab",
+        "le>",
+        "abc",
+        "é",
+        "日本",
+        "語",
+    ]
+    parts += ["<bos>", "<end_of_turn>", "<0x41>", "👩‍👩‍👧", "▁", "[multimodal]", "[PAD9]", "\x00", "bc", "\t"]
+    return ["".join(rng.choice(parts, rng.integers(0, 12))) for _ in range(300)]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_ids_equal_transformers(add_bos: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    _write(tmp_path / "t.gguf", add_bos=add_bos)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="t.gguf")
+    write_tokenizer(open_gguf(tmp_path / "t.gguf").metadata, {"eos_token_id": [1]}, tmp_path)
+    ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in _texts():
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special).ids
+            assert ids == theirs(text, add_special_tokens=special).input_ids, repr(text)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["add_bos_token"] is add_bos
+
+
+def test_chat_model(tmp_path: Path) -> None:
+    names, _ = _write(tmp_path / "t.gguf", chat_template="{{ messages }}", eot_token_id=6)
+    metadata = open_gguf(tmp_path / "t.gguf").metadata
+    assert end_tokens(metadata) == [1, names.index("<end_of_turn>")] == [1, 6]
+    del metadata["tokenizer.ggml.eot_token_id"]
+    assert end_tokens(metadata) == [1, 6]  # the template says that turns end
+    write_tokenizer(metadata, {"eos_token_id": end_tokens(metadata)}, tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 6]
+    del metadata["tokenizer.chat_template"]
+    assert end_tokens(metadata) == [1]
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "t.gguf", model="gpt2")
+    with pytest.raises(CheckpointError, match="'gpt2', not SentencePiece"):
+        write_tokenizer(open_gguf(tmp_path / "t.gguf").metadata, {}, tmp_path)
