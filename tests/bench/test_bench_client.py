@@ -34,7 +34,6 @@ async def test_a_server_is_measured_by_its_usage():
         assert record.started < record.arrivals[0][0] <= record.arrivals[-1][0] <= record.finished
         assert len(record.gaps_s()) == 11
         assert record.e2e_s >= 12 * 0.002  # 20 prompt tokens are two steps of 16, then 11 more
-        assert 0.001 < record.tpot_s < 0.1
 
 
 async def test_an_engine_in_this_process_gives_the_same_records():
@@ -159,10 +158,9 @@ async def test_closed_loop_keeps_the_concurrency_and_the_order(concurrency):
 
 
 async def test_open_loop_sends_on_time_and_counts_from_when_it_was_due():
-    target, arrivals = Slow(0.2), [0.0, 0.05, 0.06, 0.15]
-    began = time.perf_counter()
+    target, arrivals = Slow(0.6), [0.0, 0.05, 0.06, 0.15]
     records = await open_loop(target, list(range(4)), arrivals)
     assert target.most == 4  # nobody waits for an answer
     for record, due, (started, sent) in zip(records, arrivals, target.calls, strict=True):
-        assert record.started == started and started - began == pytest.approx(due, abs=0.02)
-        assert started <= sent < started + 0.1
+        assert record.started == started <= sent
+        assert started - records[0].started == pytest.approx(due)

@@ -1,0 +1,209 @@
+"""The two benchmarks end to end over the fake engine, and the reports that come out of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+
+import pytest
+from fakes import tiny_spec
+from serve.serving import make_engine
+
+from wicore_trt.bench.bound import (
+    MachineRates,
+    ModelCost,
+    decode_bound_s,
+    prefill_bound_s,
+    request_bound_s,
+)
+from wicore_trt.bench.client import LocalTarget
+from wicore_trt.bench.measure import Slo
+from wicore_trt.bench.report import (
+    LATENCY_COLUMNS,
+    SUMMARY_COLUMNS,
+    THROUGHPUT_COLUMNS,
+    Roof,
+    cell,
+    latency_result,
+    latency_row,
+    make_report,
+    rate_figure,
+    summary_rows,
+    throughput_result,
+    throughput_rows,
+    time_figure,
+)
+from wicore_trt.bench.runs import LatencyCase, ThroughputPlan, run_latency, run_throughput, sweep
+from wicore_trt.errors import ConfigError, WicoreError
+
+STEP_S = 0.004
+ROOF = Roof(
+    ModelCost.of(tiny_spec(8), "float32", "float32", "float32"),
+    MachineRates("cpu", 2, read_bytes_per_s=1e6, flops=1e12, gemm_dtype="float32"),
+)
+
+
+async def local(**kwargs) -> LocalTarget:
+    engine = make_engine(**{"step_s": STEP_S, "max_batch_tokens": 64, **kwargs})
+    await engine.start()
+    return LocalTarget(engine)
+
+
+class Spy:
+    """Passes requests on and remembers them."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.info, self.target, self.requests = target.info, target, []
+
+    async def generate(self, request, started=None):
+        self.requests.append(request)
+        return await self.target.generate(request, started)
+
+
+def quiet(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def test_a_sweep_is_every_combination():
+    cases = sweep([1, 2], [10, 20], [3])
+    assert [(c.batch, c.input_tokens, c.output_tokens) for c in cases] == [
+        (1, 10, 3), (2, 10, 3), (1, 20, 3), (2, 20, 3),
+    ]  # fmt: skip
+
+
+async def test_latency_measures_the_step_of_the_engine():
+    spy = Spy(await local())
+    cases = [LatencyCase(2, 20, 11), LatencyCase(1, 150, 1)]
+    points = await run_latency(spy, cases, repeats=3, warmups=1, seed=0, progress=quiet)
+    await spy.target.close()
+    batch, single = points
+    assert batch.prefill_s >= STEP_S and batch.total_s >= 11 * STEP_S
+    assert batch.step_s == pytest.approx((batch.total_s - batch.prefill_s) / 10)
+    assert batch.latencies.ttft.count == 3 * 2 and batch.latencies.itl.count == 3 * 2 * 10  # warm-up not counted
+    assert single.step_s is None and single.latencies.tpot is None
+    assert single.prefill_s >= 3 * STEP_S  # 150 tokens are three chunks of up to 64
+    assert len(spy.requests) == 4 * 2 * 2 + 4
+    assert len({r.prompt_token_ids for r in spy.requests}) == len(spy.requests)  # a cache cannot help
+
+
+async def test_latency_of_failing_requests_is_no_figure():
+    target = await local(max_waiting=1, max_sequences=1)
+    with pytest.raises(WicoreError, match="RESOURCE_EXHAUSTED"):
+        await run_latency(target, [LatencyCase(6, 20, 8)], repeats=1, warmups=0, seed=0, progress=quiet)
+    await target.close()
+
+
+@pytest.mark.parametrize("lengths", [(1000, 25), (20, 5000)])
+async def test_lengths_beyond_the_context_are_refused_before_anything_runs(lengths):
+    spy = Spy(await local())
+    with pytest.raises(ConfigError, match="context of 1024"):
+        await run_latency(spy, [LatencyCase(1, 8, 2), LatencyCase(1, *lengths)], repeats=1, warmups=0, seed=0,
+                          progress=quiet)  # fmt: skip
+    with pytest.raises(ConfigError, match="context of 1024"):
+        await run_throughput(spy, ThroughputPlan(2, *lengths, 1, None), warmups=0, slo=None)
+    await spy.target.close()
+    assert not spy.requests
+
+
+async def test_throughput_with_a_fixed_concurrency():
+    target = await local()
+    plan = ThroughputPlan(12, 24, 6, concurrency=4, rate=None, shared_prefix=16)
+    result = await run_throughput(target, plan, warmups=2, slo=Slo(ttft_s=10.0, tpot_s=1e-6))
+    await target.close()
+    assert result.completed == 12 and result.errors == {}
+    assert result.prompt_tokens == 12 * 24 and result.output_tokens == 12 * 6
+    assert result.cached_tokens >= 12 * 8  # the warm-up left the shared prefix in the cache
+    assert result.goodput_per_s == 0  # nobody answers within a microsecond
+    assert result.requests_per_s == pytest.approx(12 / result.duration_s)
+    assert result.duration_s >= 3 * 6 * STEP_S
+
+
+async def test_throughput_with_a_rate_of_arrival():
+    target = await local()
+    plan = ThroughputPlan(40, 12, 2, concurrency=None, rate=200.0)
+    result = await run_throughput(target, plan, warmups=0, slo=None)
+    await target.close()
+    assert result.completed == 40 and result.duration_s > 0.05 and result.goodput_per_s is None
+
+
+async def test_throughput_counts_failures_apart_and_raises_when_all_fail():
+    target = await local(max_waiting=2, max_sequences=1)
+    result = await run_throughput(target, ThroughputPlan(20, 12, 8, 20, None), warmups=0, slo=None)
+    assert result.completed + sum(result.errors.values()) == 20 and result.completed < 20
+    assert all(error.startswith("RESOURCE_EXHAUSTED") for error in result.errors)
+    await target.close()
+    with pytest.raises(WicoreError, match="All 3 requests failed"):
+        await run_throughput(target, ThroughputPlan(3, 12, 8, 3, None), warmups=0, slo=None)
+
+
+def test_figures_say_how_near_the_bound_they_are():
+    assert time_figure(0.020, 0.015) == {"value": 20.0, "unit": "ms", "bound": 15.0, "percent": 75.0}
+    assert rate_figure(60.0, "x/s", 80.0) == {"value": 60.0, "unit": "x/s", "bound": 80.0, "percent": 75.0}
+    assert time_figure(None) is None and time_figure(1.0)["percent"] is None
+    numbers = {1234567.8: "1,234,568", 123.45: "123.5", 12.345: "12.3", 0.0123: "0.0123"}
+    assert {value: cell({"v": value}, "v") for value in numbers} == numbers
+    assert cell(None, "v") == cell({"v": None}, "v") == "-"
+
+
+async def test_report_of_latency():
+    target = await local()
+    cases = [LatencyCase(2, 20, 4), LatencyCase(1, 20, 1)]
+    points = await run_latency(target, cases, repeats=1, warmups=0, seed=0, progress=quiet)
+    await target.close()
+    two, one = (latency_result(point, ROOF) for point in points)
+    assert two["decode_step"]["bound"] == pytest.approx(1e3 * decode_bound_s(ROOF.cost, ROOF.rates, 2, 20, 4))
+    assert two["prefill"]["bound"] == pytest.approx(1e3 * prefill_bound_s(ROOF.cost, ROOF.rates, 2, 20))
+    step = two["decode_step"]["value"]
+    assert two["decode_rate"]["value"] == pytest.approx(2 / step * 1e3)
+    assert two["decode_rate"]["percent"] == pytest.approx(two["decode_step"]["percent"])
+    assert two["ttft"].keys() == {"unit", "count", "mean", "p50", "p90", "p99"}
+    assert two["ttft"]["p50"] == pytest.approx(points[0].latencies.ttft.p50 * 1e3)
+    assert one["decode_step"] is None and one["decode_rate"] is None and one["tpot"] is None
+    assert all(len(latency_row(result)) == len(LATENCY_COLUMNS) for result in (one, two))
+    assert latency_result(points[0], None)["decode_step"]["bound"] is None
+    check_schema(make_report("latency", target="in process", model=asdict(target.info), parameters={"seed": 0},
+                             rates=ROOF.rates, results=[two, one]))  # fmt: skip
+
+
+@pytest.mark.parametrize(("concurrency", "rate"), [(4, None), (None, 100.0)])
+async def test_report_of_throughput(concurrency, rate):
+    target = await local()
+    plan = ThroughputPlan(6, 24, 3, concurrency, rate)
+    measured = await run_throughput(target, plan, warmups=0, slo=Slo(ttft_s=10.0))
+    await target.close()
+    result = throughput_result(measured, plan, ROOF)
+    bound = rate or 1 / request_bound_s(ROOF.cost, ROOF.rates, 4, 24, 3)
+    assert result["requests"]["bound"] == pytest.approx(bound)
+    assert result["output"]["bound"] == pytest.approx(3 * bound)
+    assert result["goodput"]["value"] == pytest.approx(result["requests"]["value"])
+    assert all(len(row) == len(THROUGHPUT_COLUMNS) for row in throughput_rows(result))
+    assert [row[0] for row in summary_rows(result)] == ["TTFT", "TPOT", "ITL", "E2E"]
+    assert all(len(row) == len(SUMMARY_COLUMNS) for row in summary_rows(result))
+    check_schema(make_report("throughput", target="h:1", model={}, parameters=asdict(plan), rates=None,
+                             results=[result]))  # fmt: skip
+
+
+FIGURES = ("prefill", "decode_step", "decode_rate", "requests", "output", "total", "goodput")
+SUMMARIES = ("ttft", "tpot", "itl", "e2e")
+
+
+def check_schema(report: dict) -> None:
+    """Every document has the same shape, and what is not a number is null."""
+    document = json.loads(json.dumps(report, allow_nan=False))
+    assert list(document) == [
+        "kind", "schema", "command", "date", "machine", "versions", "target", "model", "parameters", "rates", "results",
+    ]  # fmt: skip
+    assert (document["kind"], document["schema"]) == ("wicore-bench", 1)
+    assert document["date"].endswith("+00:00")
+    assert document["machine"].keys() == {"cpu", "cores", "memory_bytes", "load_1m", "system", "gpus"}
+    assert document["machine"]["cores"] >= 1 and document["machine"]["memory_bytes"] > 1 << 28
+    assert document["versions"]["wicore-trt"] == version("wicore-trt")
+    assert {"python", "torch", "numpy"} <= document["versions"].keys()
+    rates = document["rates"]
+    assert rates is None or rates.keys() == {"device", "threads", "read_bytes_per_s", "flops", "gemm_dtype"}
+    for result in document["results"]:
+        for name in set(FIGURES) & result.keys():
+            assert result[name] is None or result[name].keys() == {"value", "unit", "bound", "percent"}
+        for name in SUMMARIES:
+            assert result[name] is None or result[name].keys() == {"unit", "count", "mean", "p50", "p90", "p99"}
