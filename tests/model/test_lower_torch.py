@@ -54,7 +54,7 @@ def ops_of(model: TorchModel, piece: SequenceSlice) -> TorchOps:
 
 def one_slice(tokens: int = 1, start: int = 0) -> SequenceSlice:
     pages = list(range(PAGES))
-    return SequenceSlice(1, [3] * tokens, start, {"global": pages, "local": pages}, sample=True)
+    return SequenceSlice(1, [7 * i % 90 for i in range(tokens)], start, {"global": pages, "local": pages}, sample=True)
 
 
 @pytest.mark.parametrize("seed", range(5))
