@@ -105,6 +105,8 @@ class Gemma3Spec:
         text = _WITH_DEFAULTS | {k: v for k, v in text.items() if v is not None}
         if text.get("attn_logit_softcapping"):
             raise CheckpointError("attn_logit_softcapping is not part of Gemma 3.")
+        if text.get("use_bidirectional_attention"):
+            raise CheckpointError("config: bidirectional attention (EmbeddingGemma) is not a text generator.")
         if text["hidden_activation"] != "gelu_pytorch_tanh" or text["attention_bias"]:
             raise CheckpointError("config: only gelu_pytorch_tanh without attention bias is Gemma 3.")
         missing = [k for k in _REQUIRED if k not in text]
