@@ -136,7 +136,9 @@ def test_candidate_limit_changes_nothing(candidates: int, scale: float, monkeypa
     rng = np.random.default_rng(4)
     pieces = [
         piece(
-            SamplingParams(top_k=int(rng.integers(0, 40)), top_p=float(rng.uniform(0.1, 1)), min_p=float(i % 3 / 20)),
+            SamplingParams(
+                top_k=i % 2 * int(rng.integers(1, 40)), top_p=float(rng.uniform(0.1, 1)), min_p=float(i % 3 / 20)
+            ),
             seq_id=i,
             seed=i,
         )
@@ -222,6 +224,11 @@ def test_ends_of_the_unit_interval(number: float, monkeypatch: pytest.MonkeyPatc
         assert one(logits, piece(p)) == (high if number else low)
 
 
+@pytest.mark.parametrize("target", [2.0, 2.5])
+def test_rounding_past_the_end_takes_the_last_possible_token(target: float) -> None:
+    assert module._pick(np.array([0.0, 1.0, 1.0, 0.0, 0.0]), target)[0] == 2
+
+
 def oracle_edit(logits: np.ndarray, s: SequenceSlice) -> np.ndarray:
     p, edited = s.params, logits.astype(np.float64)
     assert p is not None
@@ -280,9 +287,10 @@ def test_counts_follow_the_history() -> None:
     assert [token((0,), ()), token((0,), (0,)), token((0,), (0, 1)), token((0,), (0, 1, 1, 1))] == [0, 1, 0, 0]
     assert token((0,), (0,)) == 1  # the history shrank
     assert token((0, 0), (0,)) == 1 and token((0, 0, 0), ()) == 0  # the prompt is another one
+    assert token((3,), (0, 0, 2)) == 1
     sampler.release(0)
     sampler.release(77)
-    assert token((3, 3, 3, 3), (1, 1)) == 0  # the id is used again
+    assert token((3,), (1, 1, 2)) == 0  # the id is used again, by a history that ends alike
 
 
 def test_bias_of_a_hundred_decides() -> None:

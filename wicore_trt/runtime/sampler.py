@@ -36,8 +36,6 @@ class Sampler:
         A row with NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens.
         """
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
-        if not slices:
-            return StepResult([])
         best, raw_peaks = _argmax(logits)
         edited, peaks = self._edited(logits, slices), raw_peaks
         if edited is not logits:
@@ -141,7 +139,7 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Lowest index of each row's maximum (int64 [R]) and the maximum; a NaN counts as the maximum."""
     if logits.device.type == "cpu":  # numpy's argmax is an order of magnitude faster there
-        array = logits.detach().numpy()
+        array = logits.numpy()
         best = array.argmax(axis=-1)
         return best, array[np.arange(len(best)), best]
     index = logits.argmax(dim=-1, keepdim=True)
@@ -190,8 +188,7 @@ def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[flo
 
 def _masses(weights: torch.Tensor) -> np.ndarray:
     """Sum of each block, float64 [R, blocks]."""
-    on_cpu = weights.device.type == "cpu"
-    sums: np.ndarray = weights.numpy().sum(axis=-1) if on_cpu else weights.sum(dim=-1).cpu().numpy()
+    sums: np.ndarray = weights.sum(dim=-1).cpu().numpy()
     return sums
 
 
