@@ -79,7 +79,8 @@ INLINE void softmax_block(Scratch& s, int64_t v, int64_t key, int64_t keys, bool
     const vi last = load<vi>(s.last + v * W);
     for (int64_t j = 0; j < keys; ++j) {
       const vi at = static_cast<int32_t>(key + j) + vi{};
-      store(p + j * kRows, (at >= first) & (at <= last) ? load<vf>(p + j * kRows) : hidden);
+      const vi seen = (at >= first) & (at <= last);
+      store(p + j * kRows, seen ? load<vf>(p + j * kRows) : hidden);
     }
   }
   for (int64_t j = 0; j < keys; ++j) maximum = vmax(maximum, load<vf>(p + j * kRows));

@@ -27,17 +27,22 @@ struct LinearJob {
   int64_t row_blocks, rows_per_block;
 };
 
+// The first pass over a block requests the lines of all columns: weights come from memory once, in one stream.
+INLINE void request_line(const void* line, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    __builtin_prefetch(static_cast<const char*>(line) + kPrefetchBytes + at);
+  }
+}
+
 // acc[r][c] += x[r, k0:k1] * block[k0:k1, column + c * W], `block` the packed weights of one tile.
 template <class T, int R, int C>
 INLINE void accumulate(vf (&acc)[R][C], const typename T::Activation* x, int64_t ldx, const typename T::Bits* block,
                        int64_t k0, int64_t k1, int column) {
   for (int64_t k = k0; k < k1; ++k) {
     const typename T::Bits* line = block + k * kTile + column;
+    if (column == 0) request_line(line, kTile * sizeof(typename T::Bits));
     vf w[C];
-    for (int c = 0; c < C; ++c) {
-      w[c] = T::get(line + c * W);
-      __builtin_prefetch(reinterpret_cast<const char*>(line + c * W) + kPrefetchBytes);
-    }
+    for (int c = 0; c < C; ++c) w[c] = T::get(line + c * W);
     for (int r = 0; r < R; ++r) {
       const vf value = splat(x[r * ldx + k]);
       for (int c = 0; c < C; ++c) acc[r][c] = fma(w[c], value, acc[r][c]);
@@ -50,11 +55,9 @@ INLINE void accumulate_pairs(vf (&acc)[R][C], const uint16_t* x, int64_t ldx, co
                              int64_t k1, int column) {
   for (int64_t k = k0; k < k1; k += 2) {
     const uint16_t* line = block + k * kTile + column * 2;
+    if (column == 0) request_line(line, kTile * 4);
     vu w[C];
-    for (int c = 0; c < C; ++c) {
-      w[c] = load<vu>(line + c * W * 2);
-      __builtin_prefetch(reinterpret_cast<const char*>(line + c * W * 2) + kPrefetchBytes);
-    }
+    for (int c = 0; c < C; ++c) w[c] = load<vu>(line + c * W * 2);
     for (int r = 0; r < R; ++r) {
       const vu pair = splat_u32(load<uint32_t>(x + r * ldx + k));
       for (int c = 0; c < C; ++c) acc[r][c] = dot_bf16(acc[r][c], w[c], pair);

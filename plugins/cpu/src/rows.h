@@ -10,6 +10,7 @@
 namespace WICORE_ISA {
 
 constexpr int64_t kRowsPerRange = 4;
+constexpr int64_t kEmbedAhead = 64;
 
 // Operand rows of a float16 engine: put keeps float32, and finish rounds the whole row, scaled by a power of two if it
 // leaves float16's range (gate * up has no bound). The scale is multiplied back: a later product is linear in it.
@@ -126,9 +127,17 @@ void embed_range(void* context, int64_t begin, int64_t end) {
     const auto* block = static_cast<const typename T::Bits*>(a.weight) + a.ids[i] / WICORE_PACK_ROWS * block_elements;
     const int64_t lane = a.ids[i] % WICORE_PACK_ROWS * T::kPair;
     float* out = a.out + i * a.k;
-    for (int64_t k = 0; k < a.k; ++k) {
-      const auto bits = block[(k / T::kPair * WICORE_PACK_ROWS * T::kPair) + lane + k % T::kPair];
-      out[k] = scalar_value<T>(bits) * scale;
+    for (int64_t k = 0; k < a.k; k += W) {
+      typename T::Bits bits[W] = {};
+      const int64_t n = a.k - k < W ? a.k - k : W;
+      for (int64_t i = 0; i < n; ++i) {
+        bits[i] = block[(k + i) / T::kPair * (WICORE_PACK_ROWS * T::kPair) + lane + (k + i) % T::kPair];
+      }
+      // A row's elements lie a line apart, which the processor does not foresee.
+      for (int64_t i = 0; i < n; i += T::kPair) {
+        __builtin_prefetch(block + (k + i + kEmbedAhead) * WICORE_PACK_ROWS + lane);
+      }
+      store_first(out + k, T::get(bits) * scale, n);
     }
   }
 }
