@@ -44,6 +44,7 @@ from wicore_trt.types import SamplingParams
 
 SPEEDUP_GOALS = {1: 1.5, 8: 1.2}
 PERPLEXITY_GOAL_PERCENT = 0.5
+QUIET_LOAD = 0.5
 OURS, FLOAT32, BFLOAT16 = "wicore", "transformers float32", "transformers bfloat16"
 PEERS = (FLOAT32, BFLOAT16)
 
@@ -236,6 +237,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables and JSON; returns the exit code."""
     args = _arguments(argv)
+    if (load := os.getloadavg()[0]) > QUIET_LOAD:
+        _say(f"load average {load:.1f}: other work is running here, so these figures say little")
     torch.set_num_threads(args.threads)
     rates = measure_rates("cpu", threads=args.threads)
     gguf = fetch("gemma3-270m")
