@@ -164,6 +164,7 @@ class FakeTokenizer:
     eos_ids = (EOS,)
     vocab_size = VOCAB
     has_chat = False
+    byte_ids = frozenset()
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         return [ord(c) - 32 for c in text]

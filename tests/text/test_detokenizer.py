@@ -32,6 +32,8 @@ TOKENS = st.lists(PIECES, max_size=12).map(lambda parts: list(itertools.chain.fr
 class Letters:
     """Token t is the t-th character of a small alphabet, which makes stop strings match often."""
 
+    byte_ids: frozenset[int] = frozenset()
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return "".join("abc"[t] for t in ids)
 

@@ -58,7 +58,7 @@ class ExecutorSettings:
 
 class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is "native" or "torch"."""
+    the page first; `kernels` is "torch", or "native-" and the instruction set."""
 
     def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
         """Load `engine` from disk, or run the tensors of one that is in memory.
@@ -155,7 +155,7 @@ def _operators(
         ops.begin(inputs)
         return ops
 
-    return "native", begin
+    return f"native-{library.isa}", begin
 
 
 def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:

@@ -11,7 +11,9 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """What this module asks of a tokenizer. If it has byte-fallback tokens, its `byte_ids` attribute names them."""
+    """What this module asks of a tokenizer. `byte_ids` are its byte-fallback tokens."""
+
+    byte_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
@@ -29,7 +31,7 @@ class IncrementalDetokenizer:
         self, tokenizer: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False, *, skip_special: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._byte_ids: frozenset[int] = getattr(tokenizer, "byte_ids", frozenset())
+        self._byte_ids = tokenizer.byte_ids
         self._skip_special = skip_special
         self._context: list[int] = []  # the last token that became text
         self._pending: list[int] = []  # the run of bytes after it

@@ -1,0 +1,38 @@
+"""ARCHITECTURE.md lists every source file with the first line of its docstring; this keeps the list true."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from repository import ROOT, python_sources, tracked
+
+HEADING = "## One line per file\n"
+
+
+def first_line(path: str) -> str:
+    """First line of a Python module's docstring, or of a C++ file's opening comment."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".py"):
+        return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    return re.sub(r"^// ?", "", text.split("\n")[0])
+
+
+def expected() -> str:
+    """The section as it should be."""
+    names = [n for n in python_sources() if not n.endswith("__init__.py")]
+    names += [n for n in tracked() if n.startswith("plugins/") and n.endswith((".cpp", ".h"))]
+    lines, folder = [], ""
+    for name in sorted(names, key=lambda n: (n.rpartition("/")[0], n)):
+        parent, _, leaf = name.rpartition("/")
+        if parent != folder:
+            lines += ["", f"**{parent}/**", ""]
+            folder = parent
+        lines.append(f"- `{leaf}`: {first_line(name)}")
+    return "\n".join(lines) + "\n"
+
+
+def test_every_file_has_its_line() -> None:
+    document = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = document.partition(HEADING)[2]
+    assert section == expected(), f"the list is out of date; it should read:\n{expected()}"
