@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
