@@ -17,12 +17,17 @@ def command(
         str | None, typer.Option(help="Recipe, by name or path, for everything that is not given here.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
     backend: Annotated[str | None, typer.Option(help="How the engine computes: torch.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="GPU architecture to compile for; repeatable.")] = None,
     tp: Annotated[int | None, typer.Option(help="GPUs to split the weights over.")] = None,
     page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default 32.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 2048,
+    kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -49,6 +54,11 @@ def command(
     settings = load_settings(recipe, flags)
     if settings.build.source is None or settings.engine is None:
         raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")
+    calibration = None
+    if calibrate is not None:
+        from wicore_trt.checkpoint.calibrate import Calibration
+
+        calibration = Calibration(calibrate, calibrate_tokens, kv_scales)
     with progress(quiet=json) as report:
         engine = build_engine(
             settings.build.source,
@@ -60,6 +70,7 @@ def command(
             page_tokens=settings.kv.page_tokens or 32,
             targets=settings.build.targets,
             max_context=settings.scheduler.max_context,
+            calibration=calibration,
             force=force,
             progress=report,
         )

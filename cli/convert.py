@@ -9,17 +9,25 @@ import typer
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="Hub id, Hugging Face directory or GGUF file.")],
+    source: Annotated[
+        str, typer.Argument(help="Hub id, Hugging Face directory, GGUF file, or checkpoint to calibrate.")
+    ],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
     tp: Annotated[int, typer.Option(min=1, help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 2048,
+    kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Convert a model into TensorRT-LLM's checkpoint layout, a few rows at a time.
 
     Examples:  wicore convert google/gemma-3-27b-it ckpt/ --dtype fp8   |   wicore convert model.gguf ckpt/
+    A checkpoint that is there already gets scales:  wicore convert ckpt/ ckpt/ --calibrate text.txt --force
     """
     import sys
     import time
@@ -28,8 +36,22 @@ def command(
     from wicore_trt.cli._ui import human_bytes, print_json, progress
 
     start = time.monotonic()
+    calibration = None
+    if calibrate is not None:
+        from wicore_trt.checkpoint.calibrate import Calibration
+
+        calibration = Calibration(calibrate, calibrate_tokens, kv_scales)
     with progress(quiet=json) as report:
-        checkpoint = convert(source, output, dtype=dtype, tp_size=tp, revision=revision, force=force, progress=report)
+        checkpoint = convert(
+            source,
+            output,
+            dtype=dtype,
+            tp_size=tp,
+            revision=revision,
+            calibration=calibration,
+            force=force,
+            progress=report,
+        )
     kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
     total = sum(record.bytes for record in checkpoint.files.values())
     flushed = checkpoint.config["wicore"]["flushed_to_zero"]
@@ -42,6 +64,8 @@ def command(
                 "bytes": total,
                 "seconds": round(time.monotonic() - start, 3),
                 "flushed_to_zero": flushed,
+                "quantization": checkpoint.quant_algo,
+                "kv_scales": checkpoint.kv_scales,
                 "vision": checkpoint.vision_file is not None,
                 "revision": checkpoint.config["wicore"]["revision"],
             }

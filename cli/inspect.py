@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
 
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -50,6 +51,7 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
     about = engine.manifest.to_dict()
     spec, entries = about.pop("spec"), about.pop("files")
     about.pop("kind")
+    about["cpu_kernels"] = _cpu_kernels(engine)
     return {
         "kind": "engine",
         "path": str(path),
@@ -63,6 +65,20 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
     }
 
 
+def _cpu_kernels(engine: EngineDir) -> str:
+    """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
+    from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+    from wicore_trt.errors import CheckpointError
+    from wicore_trt.model.lower_native import unsupported
+
+    try:
+        names = SafetensorsFile(engine.rank_files[0]).tensors
+    except CheckpointError:
+        return "unknown, the weights are damaged"
+    reason = unsupported(engine.manifest.spec, engine.manifest.kv_dtype, names)
+    return f"torch, not native: {reason}" if reason else "native"
+
+
 def _checkpoint(path: Path) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
 
@@ -71,7 +87,12 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "path": str(path),
-        "about": {"dtype": checkpoint.dtype, "quantization": checkpoint.quant_algo, "tp_size": checkpoint.tp_size},
+        "about": {
+            "dtype": checkpoint.dtype,
+            "quantization": checkpoint.quant_algo,
+            "kv_scales": checkpoint.kv_scales,
+            "tp_size": checkpoint.tp_size,
+        },
         "spec": checkpoint.spec.to_dict(),
         "kv": _kv(checkpoint.spec, 32, checkpoint.dtype),
         "files": [{"name": f.name, "bytes": f.stat().st_size, "state": "no hash recorded"} for f in files],

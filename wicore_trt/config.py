@@ -128,8 +128,8 @@ class BuildSettings:
     """Hub id, directory or GGUF file that `wicore build RECIPE` builds from."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the weights."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the KV cache; auto is that of the activations."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """Dtype of the KV cache; auto is that of the activations. fp8 runs on the torch operators."""
     backend: str = "torch"
     """How the engine computes."""
     targets: Names = ()

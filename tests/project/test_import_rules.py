@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.executor": ("model.spec", "runtime.batch"),
     "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "runtime.batch"),
+    "checkpoint.calibrate": ("errors", "model", "checkpoint", "runtime", "text"),  # calibrating is running the model
     "checkpoint": ("errors", "model", "checkpoint"),
     "engine": ("errors", "model", "checkpoint", "engine"),
     "text": ("errors", "types", "text"),

@@ -7,20 +7,21 @@ interrupted run leaves nothing that open_checkpoint accepts.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wicore_trt.checkpoint.format import (
-    CONFIG,
     FP8_TAG,
     QUANT_FP8,
+    QUANT_FP8_STATIC,
     VISION,
     Checkpoint,
     FileRecord,
@@ -29,7 +30,9 @@ from wicore_trt.checkpoint.format import (
     open_checkpoint,
     rank_entries,
     record_of,
+    static_scales,
     storage_tag,
+    write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
@@ -37,6 +40,9 @@ from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import Source, open_source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.calibrate import Calibration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
@@ -53,29 +59,52 @@ def convert(
     dtype: str = "auto",
     tp_size: int = 1,
     revision: str | None = None,
+    calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
 
     `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
-    (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `force` replaces an
-    existing directory at the end.
+    (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
+    static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
+    source may be a unified checkpoint (see calibrate.calibrate_checkpoint). `force` replaces an existing directory at
+    the end.
 
     Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
-    ConfigError for an unknown dtype or an output that exists; EnvironmentUnfitError when the disk is too small.
+    ConfigError for an unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the
+    disk is too small.
     """
-    output = Path(os.path.abspath(output))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    _check_output(output, force)
+    if calibration and (Path(source) / "rank0.safetensors").is_file():
+        from wicore_trt.checkpoint.calibrate import calibrate_checkpoint
+
+        _check_same(open_checkpoint(source), dtype, tp_size)
+        return calibrate_checkpoint(source, output, calibration, force=force, progress=progress)
+    if calibration and dtype != "fp8" and not calibration.kv_scales:
+        raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
+    _check_output(Path(output), force)  # before a download of many gigabytes
     opened = open_source(source, revision=revision)
     check_tp(opened.spec, tp_size)
+    with fresh_directory(output, force) as partial:
+        _Conversion(opened, partial, dtype, tp_size, calibration, progress).run()
+    return open_checkpoint(output)
+
+
+@contextmanager
+def fresh_directory(output: str | Path, force: bool) -> Iterator[Path]:
+    """A directory to fill, which gets the name `output` when the block ends well and vanishes when it does not.
+
+    Raises ConfigError when `output` is in the way, EnvironmentUnfitError in place of an OSError of the block.
+    """
+    output = Path(os.path.abspath(output))
+    _check_output(output, force)
     partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
     try:
         _remove_stale(output)
         partial.mkdir(parents=True)
-        _Conversion(opened, partial, dtype, tp_size, progress).run()
+        yield partial
         _publish(partial, output)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,19 +113,33 @@ def convert(
                 f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
             ) from error
         raise
-    return open_checkpoint(output)
 
 
 class _Conversion:
     """One run; `run` fills `directory`, config.json last."""
 
-    def __init__(self, source: Source, directory: Path, dtype: str, tp_size: int, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        dtype: str,
+        tp_size: int,
+        calibration: Calibration | None,
+        progress: Progress | None,
+    ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
-        self._quant = QUANT_FP8 if dtype == "fp8" else None
+        self._quant = (QUANT_FP8_STATIC if calibration else QUANT_FP8) if dtype == "fp8" else None
         self._dtype = _resolve(dtype, source)
+        self._calibration = calibration
+        self._kv_scales = calibration is not None and calibration.kv_scales
         self._progress = progress
         self._done = self._flushed = 0
-        self._entries = [rank_entries(source.spec, self._dtype, self._quant, r, tp_size) for r in range(tp_size)]
+        self._static = static_scales(source.spec, self._quant, self._kv_scales)
+        self._scales: dict[str, np.ndarray] = {}
+        self._entries = [
+            rank_entries(source.spec, self._dtype, self._quant, r, tp_size, kv_scales=self._kv_scales)
+            for r in range(tp_size)
+        ]
         vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
         self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
@@ -108,20 +151,24 @@ class _Conversion:
                 f"The checkpoint needs {self._total / 1e9:.1f} GB; {self._directory.parent} has {free / 1e9:.1f} free.",
                 fix="Free some space or choose another output.",
             )
+        tokenizer = self._source.write_tokenizer(self._directory)
+        origin = Origin(self._source.name, self._source.revision)
+        if self._calibration:
+            from wicore_trt.checkpoint.calibrate import calibrate_source
+
+            found = calibrate_source(self._source, self._directory, self._calibration, self._progress)
+            self._scales, origin = found.scales, replace(origin, calibration=found.origin)
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()
-        for file in self._source.write_tokenizer(self._directory):
+        for file in tokenizer:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
         vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
-        origin = Origin(self._source.name, self._source.revision, self._flushed, vision)
-        config = build_config(self._source.spec, self._dtype, self._quant, self._tp, files, origin)
-        with (self._directory / CONFIG).open("w", encoding="utf-8") as stream:
-            json.dump(config, stream, indent=2)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        origin = replace(origin, flushed_to_zero=self._flushed, vision=vision)
+        spec, kv_scales = self._source.spec, self._kv_scales
+        config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
+        write_config(self._directory, config)
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -151,6 +198,9 @@ class _Conversion:
         if tag == FP8_TAG:
             for writer, kept in zip(writers, scales, strict=True):
                 self._put(writer, tensor.scale_name, np.concatenate(kept))
+        for name in self._static[tensor.name]:
+            for writer in writers:
+                self._put(writer, name, self._scales[name])
 
     def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
@@ -191,6 +241,15 @@ def _resolve(dtype: str, source: Source) -> str:
         return dtype
     linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
     return _DTYPE_OF_SOURCE.get(source.tensors[linear.sources[0]].dtype, "bfloat16")
+
+
+def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
+    have = "fp8" if checkpoint.quant_algo else checkpoint.dtype
+    if dtype not in ("auto", have) or tp_size not in (1, checkpoint.tp_size):
+        raise ConfigError(
+            f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
+            fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
+        )
 
 
 def _check_f16(name: str, values: np.ndarray, cast: np.ndarray) -> None:

@@ -4,7 +4,9 @@ The layout and field names are TensorRT-LLM's (docs/source/legacy/architecture/c
 models/gemma/config.py of 1.2); what it cannot express stands in the block `wicore`. Norm weights are stored as 1 + w
 in float32 whatever the dtype (TensorRT-LLM's own converter rounds them), the embedding unscaled, the head always
 written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a layer are E4M3 with
-`<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16.
+`<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16. A calibrated one has
+quant_algo FP8, and its linears `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
+`attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, the same on every rank.
 This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete.
 """
 
@@ -12,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.names import Role, unified_tensors
+from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
@@ -28,6 +31,8 @@ FORMAT_VERSION = 1
 CONFIG = "config.json"
 VISION = "vision.safetensors"
 QUANT_FP8 = "FP8_PER_CHANNEL_PER_TOKEN"
+QUANT_FP8_STATIC = "FP8"
+KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
 _READ = 1 << 22
@@ -43,12 +48,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint came from: its source, the hub commit if any, and casts worth knowing about."""
+    """Where a checkpoint came from: its source, the hub commit if any, casts worth knowing about, and the text
+    (`text`, `tokens`, `text_blake2b`) that its static scales come from."""
 
     source: str
     revision: str | None = None
     flushed_to_zero: int = 0
     vision: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +78,55 @@ class Checkpoint:
         """Name of the source that the checkpoint was converted from."""
         return str(self.config["wicore"]["source"])
 
+    @property
+    def kv_scales(self) -> bool:
+        """Whether every layer has a scale for an FP8 KV cache."""
+        return self.config["quantization"]["kv_cache_quant_algo"] is not None
+
 
 def storage_tag(role: Role, dtype: str, quant_algo: str | None) -> str:
     """How a tensor is stored. Norms are float32 always: 1 + w in bfloat16 would move them by up to 0.4 %."""
     if role is Role.NORM:
         return "F32"
-    return FP8_TAG if quant_algo == QUANT_FP8 and role is Role.LINEAR else TAGS[dtype]
+    return FP8_TAG if quant_algo and role is Role.LINEAR else TAGS[dtype]
+
+
+def static_scales(spec: Gemma3Spec, quant_algo: str | None, kv_scales: bool) -> dict[str, tuple[str, ...]]:
+    """Names of the static scales, float32 [1] each, that follow each tensor in a rank file, by the tensor's name."""
+
+    def names(tensor: UnifiedTensor) -> Iterator[str]:
+        if quant_algo == QUANT_FP8_STATIC and tensor.role is Role.LINEAR:
+            yield tensor.activation_scale_name
+        if kv_scales and tensor.split is Split.QKV:
+            yield kv_scale_name(int(tensor.name.split(".")[2]))
+
+    return {tensor.name: tuple(names(tensor)) for tensor in unified_tensors(spec)}
 
 
 def rank_entries(
-    spec: Gemma3Spec, dtype: str, quant_algo: str | None, rank: int, tp_size: int
+    spec: Gemma3Spec, dtype: str, quant_algo: str | None, rank: int, tp_size: int, *, kv_scales: bool = False
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
     entries: list[tuple[str, str, tuple[int, ...]]] = []
+    static = static_scales(spec, quant_algo, kv_scales)
     for tensor in unified_tensors(spec):
         shape = shard_of(tensor, spec, rank, tp_size).shape
         entries.append((tensor.name, storage_tag(tensor.role, dtype, quant_algo), shape))
         if entries[-1][1] == FP8_TAG:
             entries.append((tensor.scale_name, "F32", shape[:1]))
+        entries += [(name, "F32", (1,)) for name in static[tensor.name]]
     return entries
 
 
 def build_config(
-    spec: Gemma3Spec, dtype: str, quant_algo: str | None, tp_size: int, files: Mapping[str, FileRecord], origin: Origin
+    spec: Gemma3Spec,
+    dtype: str,
+    quant_algo: str | None,
+    tp_size: int,
+    files: Mapping[str, FileRecord],
+    origin: Origin,
+    *,
+    kv_scales: bool = False,
 ) -> dict[str, Any]:
     """Contents of config.json."""
     config: dict[str, Any] = {
@@ -124,7 +157,7 @@ def build_config(
         "use_parallel_embedding": tp_size > 1,
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
-        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": None},
+        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": KV_FP8 if kv_scales else None},
         "runtime_defaults": {
             "max_attention_window": [
                 spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
@@ -146,9 +179,24 @@ def build_config(
         "tie_word_embeddings": spec.tie_word_embeddings,
         "vision": dict(origin.vision) or None,
         "flushed_to_zero": origin.flushed_to_zero,
-        "files": {name: {"bytes": r.bytes, "blake2b": r.blake2b} for name, r in sorted(files.items())},
+        "calibration": dict(origin.calibration) if origin.calibration else None,
+        "files": file_entries(files),
     }
     return config
+
+
+def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    """The block `wicore.files` of config.json."""
+    return {name: {"bytes": r.bytes, "blake2b": r.blake2b} for name, r in sorted(files.items())}
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json and wait until it is on disk."""
+    with (directory / CONFIG).open("w", encoding="utf-8") as stream:
+        json.dump(config, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def window_pattern(spec: Gemma3Spec) -> int | None:
@@ -180,17 +228,20 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     try:
         spec = Gemma3Spec.from_dict(block["spec"])
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
-        quant_algo = config["quantization"]["quant_algo"]
+        quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
         files = {name: FileRecord(int(r["bytes"]), str(r["blake2b"])) for name, r in block["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
-    if dtype not in TAGS or quant_algo not in (None, QUANT_FP8):
-        raise CheckpointError(f"{path}: dtype {dtype!r} with quantization {quant_algo!r} is unknown.", fix=again)
+    if dtype not in TAGS or quant_algo not in (None, QUANT_FP8, QUANT_FP8_STATIC) or kv_algo not in (None, KV_FP8):
+        raise CheckpointError(
+            f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
+        )
     check_tp(spec, tp_size)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
     _check_files(path, files, [r.name for r in ranks], again, verify)
     for rank, file in enumerate(ranks):
-        _check_rank(file, rank_entries(spec, dtype, quant_algo, rank, tp_size), again)
+        entries = rank_entries(spec, dtype, quant_algo, rank, tp_size, kv_scales=kv_algo is not None)
+        _check_rank(file, entries, again)
     return Checkpoint(
         path=path,
         config=config,
@@ -229,8 +280,12 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
-    revision = f" --revision {block['revision']}" if block.get("revision") else ""
-    return f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --dtype {dtype} --tp {tp}{revision} --force"
+    options = f" --revision {block['revision']}" if block.get("revision") else ""
+    calibration = block.get("calibration")
+    if isinstance(calibration, dict):
+        options += f" --calibrate {calibration.get('text')} --calibrate-tokens {calibration.get('tokens')}"
+        options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
+    return f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --dtype {dtype} --tp {tp}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:

@@ -67,6 +67,11 @@ class UnifiedTensor:
         """Name of the FP8 scale per output channel that belongs to this weight."""
         return self.name + WEIGHT_SCALE_SUFFIX
 
+    @property
+    def activation_scale_name(self) -> str:
+        """Name of the static scale of this linear's input: "x.weight" -> "x.activation_scaling_factor"."""
+        return self.name.removesuffix("weight") + "activation_scaling_factor"
+
 
 # unified name, Hugging Face names, role, split; all below a layer's prefix and above ".weight"
 _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
@@ -127,6 +132,11 @@ def to_hf(unified_name: str) -> tuple[str, ...]:
     if match is None or match[2] not in _HF_OF:
         raise CheckpointError(f"{unified_name!r} is not a tensor of a unified Gemma 3 checkpoint.")
     return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
+
+
+def kv_scale_name(layer: int) -> str:
+    """Name of a layer's one scale for keys and values."""
+    return layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"
 
 
 def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.checkpoint.hub import is_hub_id
+from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.engine.directory import (
     EngineDir,
     Progress,
@@ -32,10 +33,11 @@ from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 
 if TYPE_CHECKING:
+    from wicore_trt.checkpoint.calibrate import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
 
 LM_HEAD = "lm_head.weight"
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 TOOLS = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "gguf", "triton", "tensorrt")
 
 
@@ -50,6 +52,7 @@ class BuildOptions:
     page_tokens: int
     targets: tuple[str, ...]
     max_context: int | None
+    calibration: Calibration | None
 
 
 def _torch_targets(options: BuildOptions) -> list[str]:
@@ -74,19 +77,21 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     page_tokens: int = 32,
     targets: Sequence[str] = (),
     max_context: int | None = None,
+    calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory.
 
     `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of
-    the activations. `page_tokens` is the KV page size in tokens; `max_context` limits sequences in tokens (None: the
-    model's own limit). An existing engine is replaced only with `force`.
+    the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
+    KV page size in tokens; `max_context` limits sequences in tokens (None: the model's own limit); `calibration`
+    measures static scales on the way. An existing engine is replaced only with `force`.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
     for a bad source, EnvironmentUnfitError for a backend that is not here or a full disk.
     """
-    options = BuildOptions(backend, dtype, kv_dtype, tp_size, page_tokens, tuple(targets), max_context)
+    options = BuildOptions(backend, dtype, kv_dtype, tp_size, page_tokens, tuple(targets), max_context, calibration)
     output = Path(os.path.abspath(output))
     _check_options(options)
     check_output(output, force=force)
@@ -126,16 +131,18 @@ def _check_options(options: BuildOptions) -> None:
 def _checkpoint_of(
     source: str | Path, output: Path, options: BuildOptions, stack: ExitStack, progress: Progress | None
 ) -> Checkpoint:
-    """Open the checkpoint, or convert the source into one beside the output that lives as long as `stack`."""
+    """Open the checkpoint, or make one beside the output that lives as long as `stack`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
-    if is_unified_checkpoint(Path(source)):
+    unified = is_unified_checkpoint(Path(source))
+    if unified and not options.calibration:
         return open_checkpoint(Path(source))
     from wicore_trt.checkpoint.convert import convert
 
-    scratch = stack.enter_context(partial_directory(output, "checkpoint"))
-    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-    return convert(source, scratch / "checkpoint", dtype=dtype, tp_size=options.tp_size, progress=progress)
+    scratch = stack.enter_context(partial_directory(output, "checkpoint")) / "checkpoint"
+    dtype = "bfloat16" if options.dtype == "auto" and not unified else options.dtype
+    tp_size, calibration = options.tp_size, options.calibration
+    return convert(source, scratch, dtype=dtype, tp_size=tp_size, calibration=calibration, progress=progress)
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -165,17 +172,17 @@ def _lay_out(
 ) -> Manifest:
     """Place all files in `partial` and describe them."""
     rank_files = []
+    kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
     for rank, path in enumerate(checkpoint.rank_files):
         _report(progress, "weights", rank, len(checkpoint.rank_files))
         rank_files.append(partial / f"rank{rank}.safetensors")
-        place_weights(path, rank_files[-1], drop=_tied_head(checkpoint, path))
+        place_weights(path, rank_files[-1], drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)))
     for path in checkpoint.tokenizer_files:
         shutil.copyfile(path, partial / path.name)
     _report(progress, "hash", 0, 1)
     weights_hash = hash_weights(rank_files)
     files = describe_files(partial)
     _report(progress, "hash", 1, 1)
-    kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
     computed: dict[str, Any] = {
         "spec": checkpoint.spec,
         "weights_hash": weights_hash,
@@ -208,6 +215,13 @@ def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
             raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
         return ()
     return (LM_HEAD,)
+
+
+def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
+    """KV scales mean nothing to an engine whose KV cache is not FP8, and kernels that know none would refuse it."""
+    if kv_dtype == "fp8":
+        return ()
+    return tuple(kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers))
 
 
 def model_id(source: str) -> str:

@@ -175,6 +175,8 @@ def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) ->
             f"The native CPU kernels cannot be used: {reason}.",
             fix="Set executor.kernels to auto, or install the package where a C++ compiler is.",
         )
+    if reason and device.type == "cpu":
+        log.info("torch operators in place of the native CPU kernels: %s", reason)
     return library
 
 

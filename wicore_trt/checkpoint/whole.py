@@ -1,0 +1,100 @@
+"""Whole unified tensors, one at a time, of a model that lies in a source or in the ranks of a checkpoint.
+
+For what looks at a model tensor by tensor, calibration for one. Knows sources and checkpoint files; it must not know
+what a tensor is used for. Invariant: nothing is kept, so a reader's memory is that of the tensors it has given out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from wicore_trt.checkpoint.format import TAGS, Checkpoint
+from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, hf_shapes, unified_tensors
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.sharding import shard_of
+from wicore_trt.checkpoint.source import Source
+from wicore_trt.model.spec import Gemma3Spec
+
+_DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
+
+
+class WholeTensors(ABC):
+    """A model's unified tensors. `dtype` is the precision that the model has, `quantized` whether its linears are
+    E4M3. Blocks come with their safetensors tag; BF16 and E4M3 as their bits."""
+
+    spec: Gemma3Spec
+    dtype: str
+    quantized: bool
+
+    @abstractmethod
+    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+        """The tensor, of shape `tensor.shape`; a norm as 1 + w in float32."""
+
+    @abstractmethod
+    def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
+        """float32 [out], the scale per output channel of a linear of a quantized model."""
+
+    @abstractmethod
+    def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
+        """[1, hidden] of the embedding."""
+
+
+class SourceTensors(WholeTensors):
+    """A source, whose F32 and GGUF tensors count as float32."""
+
+    quantized = False
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.spec = source, source.spec
+        linear = next(t for t in unified_tensors(self.spec) if t.role is Role.LINEAR)
+        self.dtype = _DTYPES.get(source.tensors[linear.sources[0]].dtype, "float32")
+
+    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+        whole = np.concatenate([self._source.read(name) for name in tensor.sources])
+        return (whole + np.float32(1.0) if tensor.role is Role.NORM else whole), "F32"
+
+    def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
+        raise AssertionError(f"{tensor.name} of a source is not quantized")
+
+    def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
+        return self._source.rows(HF_EMBEDDING, token_id, token_id + 1)
+
+
+class CheckpointTensors(WholeTensors):
+    """A unified checkpoint, its ranks put back together."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.spec, self.dtype, self.quantized = checkpoint.spec, checkpoint.dtype, bool(checkpoint.quant_algo)
+        self._files = [SafetensorsFile(path) for path in checkpoint.rank_files]
+        self._embedding = next(t for t in unified_tensors(self.spec) if t.role is Role.EMBEDDING)
+        self._rows = {name: shape[0] for name, shape in hf_shapes(self.spec).items()}
+
+    def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
+        return self._assemble(tensor, tensor.name, tensor.shape)
+
+    def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
+        return self._assemble(tensor, tensor.scale_name, tensor.shape[:1])[0]
+
+    def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
+        name, per_rank = self._embedding.name, self.spec.vocab_size // len(self._files)
+        file, row = self._files[token_id // per_rank], token_id % per_rank
+        return file.rows(name, row, row + 1), file.tensors[name].dtype
+
+    def _assemble(self, tensor: UnifiedTensor, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
+        """`tensor`, or the scale `name` of its rows, from the shards of all ranks."""
+        whole: np.ndarray | None = None
+        for rank, file in enumerate(self._files):
+            shard = shard_of(tensor, self.spec, rank, len(self._files))
+            part = file.rows(name, 0, shard.row_count)
+            whole = np.empty(shape, part.dtype) if whole is None else whole
+            first = taken = 0
+            for (low, high), source in zip(shard.rows, tensor.sources, strict=True):
+                target = whole[first + low : first + high]
+                if shard.columns is not None and len(shape) > 1:
+                    target = target[:, shard.columns[0] : shard.columns[1]]
+                target[...] = part[taken : taken + high - low]
+                first, taken = first + self._rows[source], taken + high - low
+        assert whole is not None
+        return whole, self._files[0].tensors[name].dtype
