@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc as rpc
@@ -28,7 +29,7 @@ WICORE = [sys.executable, "-m", "wicore_trt.cli.main"]
 STORY = (
     "The lighthouse keeper wrote in his log every evening. He noted the wind, the height of the waves, the ships that "
     "passed and the birds that rested on the railing. In forty years he had missed only two entries: one when the "
-    "storm of the century broke his window, and one when his daughter was born. On the last page of the last book he "
+    "storm of the century broke his window, and one when his daughter was born. On the last page of the last book he"
 )
 
 
@@ -59,8 +60,8 @@ def build() -> None:
 def serve() -> tuple[subprocess.Popen[str], str]:
     """Start the server on a free port; returns it and its address once it is ready."""
     step("Serve")
-    command = [*WICORE, "serve", str(ENGINE), "--port", "0"]
-    print("$ wicore serve", ENGINE, "--port 0", flush=True)
+    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--log-level", "warning"]
+    print("$ wicore", *command[len(WICORE) :], flush=True)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     for line in server.stdout:
@@ -68,6 +69,18 @@ def serve() -> tuple[subprocess.Popen[str], str]:
         if match := re.search(r"(127\.0\.0\.1:\d+)", line):
             return server, match[1]
     raise SystemExit(f"the server ended with exit code {server.wait()}")
+
+
+def wait_until_serving(channel: grpc.Channel, server: subprocess.Popen[str]) -> None:
+    """Ask the standard health service until the engine is loaded and warm."""
+    check = health_pb2_grpc.HealthStub(channel).Check
+    started = time.perf_counter()
+    while server.poll() is None:
+        if check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING:
+            print(f"ready after {time.perf_counter() - started:.1f} s")
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the server ended with exit code {server.returncode}")
 
 
 def ask(stub: rpc.InferenceServiceStub, prompt: str) -> None:
@@ -89,21 +102,28 @@ def ask(stub: rpc.InferenceServiceStub, prompt: str) -> None:
     )
 
 
+def show(stats: pb.GetStatsResponse) -> None:
+    print(f"{stats.steps} steps, {stats.step_time.ToTimedelta().total_seconds():.2f} s in them")
+    print(f"{stats.prompt_tokens} prompt tokens, {stats.cached_prompt_tokens} of them from the KV cache")
+    for pool in stats.pools:
+        size = pool.total_pages * pool.page_bytes / 2**20
+        print(f"{pool.group} pages: {pool.cached_pages} hold reusable KV, {pool.total_pages} in all ({size:.0f} MiB)")
+
+
 def main() -> None:
     began = time.monotonic()
     build()
     server, address = serve()
     try:
         with grpc.insecure_channel(address) as channel:
-            grpc.channel_ready_future(channel).result(timeout=120)
+            wait_until_serving(channel, server)
             stub = rpc.InferenceServiceStub(channel)
             step("First request")
             ask(stub, STORY)
             step("Second request: same beginning, so its KV pages are in the cache")
-            ask(stub, STORY + "wrote")
+            ask(stub, STORY + " wrote")
             step("What the engine did")
-            stats = stub.GetStats(pb.GetStatsRequest())
-            print(stats)
+            show(stub.GetStats(pb.GetStatsRequest()))
     finally:
         step("Shut down")
         server.send_signal(signal.SIGTERM)
