@@ -78,6 +78,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
             page_tokens=settings.kv.page_tokens,
             kv_bytes=settings.kv.device_bytes,
             max_batch_tokens=settings.scheduler.max_batch_tokens,
+            max_sequences=settings.scheduler.max_sequences,
             max_context=settings.scheduler.max_context,
         ),
     )

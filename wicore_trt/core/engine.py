@@ -7,7 +7,6 @@ that carries a finish reason, whatever happens to it.
 
 from __future__ import annotations
 
-import heapq
 import secrets
 import time
 from collections import Counter
@@ -52,7 +51,7 @@ class EngineCore:
         self._clock = clock
         self._started = clock()
         self._sequences: dict[str, list[Sequence]] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: dict[str, float] = {}
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -106,23 +105,19 @@ class EngineCore:
             sequences.append(sequence)
             self.scheduler.add(sequence)
         self._sequences[request.request_id] = sequences
-        self._counts["prompt"] += len(request.prompt_token_ids)
+        self._counts["prompt"] += len(request.prompt_token_ids) * params.n
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            self._deadlines[request.request_id] = request.deadline
 
     def abort(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.CANCELLED,
-        error: str | None = None,
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
     ) -> list[TokenOutput]:
         """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
         live = [s for s in self._sequences.get(request_id, ()) if index is None or s.index == index]
-        return [self._finish(sequence, reason, error=error) for sequence in live]
+        return [self._finish(sequence, reason) for sequence in live]
 
     def step(self) -> list[TokenOutput]:
-        """Run one step. Raises what the executor raises; the caller then calls `abort_all`."""
+        """Run one step. Raises what the executor raises; outputs of this step are then lost."""
         outputs = self._expire()
         plan = self.scheduler.schedule()
         for sequence in plan.preempted:
@@ -145,11 +140,9 @@ class EngineCore:
         return outputs
 
     def _expire(self) -> list[TokenOutput]:
-        now, outputs = self._clock(), []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            outputs += self.abort(request_id, reason=FinishReason.DEADLINE)
-        return outputs
+        now = self._clock()
+        late = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
+        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
 
     def _unstick(self, plan: Plan) -> list[TokenOutput]:
         """Nothing can run: if someone waits while the pools are empty, it never will, so it ends with an error."""
@@ -211,6 +204,7 @@ class EngineCore:
         siblings.remove(sequence)
         if not siblings:
             del self._sequences[sequence.request.request_id]
+            self._deadlines.pop(sequence.request.request_id, None)
         self._finished[reason.value] += 1
         self._counts["cached"] += sequence.cached or 0
         return self._output(sequence, last, logprobs, error)
@@ -233,11 +227,9 @@ class EngineCore:
             error=error,
         )
 
-    def abort_all(self, reason: FinishReason, error: str | None = None) -> list[TokenOutput]:
-        """End every live sequence; for shutdown and for a broken executor."""
-        return [
-            output for request_id in list(self._sequences) for output in self.abort(request_id, None, reason, error)
-        ]
+    def abort_all(self) -> list[TokenOutput]:
+        """End every live sequence, for shutdown."""
+        return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
 
     def is_live(self, request_id: str) -> bool:
         """Whether any sequence of the request still runs or waits."""

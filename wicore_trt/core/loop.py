@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError
+from wicore_trt.errors import EngineDeadError, QueueFullError, UnavailableError
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ class EngineLoop:
         self._sink = sink
         self._max_waiting = max_waiting
         self._wake = threading.Condition()
-        self._added: list[GenerateRequest] = []
-        self._aborted: list[tuple[str, int | None]] = []
+        self._inbox: list[GenerateRequest | tuple[str, int | None]] = []  # in order: an abort follows its request
+        self._inbox_sequences = 0
         self._live: set[str] = set()
         self._waiting = 0
         self._open = True
@@ -54,9 +54,9 @@ class EngineLoop:
         return len(self._live)
 
     def add(self, request: GenerateRequest) -> None:
-        """Accept a request.
+        """Accept a request, whose id must not be live.
 
-        Raises InvalidRequestError, QueueFullError when `max_waiting` requests wait, UnavailableError after `stop`,
+        Raises InvalidRequestError, QueueFullError when `max_waiting` sequences wait, UnavailableError after `stop`,
         EngineDeadError when the loop broke.
         """
         self._core.validate(request)
@@ -65,12 +65,12 @@ class EngineLoop:
                 raise EngineDeadError(f"The engine stopped: {self._dead}")
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
-            if request.request_id in self._live:
-                raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
-            if self._waiting + len(self._added) >= self._max_waiting:
+            assert request.request_id not in self._live
+            if self._waiting + self._inbox_sequences >= self._max_waiting:
                 raise QueueFullError(f"The queue is full: {self._max_waiting} sequences are waiting.")
             self._live.add(request.request_id)
-            self._added.append(request)
+            self._inbox.append(request)
+            self._inbox_sequences += request.params.n
             self._wake.notify()
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -78,7 +78,7 @@ class EngineLoop:
         with self._wake:
             if request_id not in self._live:
                 return False
-            self._aborted.append((request_id, index))
+            self._inbox.append((request_id, index))
             self._wake.notify()
             return True
 
@@ -98,29 +98,31 @@ class EngineLoop:
         try:
             while self._take_inbox():
                 self._emit(self._core.step())
-            self._emit(self._core.abort_all(FinishReason.CANCELLED))
-        except Exception as error:  # the executor broke: tell every waiter, then end
+            self._emit(self._core.abort_all())
+        except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
             with self._wake:
-                self._dead = f"{type(error).__name__}: {error}"
+                self._dead = dead = f"{type(error).__name__}: {error}"
                 self._open = False
-                never_started, self._added = self._added, []
-            for request in never_started:
-                self._core.add(request)
-            self._emit(self._core.abort_all(FinishReason.ERROR, self._dead))
+                live, self._live = self._live, set()
+            # Not by way of the core, which may have been left half-way through a change.
+            self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
 
     def _take_inbox(self) -> bool:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
-            while self._open and not self._added and not self._aborted and not self._core.has_work:
+            while self._open and not self._inbox and not self._core.has_work:
                 self._wake.wait()
-            added, self._added = self._added, []
-            aborted, self._aborted = self._aborted, []
-            self._waiting += len(added)
+            inbox, self._inbox = self._inbox, []
+            self._waiting += self._inbox_sequences
+            self._inbox_sequences = 0
             keep_on = self._open
-        for request in added:
-            self._core.add(request)
-        outputs = [output for request_id, index in aborted for output in self._core.abort(request_id, index)]
+        outputs = []
+        for item in inbox:
+            if isinstance(item, GenerateRequest):
+                self._core.add(item)
+            else:
+                outputs += self._core.abort(*item)
         if outputs:
             self._emit(outputs)
         return keep_on

@@ -8,6 +8,8 @@ finish reason or an exception) or its closing aborts the request; a slow reader 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 from dataclasses import replace
 
@@ -25,6 +27,8 @@ from wicore_trt.types import (
     TextRequest,
     TokenOutput,
 )
+
+log = logging.getLogger(__name__)
 
 
 def encode_request(tokenizer: Tokenizer, request: TextRequest) -> tuple[int, ...]:
@@ -55,12 +59,17 @@ def merge(outputs: list[TextOutput]) -> TextOutput:
 
 
 class TextStream:
-    """Async iterator over one request's outputs. What a reader has not taken yet is merged per sequence."""
+    """Async iterator over one request's outputs. What a reader has not taken yet is merged per sequence.
 
-    def __init__(self, engine: TextEngine, request: TextRequest, tokenizer: Tokenizer) -> None:
+    `key` names the request on the engine. It is never used twice, unlike the client's `request_id`, which is free again
+    while the engine's last outputs for it are still on their way.
+    """
+
+    def __init__(self, engine: TextEngine, key: str, request: TextRequest, tokenizer: Tokenizer) -> None:
+        self.key = key
         self.request_id = request.request_id
         self._engine = engine
-        self._texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
@@ -73,16 +82,20 @@ class TextStream:
         """Take a token output from the engine; on the event loop's thread."""
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
-            self._error = EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed.")
-            self._engine.abort(self.request_id)  # its other sequences have nobody left to compute for
-            self._changed.set()
+            self.fail(EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed."))
             return
         text = self._texts[output.index].push(output)
         if text is None:
             return
         self._pending.setdefault(output.index, []).append(text)
         if self._texts[output.index].finished and output.finish_reason is None:
-            self._engine.abort_sequence(self.request_id, output.index)
+            self._engine.abort_engine(self.key, output.index)
+        self._changed.set()
+
+    def fail(self, error: WicoreError) -> None:
+        """End the stream with `error`; nobody is left to compute for."""
+        self._error = error
+        self._engine.abort_engine(self.key)
         self._changed.set()
 
     def __aiter__(self) -> TextStream:
@@ -114,7 +127,9 @@ class TextEngine:
         self.info = info
         self.draining = False
         self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
-        self._streams: dict[str, TextStream] = {}
+        self._streams: dict[str, TextStream] = {}  # by key
+        self._keys: dict[str, str] = {}  # request id -> key
+        self._serial = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -141,14 +156,14 @@ class TextEngine:
         """
         if self.draining or self._asyncio is None:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
-        if request.request_id in self._streams:
+        if request.request_id in self._keys:
             raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
         token_ids = encode_request(self.tokenizer, request)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        stream = TextStream(self, request, self.tokenizer)
+        stream = TextStream(self, str(next(self._serial)), request, self.tokenizer)
         self._loop.add(
             GenerateRequest(
-                request_id=request.request_id,
+                request_id=stream.key,
                 prompt_token_ids=token_ids,
                 params=request.params,
                 deadline=deadline,
@@ -156,23 +171,25 @@ class TextEngine:
                 cache_salt=request.cache_salt,
             )
         )
-        self._streams[request.request_id] = stream
+        self._streams[stream.key] = stream
+        self._keys[stream.request_id] = stream.key
         self._idle.clear()
         return stream
 
     def abort(self, request_id: str) -> bool:
         """End a request with FinishReason.CANCELLED; false when it is not live."""
-        return self._loop.abort(request_id)
+        key = self._keys.get(request_id)
+        return key is not None and self._loop.abort(key)
 
-    def abort_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence that a stop string ended."""
-        self._loop.abort(request_id, index)
+    def abort_engine(self, key: str, index: int | None = None) -> None:
+        """Tell the engine of a request, or of one of its sequences, that ended here."""
+        self._loop.abort(key, index)
 
     def forget(self, stream: TextStream) -> None:
         """Drop a stream that its reader closed; aborts it if it still runs."""
-        if self._streams.get(stream.request_id) is stream:
-            self._loop.abort(stream.request_id)
-            self._remove(stream.request_id)
+        if stream.key in self._streams:
+            self._loop.abort(stream.key)
+            self._remove(stream)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -184,8 +201,8 @@ class TextEngine:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
             return True
         except TimeoutError:
-            for request_id in list(self._streams):
-                self._loop.abort(request_id)
+            for key in list(self._streams):
+                self._loop.abort(key)
             await self._idle.wait()
             return False
 
@@ -205,11 +222,15 @@ class TextEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.push(output)
+            try:
+                stream.push(output)
+            except Exception:  # a bug of ours; it must not cost the other streams their outputs
+                log.exception("text of request %s failed", stream.request_id)
+                stream.fail(WicoreError("The output could not be turned into text; the server's log has it."))
             if stream.finished:
-                self._remove(output.request_id)
+                self._remove(stream)
 
-    def _remove(self, request_id: str) -> None:
-        del self._streams[request_id]
+    def _remove(self, stream: TextStream) -> None:
+        del self._streams[stream.key], self._keys[stream.request_id]
         if not self._streams:
             self._idle.set()

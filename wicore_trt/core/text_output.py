@@ -16,7 +16,9 @@ from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenOutp
 class SequenceText:
     """Text of one sequence. `finished` turns true with the output that carries a finish reason."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, request_id: str, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._request_id = request_id
+        self._tokens = 0
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop)
         self._params = params
         self.finished = False
@@ -32,16 +34,20 @@ class SequenceText:
             shown = shown[:-1]  # eos and stop tokens are reported as ids, not as text
         token_ids, logprobs, text = output.token_ids, output.logprobs, ""
         for i, token in enumerate(shown):
-            text += self._detokenizer.push((token,))
+            self._tokens += 1
+            text += self._detokenizer.push((token,), may_stop=self._tokens > self._params.min_tokens)
             if self._detokenizer.matched is not None:
                 return self._stopped(output, text, i + 1)
         if output.finish_reason is not None:
             self.finished = True
-            text += self._detokenizer.flush()
-            if self._detokenizer.matched is not None and ended_by_token:
+            text += self._detokenizer.flush(may_stop=self._tokens > self._params.min_tokens)
+            if self._detokenizer.matched is not None and output.finish_reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            ):
                 return self._stopped(output, text, len(token_ids))
         return TextOutput(
-            request_id=output.request_id,
+            request_id=self._request_id,
             index=output.index,
             text=text,
             token_ids=token_ids,
@@ -59,7 +65,7 @@ class SequenceText:
             surplus = len(output.token_ids) - count
             usage = replace(usage, completion_tokens=usage.completion_tokens - surplus)
         return TextOutput(
-            request_id=output.request_id,
+            request_id=self._request_id,
             index=output.index,
             text=text,
             token_ids=output.token_ids[:count],

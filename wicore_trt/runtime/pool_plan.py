@@ -1,13 +1,15 @@
 """How many KV pages each layer group gets from a memory budget: plain arithmetic, no torch.
 
-It must not know devices or sequences that run. Invariant: the plan fits the budget, and the pools run out together
-when all sequences are of the longest length.
+It must not know devices or sequences that run. Invariant: the plan fits the budget and holds at least one sequence
+of the longest length, whatever else.
 """
 
 from __future__ import annotations
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
+
+TYPICAL_WINDOWS = 4
 
 
 def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: int) -> int:
@@ -27,25 +29,38 @@ def plan_pools(
     max_context: int,
     *,
     max_batch_tokens: int,
+    max_sequences: int,
 ) -> dict[str, int]:
     """Pages per layer group of `spec` within `budget_bytes`.
 
-    Both pools hold the same number of sequences of `max_context` tokens. The local pool also holds the tokens of one
-    step, which keep their pages until the step is over. Raises ConfigError when one such sequence does not fit.
+    Most sequences are far shorter than the longest one, and a short one needs as many local pages as a long one. So
+    the local pool gets the windows of as many sequences of TYPICAL_WINDOWS windows as the budget holds, at most
+    `max_sequences`, and the tokens of one step, which keep their pages until the step is over; the global pool gets
+    the rest, at least one sequence of `max_context` tokens. Raises ConfigError when that one does not fit.
     """
     groups = [g for g in GROUPS if spec.layers_of(g)]
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in groups}
+    if len(groups) == 1:
+        page_bytes = {g: page_bytes.get(g, 0) for g in GROUPS}
     whole = -(-max_context // page_tokens)
-    each = {g: pages_per_sequence(spec, g, page_tokens, max_context) for g in groups}
+    window = pages_per_sequence(spec, LOCAL, page_tokens, max_context)
     # a step's chunk needs local pages beyond the windows, but never more than a whole sequence in all
-    spare = {g: min(-(-max_batch_tokens // page_tokens), whole - each[g]) if g == LOCAL else 0 for g in groups}
-    fixed = sum(spare[g] * page_bytes[g] for g in groups)
-    sequence = sum(each[g] * page_bytes[g] for g in groups)
-    if budget_bytes < fixed + sequence:
+    spare = min(-(-max_batch_tokens // page_tokens), whole - window)
+    smallest = whole * page_bytes[GLOBAL] + (window + spare) * page_bytes[LOCAL]
+    if budget_bytes < smallest:
         raise ConfigError(
             f"{budget_bytes:,} bytes of KV cache do not hold one sequence of {max_context} tokens, "
-            f"which takes {fixed + sequence:,}.",
+            f"which takes {smallest:,}.",
             fix="Raise kv.device_bytes or lower scheduler.max_context.",
         )
-    # integer arithmetic: the same plan on every machine
-    return {g: (budget_bytes - fixed) * each[g] // sequence + spare[g] for g in groups}
+    if len(groups) == 1:
+        return {groups[0]: budget_bytes // page_bytes[groups[0]]}
+    typical = min(whole, TYPICAL_WINDOWS * window)
+    each = typical * page_bytes[GLOBAL] + window * page_bytes[LOCAL]
+    count = max(1, min(max_sequences, (budget_bytes - spare * page_bytes[LOCAL]) // each))
+    rest = budget_bytes - (count * window + spare) * page_bytes[LOCAL]
+    global_pages = max(whole, rest // page_bytes[GLOBAL])
+    return {
+        GLOBAL: global_pages,
+        LOCAL: (budget_bytes - global_pages * page_bytes[GLOBAL]) // page_bytes[LOCAL],
+    }

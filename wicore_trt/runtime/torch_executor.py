@@ -53,6 +53,7 @@ class ExecutorSettings:
     kv_pages: Mapping[str, int] | None = None
     kv_bytes: int = DEFAULT_KV_BYTES
     max_batch_tokens: int = 512
+    max_sequences: int = 64
     max_context: int | None = None
 
 
@@ -194,6 +195,7 @@ def _layout(engine: LoadedEngine, settings: ExecutorSettings) -> KVLayout:
         settings.kv_bytes,
         settings.max_context or engine.max_context or spec.max_position_embeddings,
         max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
     )
     groups = [g for g in GROUPS if spec.layers_of(g)]
     return KVLayout(
