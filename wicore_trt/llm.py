@@ -113,13 +113,18 @@ class LLM:
 
     def _run(self, requests: list[GenerateRequest]) -> Iterator[TextOutput]:
         """Step the engine until `requests` end; what other open streams gain meanwhile waits in their inboxes."""
-        texts = {(r.request_id, i): SequenceText(self.tokenizer, r.params) for r in requests for i in range(r.params.n)}
+        texts = {
+            (r.request_id, i): SequenceText(r.request_id, self.tokenizer, r.params)
+            for r in requests
+            for i in range(r.params.n)
+        }
+        open_texts = len(texts)
         inbox: deque[TokenOutput] = deque()
         self._inboxes.update((r.request_id, inbox) for r in requests)
         try:
             for request in requests:
                 self._core.add(request)
-            while not all(text.finished for text in texts.values()):
+            while open_texts:
                 if not inbox:
                     self._distribute(self._core.step())
                     continue
@@ -128,10 +133,13 @@ class LLM:
                     raise WicoreError(output.error or "The step failed.")
                 key = (output.request_id, output.index)
                 text = texts[key].push(output)
-                if text is not None:
-                    if text.finish_reason is not None and output.finish_reason is None:
+                if text is None:
+                    continue
+                if text.finish_reason is not None:
+                    open_texts -= 1
+                    if output.finish_reason is None:
                         self._core.abort(*key)  # a stop string ended it; the engine does not know
-                    yield text
+                yield text
         finally:
             for request in requests:
                 self._core.abort(request.request_id)

@@ -145,7 +145,7 @@ class FloodEngine:
         self.task.cancel()
 
     def submit(self, message: TextRequest) -> TextStream:
-        self.stream = TextStream(self, message, TOKENIZER)
+        self.stream = TextStream(self, "0", message, TOKENIZER)
         self.task = asyncio.create_task(self._flood(self.stream))
         return self.stream
 

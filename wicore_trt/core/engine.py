@@ -198,7 +198,8 @@ class EngineCore:
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
-        self.scheduler.finish(sequence)
+        # KV values that led to bad logits would make every later request with this prefix fail too.
+        self.scheduler.finish(sequence, keep=reason is not FinishReason.ERROR)
         self.executor.release(sequence.seq_id)
         siblings = self._sequences[sequence.request.request_id]
         siblings.remove(sequence)

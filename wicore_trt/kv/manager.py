@@ -181,12 +181,12 @@ class KVCacheManager:
         points.add(-(-(page + 1) // self._checkpoint_pages) * self._checkpoint_pages)
         return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
 
-    def free(self, pages: SequencePages, owner: int) -> None:
-        """Release everything the sequence holds; published pages stay cached. The tables become empty."""
+    def free(self, pages: SequencePages, owner: int, *, keep: bool = True) -> None:
+        """Release everything the sequence holds; published pages stay cached if `keep`. The tables become empty."""
         for key in pages.keys[pages.published :]:
             self._done_computing(key, owner)
         for group, pool in self.pools.items():
-            pool.release([slot for slot in reversed(pages.tables[group]) if slot >= 0])
+            pool.release([slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
             pages.tables[group] = []
         pages.published = pages.first_local = 0
 

@@ -48,13 +48,13 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting.push(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a waiting or running sequence and release its pages."""
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """End a waiting or running sequence and release its pages; unless `keep`, what only it used is forgotten."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-        self.manager.free(sequence.pages, sequence.seq_id)
+        self.manager.free(sequence.pages, sequence.seq_id, keep=keep)
         sequence.move(SequenceState.FINISHED)
 
     def schedule(self) -> Plan:

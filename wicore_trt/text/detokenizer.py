@@ -42,19 +42,20 @@ class IncrementalDetokenizer:
         """The stop string that ended the text."""
         return self._stops.matched if self._stops else None
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Text that became certain with these ids; "" after a stop match."""
+    def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
+        """Text that became certain with these ids; "" after a stop match. Unless `may_stop`, a stop string that ends
+        in this text does not count."""
         if self.matched is not None:
             return ""
         text = "".join(map(self._step, token_ids))
-        return self._stops.push(text) if self._stops else text
+        return self._stops.push(text, may_stop) if self._stops else text
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> str:
         """The rest of the text, at the end of the sequence: incomplete UTF-8 becomes U+FFFD. May still match a stop."""
         if self.matched is not None:
             return ""
         text = self._decoded()
-        return self._stops.push(text) + self._stops.flush() if self._stops else text
+        return self._stops.push(text, may_stop) + self._stops.flush() if self._stops else text
 
     def _step(self, token: int) -> str:
         # Twice, because a decoder may strip the first space of a text. Skipped special tokens do not end a run of
@@ -93,12 +94,15 @@ class _StopStrings:
         self._first = frozenset(s[0] for s in stops)
         self._held = ""
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, may_stop: bool) -> str:
         """Text that no stop string can claim any more, cut at the match."""
         if not text or self.matched is not None:
             return ""
+        held = len(self._held)
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # A match ends in the new text: one that ended before was seen, or was not to count.
+        starts = {stop: text.find(stop, max(0, held + 1 - len(stop))) for stop in self._stops} if may_stop else {}
+        found = [(at + len(stop), at, stop) for stop, at in starts.items() if at >= 0]
         if found:
             end, start, self.matched = min(found)
             self._held = ""

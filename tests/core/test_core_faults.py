@@ -1,0 +1,135 @@
+"""EngineCore and EngineLoop when ids come back, deadlines lapse, executors break and requests race with their ends."""
+
+from __future__ import annotations
+
+import threading
+
+from fakes import make_core
+
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.loop import EngineLoop
+from wicore_trt.runtime.batch import StepResult
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+
+
+def request(name: str, prompt: list[int], deadline: float | None = None, **params) -> GenerateRequest:
+    chosen = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **params}
+    return GenerateRequest(name, tuple(prompt), SamplingParams(**chosen), deadline)
+
+
+def finish(core: EngineCore) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    for _ in range(1000):
+        if not core.has_work:
+            return outputs
+        outputs += core.step()
+    raise AssertionError("the engine did not come to rest")
+
+
+def run_to_the_end(core: EngineCore, *requests: GenerateRequest) -> dict[str, TokenOutput]:
+    """The last outputs of requests on a loop whose executor will break."""
+    outputs: list[TokenOutput] = []
+    loop = EngineLoop(core, outputs.extend, max_waiting=100)
+    for one in requests:
+        loop.add(one)
+    loop.start()
+    loop._thread.join(5)
+    assert not loop._thread.is_alive() and loop.dead and not loop.live
+    return {o.request_id: o for o in outputs if o.finish_reason is not None}
+
+
+def test_a_deadline_ends_with_its_request():
+    """It neither ends a later request of the same id nor stays in memory until it would have lapsed."""
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    for i in range(20):
+        core.add(request("same", [1, 2, i], deadline=5.0, max_tokens=1))
+        finish(core)
+    assert not core._deadlines
+    core.add(request("same", [1, 2, 3]))
+    now[0] = 6.0
+    assert finish(core)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_deadline_in_the_step_that_breaks_the_executor_loses_nobody():
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    core.executor.fail_at = 2
+    execute = core.executor.execute
+
+    def late(batch) -> StepResult:
+        result = execute(batch)
+        now[0] = 6.0
+        return result
+
+    core.executor.execute = late
+    assert set(run_to_the_end(core, request("late", [1, 2], 5.0), request("other", [3, 4]))) == {"late", "other"}
+
+
+def test_broken_bookkeeping_is_told_to_every_waiter():
+    core = make_core()
+
+    def broken(*_, **__):
+        raise AssertionError("a bug")
+
+    core.scheduler.manager.free = broken
+    last = run_to_the_end(core, *(request(name, [1, 2, 3], max_tokens=2) for name in "abc"))
+    assert {name: o.finish_reason for name, o in last.items()} == dict.fromkeys("abc", FinishReason.ERROR)
+    assert all("a bug" in o.error for o in last.values())
+
+
+def test_a_late_abort_does_not_end_the_next_request_of_that_id():
+    core, in_step, go_on, ended = make_core(), threading.Event(), threading.Event(), threading.Event()
+    execute = core.executor.execute
+    reasons: list[FinishReason] = []
+
+    def slow(batch) -> StepResult:
+        in_step.set()
+        assert go_on.wait(5)
+        return execute(batch)
+
+    def sink(outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                reasons.append(output.finish_reason)
+                if len(reasons) == 1:
+                    loop.add(request("same", [5, 6, 7], max_tokens=3))
+                else:
+                    ended.set()
+
+    core.executor.execute = slow
+    loop = EngineLoop(core, sink, max_waiting=100)
+    loop.add(request("same", [1, 2, 3], max_tokens=1))
+    loop.start()
+    assert in_step.wait(5) and loop.abort("same")  # while its last step runs
+    go_on.set()
+    assert ended.wait(5)
+    loop.stop()
+    assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH]
+
+
+def test_pages_of_a_sequence_with_bad_logits_are_not_found_again():
+    core = make_core(max_batch_tokens=16)
+    execute, prompt = core.executor.execute, list(range(40))
+
+    def poisoned(batch) -> StepResult:
+        result = execute(batch)
+        failed = {token.seq_id: "logits are not finite" for token in result.tokens}
+        return StepResult([], failed)
+
+    core.executor.execute = poisoned
+    core.add(request("bad", prompt))
+    assert finish(core)[-1].finish_reason is FinishReason.ERROR
+    core.executor.execute = execute
+    core.add(request("good", prompt))
+    last = finish(core)[-1]
+    assert last.finish_reason is FinishReason.LENGTH and last.usage.cached_tokens == 0
+    core.scheduler.check_integrity()
+
+
+def test_no_more_prompt_tokens_are_found_in_the_cache_than_there_are():
+    core = make_core(max_batch_tokens=64)
+    core.add(request("a", list(range(33)), n=4, max_tokens=3))
+    finish(core)
+    stats = core.stats()
+    assert 0 < stats.cached_prompt_tokens <= stats.prompt_tokens

@@ -1,0 +1,119 @@
+"""TextEngine and SequenceText where requests end and begin at once, tokenizers fail, and stop strings must wait."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+
+from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.core.text_output import SequenceText
+from wicore_trt.errors import QueueFullError, WicoreError
+from wicore_trt.types import FinishReason, SamplingParams, TextRequest, TokenOutput, Usage
+
+TOKENIZER = FakeTokenizer()
+
+
+def params(**kwargs) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **kwargs})
+
+
+def expected(prompt: str, count: int = 20) -> str:
+    return TOKENIZER.decode(greedy(TOKENIZER.encode(prompt), count, ignore_eos=True))
+
+
+async def started(tokenizer: FakeTokenizer = TOKENIZER, max_waiting: int = 100, **kwargs) -> TextEngine:
+    engine = TextEngine(make_core(**kwargs), tokenizer, FAKE_INFO, max_waiting=max_waiting)
+    await engine.start()
+    return engine
+
+
+async def text_of(stream) -> str:
+    async with asyncio.timeout(5):
+        return "".join([output.text async for output in stream])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_an_id_is_free_again_when_its_stream_was_closed(ended):
+    """Whether the engine is still at work on the old request, or its last output is on the way to the event loop."""
+    engine = await started()
+    engine._loop._core.executor.step_s = 0.005
+    old = engine.submit(TextRequest("same", params(max_tokens=100), prompt="old"))
+    await anext(old)
+    await old.aclose()
+    while ended and engine._loop.live:
+        time.sleep(0.001)  # not asyncio.sleep: the event loop must not get the last output yet
+    new = engine.submit(TextRequest("same", params(), prompt="new"))
+    assert await text_of(new) == expected("new")
+    assert not engine.abort("same") and not engine._streams and not engine._keys
+    await engine.close()
+
+
+async def test_a_token_that_cannot_become_text_fails_its_stream_alone():
+    class Partial(FakeTokenizer):
+        def decode(self, ids, *, skip_special: bool = True) -> str:
+            if 33 in ids:
+                raise ValueError("odd token")
+            return super().decode(ids, skip_special=skip_special)
+
+    rng = random.Random(0)
+    prompts: list[list[int]] = []
+    while len(prompts) < 6:
+        prompt = [rng.randrange(2, 97) for _ in range(5)]
+        if (33 in greedy(prompt, 20, ignore_eos=True)) == (len(prompts) % 2 == 0):
+            prompts.append(prompt)
+    engine = await started(Partial())
+    streams = [engine.submit(TextRequest(str(i), params(), prompt_token_ids=tuple(p))) for i, p in enumerate(prompts)]
+    results = await asyncio.gather(*map(text_of, streams), return_exceptions=True)
+    assert [isinstance(result, WicoreError) for result in results] == [True, False] * 3
+    for prompt, text in zip(prompts[1::2], results[1::2], strict=True):
+        assert text == TOKENIZER.decode(greedy(prompt, 20, ignore_eos=True))
+    await engine.close()
+
+
+async def test_the_queue_limit_counts_sequences():
+    engine = await started(max_waiting=64, max_sequences=1)
+    engine._loop._core.executor.step_s = 0.3
+    engine.submit(TextRequest("first", params(), prompt="p"))
+    await asyncio.sleep(0.05)
+    for i in range(2):
+        engine.submit(TextRequest(f"{i}", params(n=32), prompt="p"))
+    with pytest.raises(QueueFullError):
+        engine.submit(TextRequest("full", params(), prompt="p"))
+    await engine.close()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_stop_string_counts_only_after_min_tokens(seed):
+    """Against a search of the whole text; the alphabet is small, so that matches overlap the boundary."""
+    rng = random.Random(seed)
+    tokens = [65 + rng.randrange(2) for _ in range(24)]
+    stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3)))
+    least, include = rng.randint(0, 12), bool(rng.randrange(2))
+    whole = TOKENIZER.decode(tokens)  # one character per token
+    ends = [(at + len(s), at) for s in stops for at in range(len(whole)) if whole.startswith(s, at)]
+    end, start = min((match for match in ends if match[0] > least), default=(len(whole), len(whole)))
+    sequence = SequenceText("a", TOKENIZER, params(stop=stops, min_tokens=least, include_stop=include, max_tokens=24))
+    outputs = []
+    for i, token in enumerate(tokens, 1):
+        last = FinishReason.LENGTH if i == len(tokens) else None
+        outputs.append(sequence.push(TokenOutput("key", 0, (token,), finish_reason=last, usage=Usage(1, i))))
+    shown = [output for output in outputs if output is not None]
+    assert "".join(output.text for output in shown) == whole[: end if include else start]
+    assert shown[-1].usage.completion_tokens == end
+    assert shown[-1].finish_reason is (FinishReason.STOP if (end, start) in ends else FinishReason.LENGTH)
+
+
+def test_a_stop_string_found_at_the_token_limit_is_the_reason():
+    """A byte token's text is known only when its run has ended, here by the limit."""
+
+    class Bytes(FakeTokenizer):
+        byte_ids = frozenset({33})
+
+    sequence = SequenceText("a", Bytes(), params(stop=("A",), max_tokens=2))
+    sequence.push(TokenOutput("key", 0, (34,), usage=Usage(1, 1)))
+    last = sequence.push(TokenOutput("key", 0, (33,), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2)))
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", FinishReason.STOP, "A")
