@@ -9,6 +9,7 @@ a page is findable only after the step that filled it has run.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,11 @@ from wicore_trt.kv.pool import PagePool
 
 GLOBAL = "global"
 LOCAL = "local"
+
+
+def _tables() -> dict[str, array[int]]:
+    """Empty page tables. They are arrays of C ints because each step copies all of them into its tensors."""
+    return {GLOBAL: array("i"), LOCAL: array("i")}
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class SequencePages:
 
     salt: str
     keys: list[bytes] = field(default_factory=list)
-    tables: dict[str, list[int]] = field(default_factory=lambda: {GLOBAL: [], LOCAL: []})
+    tables: dict[str, array[int]] = field(default_factory=_tables)
     published: int = 0
     first_local: int = 0
     resume_points: set[int] = field(default_factory=set)
@@ -155,7 +161,7 @@ class KVCacheManager:
         """Record that positions below `computed` are written: publish full pages, let local pages slide out."""
         full = computed // self.page_tokens
         if self._prefix_cache and full > pages.published:
-            self._chain.extend(pages.keys, tokens[: full * self.page_tokens], pages.salt)
+            self._chain.extend(pages.keys, tokens, pages.salt)
             for i in range(pages.published, full):
                 for group, pool in self.pools.items():
                     slot = pages.tables[group][i]
@@ -187,7 +193,7 @@ class KVCacheManager:
             self._done_computing(key, owner)
         for group, pool in self.pools.items():
             pool.release([slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
-            pages.tables[group] = []
+        pages.tables = _tables()
         pages.published = pages.first_local = 0
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ counts for penalties), created at the first slice of a `seq_id` and dropped by `
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.types import SamplingParams, TokenLogprob
@@ -26,7 +27,7 @@ class SequenceSlice:
     seq_id: int
     token_ids: list[int]
     start: int
-    pages: dict[str, list[int]]
+    pages: Mapping[str, Sequence[int]]
     sample: bool = False
     params: SamplingParams | None = None
     history: list[int] = field(default_factory=list)
