@@ -109,13 +109,14 @@ class KVCacheManager:
         """Largest n <= reachable whose local window is cached."""
         if LOCAL not in self.pools:
             return reachable
-        found = self.pools[LOCAL].find
-        best = run = 0
-        for n in range(1, reachable + 1):
-            run = run + 1 if found(keys[n - 1]) is not None else 0
-            if run >= n - self.first_visible_page(n * self.page_tokens):
-                best = n
-        return best
+        found, n = self.pools[LOCAL].find, reachable
+        while n > 0:
+            first = self.first_visible_page(n * self.page_tokens)
+            gap = next((i for i in range(n - 1, first - 1, -1) if found(keys[i]) is None), None)
+            if gap is None:
+                break
+            n = gap  # every longer window has this gap too
+        return n
 
     def attach(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:
         """Take references on the pages of a hit found just before, as the start of an empty sequence."""

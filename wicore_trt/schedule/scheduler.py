@@ -8,6 +8,7 @@ slices fit the budget and their pages are reserved, and if any sequence lives, t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.schedule.queue import WaitingQueue, order_key
@@ -39,6 +40,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        # What the pools could give when the head of the queue did not fit; empty when it may fit now.
+        self._too_few: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -47,6 +50,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.push(sequence)
+        self._too_few = []
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a waiting or running sequence and release its pages; unless `keep`, what only it used is forgotten."""
@@ -55,6 +59,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self.manager.free(sequence.pages, sequence.seq_id, keep=keep)
+        self._too_few = []
         sequence.move(SequenceState.FINISHED)
 
     def schedule(self) -> Plan:
@@ -95,6 +100,7 @@ class Scheduler:
         self.running.remove(victim)
         victim.move(SequenceState.WAITING)
         self.waiting.push(victim)
+        self._too_few = []
         return refund
 
     def _admit(self, plan: Plan, budget: int) -> None:
@@ -102,6 +108,8 @@ class Scheduler:
 
         The first one that does not fit stops admission, so that a big request is not starved by small ones.
         """
+        if self.running and self._too_few and all(map(le, self._available(), self._too_few)):
+            return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
         while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
             sequence = self.waiting.pop()
@@ -119,6 +127,7 @@ class Scheduler:
             ):
                 self.manager.free(sequence.pages, sequence.seq_id)
                 passed_over.append(sequence)
+                self._too_few = self._available()
                 break
             self.manager.announce(sequence.pages, sequence.seq_id)
             sequence.computed = hit.tokens
@@ -130,6 +139,9 @@ class Scheduler:
             budget -= count
         for sequence in passed_over:
             self.waiting.push(sequence)
+
+    def _available(self) -> list[int]:
+        return [pool.available for pool in self.manager.pools.values()]
 
     def computed(self, sequence: Sequence, count: int) -> None:
         """Record that a step computed `count` more tokens of a running sequence."""

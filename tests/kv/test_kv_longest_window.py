@@ -1,0 +1,35 @@
+"""The longest cached prefix of a model with local layers, against a search of every length."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager, SequencePages
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
+    rng = random.Random(seed)
+    size, pages = rng.choice([1, 2, 4, 8]), 24
+    manager = KVCacheManager({GLOBAL: pages, LOCAL: pages}, rng.randint(1, 40), KeyChain("engine", size))
+    tokens = [rng.randrange(97) for _ in range(pages * size + 1)]
+    sequence = SequencePages("")
+    assert manager.lookup(sequence, tokens).tokens == 0
+    there = {
+        group: {i for i in range(pages) if rng.random() < (0.97 if group == GLOBAL else 0.8)}
+        for group in (GLOBAL, LOCAL)
+    }
+    for group, pool in manager.pools.items():
+        for i in there[group]:
+            pool.publish(pool.allocate(1)[0], sequence.keys[i])
+
+    def usable(n: int) -> bool:
+        window = range(manager.first_visible_page(n * size), n)
+        return set(range(n)) <= there[GLOBAL] and set(window) <= there[LOCAL]
+
+    hit = manager.lookup(sequence, tokens)
+    assert hit.tokens == size * max(n for n in range(pages + 1) if usable(n))
+    assert hit.reachable == next((i for i in range(pages) if i not in there[GLOBAL]), pages)
