@@ -8,6 +8,7 @@ candidates have one order: higher logit first, lower token id first among equals
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,12 +89,12 @@ class Sampler:
 
 
 class _TokenCounts:
-    """How often each token of a history was output; 0 for a token that only the prompt holds."""
+    """How often each token of a history was output, in `outputs`, 0 if only the prompt holds it; `ids` names it."""
 
     def __init__(self) -> None:
-        self.outputs: dict[int, int] = {}
-        self._length = 0
-        self._prompt_len = 0
+        self.ids, self.outputs = array("q"), array("f")
+        self._slots: dict[int, int] = {}
+        self._length = self._prompt_len = 0
         self._last: int | None = None
 
     def update(self, history: Sequence[int], prompt_len: int) -> None:
@@ -104,13 +105,14 @@ class _TokenCounts:
             and (not self._length or history[self._length - 1] == self._last)
         )
         if not continues:
-            self.outputs.clear()
-            self._length = 0
+            _TokenCounts.__init__(self)
         for position in range(self._length, len(history)):
-            token = history[position]
-            self.outputs[token] = self.outputs.get(token, 0) + (position >= prompt_len)
-        self._length, self._prompt_len = len(history), prompt_len
-        self._last = history[-1] if history else None
+            slot = self._slots.setdefault(history[position], len(self.ids))
+            if slot == len(self.ids):
+                self.ids.append(history[position])
+                self.outputs.append(0)
+            self.outputs[slot] += position >= prompt_len
+        self._length, self._prompt_len, self._last = len(history), prompt_len, history[-1] if history else None
 
 
 def uniform(seed: int, position: int) -> float:
@@ -155,9 +157,7 @@ def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
 
 def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
     """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties."""
-    size = len(counts.outputs)
-    host_tokens = np.fromiter(counts.outputs.keys(), np.int64, size)
-    host_counts = np.fromiter(counts.outputs.values(), np.float32, size)
+    host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
     known = host_tokens < row.shape[0]
     tokens = torch.from_numpy(host_tokens[known]).to(row.device)
     outputs = torch.from_numpy(host_counts[known]).to(row.device)
