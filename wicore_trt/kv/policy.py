@@ -1,0 +1,277 @@
+"""What leaves a KV tier when it is full: the policy interface, the chain bookkeeping all policies share, LRU and LFU.
+
+A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for
+victims and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group.
+Invariant: a page is offered as a victim only after every child of it in the tier, so that what stays is reachable.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence, Set
+from typing import Protocol
+
+Key = Hashable
+NEUTRAL_SIGNAL = 1.0
+"""Attention mass of a page nobody measured."""
+
+
+class EvictionPolicy(Protocol):
+    """What a tier manager calls. Keys of a chain are given first page first."""
+
+    def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
+        """A request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the attention
+        mass that page i received since its last touch, relative to an average page (1.0 when not measured)."""
+
+    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
+        """These consecutive pages came into the tier. `parent` is the page before the first one; it is needed only for
+        keys that no `touch` has shown yet (generated pages)."""
+
+    def remove(self, key: Key) -> None:
+        """The page left the tier (evicted, promoted or found corrupt)."""
+
+    def pin(self, keys: Sequence[Key]) -> None:
+        """Never offer these pages until `unpin`. Pins count."""
+
+    def unpin(self, keys: Sequence[Key]) -> None: ...
+
+    def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
+        """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
+        leave fewer. Changes nothing: the caller evicts and reports each page with `remove`."""
+
+    def __len__(self) -> int:
+        """Pages in the tier."""
+        ...
+
+    def __contains__(self, key: Key) -> bool: ...
+
+
+class Node:
+    """One page that is in the tier (`resident`) or was seen lately (a ghost).
+
+    `children` counts resident children; `version` outdates heap entries; `last` is the clock of the last touch; `uses`
+    counts touches after the first; `group` belongs to the cost policy, `attention` to A2CR.
+    """
+
+    __slots__ = (
+        "attention", "children", "depth", "group", "key", "last", "parent", "pins", "resident", "uses", "version",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, parent: Node | None) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth = parent.depth + 1 if parent is not None else 0
+        self.children = self.pins = self.version = self.uses = self.last = 0
+        self.resident = False
+        self.attention = NEUTRAL_SIGNAL
+        self.group: object = None
+
+
+class ChainPolicy(ABC):
+    """Chains, ghosts, pins and a heap of the pages that may leave; a subclass says how much a page is worth.
+
+    Only pages without resident children and pins are in the heap. Entries are outdated by `version` and dropped when
+    met, so that touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts
+    touched pages: the order needs no wall clock and is the same at any request rate.
+    """
+
+    def __init__(self, capacity: int, *, ghosts: int = 0) -> None:
+        self.capacity = capacity
+        self._ghost_limit = ghosts
+        self._nodes: dict[Key, Node] = {}
+        self._ghosts: OrderedDict[Key, Node] = OrderedDict()
+        self._heap: list[tuple[float, int, int, Node]] = []
+        self._pushed = 0
+        self._resident = 0
+        self._clock = 0
+
+    @abstractmethod
+    def _score(self, node: Node) -> float:
+        """Worth of keeping the page; the lowest leaves first."""
+
+    @abstractmethod
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        """Learn from a touch. The first `seen` pages of the path were known; `last` still holds their earlier touch."""
+
+    def _forget(self, node: Node) -> None:
+        """A ghost is dropped."""
+
+    def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
+        self._drop_ghosts()
+        self._clock += len(keys)
+        path, seen = self._path(keys)
+        self._observe(path, seen, signal)
+        for node in path:
+            node.version += 1
+            node.last = self._clock
+            if node.resident:
+                self._offer(node)
+            else:
+                self._ghosts.move_to_end(node.key)
+
+    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
+        above = self._nodes.get(parent) if parent is not None else None
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                node = self._create(key, above)
+                node.last = self._clock
+                self._adopt(node)
+            if not node.resident:
+                del self._ghosts[key]
+                node.resident = True
+                self._resident += 1
+                if node.parent is not None:
+                    node.parent.children += 1
+            above = node
+        for key in keys:
+            self._offer(self._nodes[key])
+
+    def _adopt(self, node: Node) -> None:
+        """A page came in that no request looked up (a generated one)."""
+
+    def remove(self, key: Key) -> None:
+        node = self._nodes[key]
+        assert node.resident, "a page was removed twice"
+        node.resident = False
+        node.pins = 0
+        node.version += 1
+        self._resident -= 1
+        self._ghosts[key] = node
+        if node.parent is not None:
+            node.parent.children -= 1
+            self._offer(node.parent)
+
+    def pin(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._nodes[key].pins += 1
+
+    def unpin(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            node = self._nodes[key]
+            assert node.pins > 0, "a page was unpinned twice"
+            node.pins -= 1
+            self._offer(node)
+
+    def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
+        taken: list[Node] = []
+        popped: list[tuple[float, int, int, Node]] = []
+        lost: dict[Node, int] = {}
+        while len(taken) < count and self._heap:
+            entry = heapq.heappop(self._heap)
+            node = entry[3]
+            if entry[2] != node.version or not node.resident or node.pins or node.children != lost.get(node, 0):
+                continue
+            popped.append(entry)
+            if node.key in protected:
+                continue
+            node.version += 1  # a second entry of this page is not to be met
+            taken.append(node)
+            above = node.parent
+            if above is not None and above.resident:
+                lost[above] = lost.get(above, 0) + 1
+                if lost[above] == above.children and not above.pins:
+                    self._pushed += 1
+                    heapq.heappush(self._heap, (self._score(above), self._pushed, above.version, above))
+        for score, order, _, node in popped:
+            heapq.heappush(self._heap, (score, order, node.version, node))
+        return [node.key for node in taken] if len(taken) == count else None
+
+    def __len__(self) -> int:
+        return self._resident
+
+    def __contains__(self, key: Key) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.resident
+
+    def _path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
+        """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
+        path: list[Node] = []
+        above: Node | None = None
+        seen = 0
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                node = self._create(key, above)
+            elif seen == len(path):
+                seen += 1
+            if node.parent is not above:
+                self._reparent(node, above)
+            path.append(node)
+            above = node
+        return path, seen
+
+    def _create(self, key: Key, parent: Node | None) -> Node:
+        node = self._nodes[key] = self._ghosts[key] = Node(key, parent)
+        return node
+
+    def _reparent(self, node: Node, parent: Node | None) -> None:
+        """The parent had been dropped and came back as another node."""
+        if node.resident:
+            if node.parent is not None:
+                node.parent.children -= 1
+            if parent is not None:
+                parent.children += 1
+        node.parent = parent
+
+    def _drop_ghosts(self) -> None:
+        while len(self._ghosts) > self._ghost_limit:
+            key, node = self._ghosts.popitem(last=False)
+            del self._nodes[key]
+            self._forget(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.resident and not node.children and not node.pins:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (self._score(node), self._pushed, node.version, node))
+        if len(self._heap) > 64 + 4 * self._resident:
+            self._rescore()
+
+    def _rescore(self) -> None:
+        """Build the heap anew with today's scores."""
+        leaves = [n for n in self._nodes.values() if n.resident and not n.children and not n.pins]
+        self._heap = [(self._score(node), i, node.version, node) for i, node in enumerate(leaves)]
+        self._pushed = len(leaves)
+        heapq.heapify(self._heap)
+
+    def check_integrity(self) -> None:
+        """Assert the books: residents, ghosts, children and that every page that may leave can be found."""
+        residents = [n for n in self._nodes.values() if n.resident]
+        assert len(residents) == self._resident, "the number of resident pages is wrong"
+        assert all((key in self._ghosts) != node.resident for key, node in self._nodes.items()), "a page is lost"
+        children: dict[Node, int] = {}
+        for node in residents:
+            if node.parent is not None:
+                children[node.parent] = children.get(node.parent, 0) + 1
+        assert all(node.children == children.get(node, 0) for node in residents), "children are miscounted"
+        live = {entry[3] for entry in self._heap if entry[2] == entry[3].version}
+        assert all(n in live for n in residents if not n.children and not n.pins), "a page can never leave"
+
+
+class LRUPolicy(ChainPolicy):
+    """Least recently touched first, deepest first within one chain."""
+
+    def _score(self, node: Node) -> float:
+        return node.last
+
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        pass
+
+
+class LFUPolicy(ChainPolicy):
+    """Least often touched first, then least recently; counts survive eviction for one cache's worth of ghosts."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, ghosts=capacity)
+
+    def _score(self, node: Node) -> float:
+        return node.uses * 2.0**40 + node.last
+
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        for node in path[:seen]:
+            node.uses += 1

@@ -1,0 +1,220 @@
+"""Learns, while serving, how soon a page of a given kind is used again.
+
+For each class of pages it keeps how many were reused, and how many were at risk, per age; from these it estimates the
+reuse hazard and, for every age, the best reuse rate that waiting longer can still bring. It must not know keys, tiers
+or what is evicted: it sees ages and outcomes only. Invariant: evidence that is still open (pages neither reused nor
+forgotten) counts as survival to its present age, so that young data does not look better than it is.
+
+Classes have two levels. The coarse class has its own shape over age; the fine class scales it by one factor. Both are
+shrunk towards the level above: a class with little evidence behaves like its parent, and everything like one table
+over age at first. The index is the largest ratio of expected reuses to expected waiting time over all horizons (the
+Gittins index of keeping the page; "hit density" in Beckmann et al., LHD, NSDI 2018, with the horizon left free).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_BINS = 32
+_BIN_PRIOR = 50.0
+_CLASS_PRIOR = 10.0
+_FINE_PRIOR = 50.0
+"""Pseudo-observations: how much evidence moves a bin, a coarse class and a fine class half-way from its parent."""
+
+
+class PageClass(NamedTuple):
+    """Kind of a page: everything about it but its age."""
+
+    coarse: int
+    fine: int
+
+
+class Group:
+    """Pages that one request touched and that are of one class: one observation of weight sqrt(pages).
+
+    Pages of a request live and die together, so they are not independent evidence; `weight` is each page's share.
+    """
+
+    __slots__ = ("last", "open", "page_class", "weight")
+
+    def __init__(self, page_class: PageClass, last: int) -> None:
+        self.page_class = page_class
+        self.last = last
+        self.open = 0
+        self.weight = 1.0
+
+
+class _Table:
+    __slots__ = ("ended", "reused")
+
+    def __init__(self) -> None:
+        self.reused = [0.0] * _BINS
+        self.ended = [0.0] * _BINS
+
+
+class ReuseModel:
+    """Reuse statistics over age bins of half an octave. `unit` is the width of the first bin on the caller's clock;
+    `memory` the number of observations after which old evidence counts half."""
+
+    def __init__(self, unit: float, memory: float) -> None:
+        self._unit = unit
+        self._memory = memory
+        self._edges = [0.0] + [unit * 2 ** (b / 2) for b in range(_BINS)]
+        self._all = _Table()
+        self._coarse: dict[int, _Table] = {}
+        self._fine: dict[PageClass, list[float]] = {}
+        self._hazard: dict[int, list[float]] = {}
+        self._cumulative: dict[int, list[float]] = {}
+        self._index: dict[PageClass, list[float]] = {}
+        self._factor: dict[PageClass, float] = {}
+        self._default: list[float] = []
+        self.observed = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `index` means something yet."""
+        return bool(self._default)
+
+    def end(self, group: Group, age: float, *, reused: bool) -> None:
+        """A page of `group` was reused, or forgotten unused, `age` after its last touch."""
+        bin_, weight, kind = self._bin(age), group.weight, group.page_class
+        coarse = self._coarse.get(kind.coarse)
+        if coarse is None:
+            coarse = self._coarse[kind.coarse] = _Table()
+        fine = self._fine.setdefault(kind, [0.0, 0.0])
+        for table in (self._all, coarse):
+            table.ended[bin_] += weight
+            if reused:
+                table.reused[bin_] += weight
+        if reused:
+            fine[0] += weight
+        expected = self._cumulative.get(kind.coarse)
+        if expected is not None:
+            fine[1] += weight * expected[bin_]
+        self.observed += 1
+
+    def index(self, kind: PageClass, age: float) -> float:
+        """Expected reuses per unit of clock that keeping a page of this class and age brings."""
+        table = self._index.get(kind)
+        if table is None:
+            hazard = self._hazard.get(kind.coarse)
+            if hazard is None:
+                table = self._default
+            else:
+                factor = self._factor.get(kind, 1.0)
+                table = self._best_rates([min(0.9, h * factor) for h in hazard])
+            self._index[kind] = table
+        x = age / self._unit
+        if x < 1.0:
+            return table[0] + (table[1] - table[0]) * x
+        x = 1.0 + 2.0 * math.log2(x)
+        low = int(x)
+        if low >= _BINS - 1:
+            return table[_BINS - 1]
+        return table[low] + (table[low + 1] - table[low]) * (x - low)
+
+    def refresh(self, groups: Iterable[Group], now: int) -> None:
+        """Estimate anew. `groups` are all groups with open pages."""
+        waiting: dict[int, list[float]] = {}
+        fine_waiting: dict[PageClass, list[float]] = {}
+        for group in groups:
+            bin_, weight = self._bin(now - group.last), group.open * group.weight
+            kind = group.page_class
+            counts = waiting.get(kind.coarse)
+            if counts is None:
+                counts = waiting[kind.coarse] = [0.0] * _BINS
+            counts[bin_] += weight
+            counts = fine_waiting.get(kind)
+            if counts is None:
+                counts = fine_waiting[kind] = [0.0] * _BINS
+            counts[bin_] += weight
+        nothing = [0.0] * _BINS
+        total = [sum(counts) for counts in zip(*waiting.values(), strict=True)] or nothing
+        base = _hazard_of(self._all, total)
+        self._default = self._best_rates(base)
+        self._hazard = {
+            key: _shrunk_hazard(table, waiting.get(key, nothing), base) for key, table in self._coarse.items()
+        }
+        self._cumulative = {key: _running_sum(hazard) for key, hazard in self._hazard.items()}
+        self._factor = {kind: self._fine_factor(kind, fine_waiting.get(kind)) for kind in self._fine}
+        self._index = {}
+        self._fade()
+        self.observed = 0
+
+    def _fine_factor(self, kind: PageClass, waiting: list[float] | None) -> float:
+        reused, expected = self._fine[kind]
+        if waiting is not None:
+            expected += sum(w * c for w, c in zip(waiting, self._cumulative[kind.coarse], strict=True))
+        return (reused + _FINE_PRIOR) / (expected + _FINE_PRIOR)
+
+    def _fade(self) -> None:
+        keep = 0.5 ** (self.observed / self._memory)
+        for table in (self._all, *self._coarse.values()):
+            table.reused = [x * keep for x in table.reused]
+            table.ended = [x * keep for x in table.ended]
+        self._fine = {k: [r * keep, e * keep] for k, (r, e) in self._fine.items() if r + e > 1e-3}
+
+    def _bin(self, age: float) -> int:
+        x = age / self._unit
+        return 0 if x < 1.0 else min(_BINS - 1, 1 + int(2.0 * math.log2(x)))
+
+    def _best_rates(self, hazard: list[float]) -> list[float]:
+        """For each bin, the largest reuses per time of keeping from its start until any later bin's end.
+
+        Backwards; a stretch absorbs the one after it while that raises its rate (pool adjacent violators).
+        """
+        rates = [0.0] * _BINS
+        stretches: list[tuple[float, float, float]] = []
+        for b in range(_BINS - 1, -1, -1):
+            width = self._edges[b + 1] - self._edges[b]
+            chance, time, left = hazard[b], width * (1 - hazard[b] / 2), 1 - hazard[b]
+            while stretches and stretches[-1][0] * time > chance * stretches[-1][1]:
+                more, longer, rest = stretches.pop()
+                chance, time, left = chance + left * more, time + left * longer, left * rest
+            stretches.append((chance, time, left))
+            rates[b] = chance / time
+        return rates
+
+
+def _at_risk(table: _Table, waiting: list[float]) -> list[float]:
+    """How many entered each bin; those still waiting inside it count half."""
+    risk, older = [0.0] * _BINS, 0.0
+    for b in range(_BINS - 1, -1, -1):
+        risk[b] = older + table.ended[b] + 0.5 * waiting[b]
+        older += table.ended[b] + waiting[b]
+    return risk
+
+
+def _hazard_of(table: _Table, waiting: list[float]) -> list[float]:
+    risk = _at_risk(table, waiting)
+    return _smooth([(r + 0.01) / (n + 1.0) for r, n in zip(table.reused, risk, strict=True)])
+
+
+def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> list[float]:
+    """Hazard of a class: `base` scaled to the class, then moved towards the class's own bins by their evidence."""
+    risk = _at_risk(table, waiting)
+    expected = sum(n * h for n, h in zip(risk, base, strict=True))
+    factor = (sum(table.reused) + _CLASS_PRIOR) / (expected + _CLASS_PRIOR)
+    own = [
+        min(0.95, (r + _BIN_PRIOR * min(0.9, factor * h)) / (n + _BIN_PRIOR))
+        for r, n, h in zip(table.reused, risk, base, strict=True)
+    ]
+    return _smooth(own)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Three passes of a (1, 2, 1) / 4 filter; the ends stay."""
+    for _ in range(3):
+        inner = [0.25 * values[b - 1] + 0.5 * values[b] + 0.25 * values[b + 1] for b in range(1, _BINS - 1)]
+        values = [values[0], *inner, values[-1]]
+    return values
+
+
+def _running_sum(values: list[float]) -> list[float]:
+    total, sums = 0.0, []
+    for value in values:
+        total += value
+        sums.append(total)
+    return sums
