@@ -83,7 +83,7 @@ class EngineLoop:
             return True
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Cancel what is live and end the thread."""
+        """Cancel what is live and end the thread; waits for that at most `timeout_s` seconds."""
         with self._wake:
             self._open = False
             self._wake.notify()

@@ -206,10 +206,10 @@ class TextEngine:
             await self._idle.wait()
             return False
 
-    async def close(self) -> None:
-        """Cancel everything and end the step loop."""
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel everything and end the step loop; a step that hangs longer than `timeout_s` is left behind."""
         self.draining = True
-        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._loop.stop, timeout_s)
 
     def _deliver_soon(self, outputs: list[TokenOutput]) -> None:
         """The EngineLoop's callback, on its thread."""

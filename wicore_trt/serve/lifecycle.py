@@ -80,7 +80,7 @@ async def _serve(
         death = await _unless(stop, asyncio.ensure_future(_death(engine)))
         if death is not None:
             await server.set_draining()
-            raise EngineDeadError(f"The engine stopped: {death}.")
+            raise _dead(death)
         return await _drain(server, engine, settings.grace_s)
     finally:
         await server.stop(FLUSH_S)
@@ -98,8 +98,9 @@ async def _drain(server: GrpcServer, engine: TextEngine, grace_s: float) -> int:
         await asyncio.wait_for(server.service.idle.wait(), max(end - time.monotonic(), FLUSH_S))
     clean = clean and server.service.idle.is_set()
     await server.stop(FLUSH_S)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(engine.close(), CANCEL_S)
+    await engine.close(CANCEL_S)
+    if engine.dead is not None:
+        raise _dead(engine.dead)
     if clean:
         log.info("stopped")
     else:
@@ -166,6 +167,10 @@ async def _death(engine: TextEngine) -> str:
     while engine.dead is None:
         await asyncio.sleep(DEATH_POLL_S)
     return engine.dead
+
+
+def _dead(why: str) -> EngineDeadError:
+    return EngineDeadError(f"The engine stopped: {why}.")
 
 
 def _warn_of_clear_text_key(settings: ServerSettings) -> None:

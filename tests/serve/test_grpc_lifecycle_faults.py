@@ -1,0 +1,35 @@
+"""The end of a server process whose engine hangs, or breaks while it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import grpc
+from serving import failure, process, request
+
+
+async def test_a_step_that_hangs_does_not_keep_the_process_alive():
+    async with process(step_s=60, server={"grace_s": 0.1}) as server:
+        await server.until_serving()
+        call = server.stub.Generate(request())
+        await asyncio.sleep(0.5)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        exit_code, log = await server.end()
+        assert exit_code == 1 and "were cancelled" in log
+        assert time.monotonic() - started < 15
+        call.cancel()
+
+
+async def test_an_engine_that_breaks_while_draining_is_no_clean_end():
+    async with process(step_s=0.05, fail_at=20) as server:
+        await server.until_serving()
+        call = asyncio.create_task(failure(server.stub.Generate(request(max_tokens=100))))
+        await asyncio.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        code, _, _ = await call
+        assert code is grpc.StatusCode.INTERNAL
+        exit_code, log = await server.end()
+        assert exit_code == 1, log
