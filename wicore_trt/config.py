@@ -81,7 +81,7 @@ class SchedulerSettings:
     max_sequences: Positive = 64
     """Sequences that run at the same time."""
     max_waiting: Positive = 1024
-    """Requests that may wait; the next one is refused with RESOURCE_EXHAUSTED."""
+    """Sequences that may wait for their first step; a request beyond that is refused with RESOURCE_EXHAUSTED."""
     max_context: Positive | None = None
     """Longest sequence in tokens, prompt and output. Default: the engine's limit."""
 
@@ -104,7 +104,7 @@ class ServerSettings:
     """CA that client certificates must be signed by, a PEM file; clients without one are refused."""
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
-    max_message_mb: Positive = 16
+    max_message_mb: Positive = 64
     """Largest request message in MiB."""
 
     def __post_init__(self) -> None:

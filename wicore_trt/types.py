@@ -18,6 +18,7 @@ MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_N = 32
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
 class FinishReason(enum.Enum):
@@ -102,6 +103,10 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} non-empty strings of up to {MAX_STOP_LENGTH} characters.",
                 field="stop",
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens.", field="stop_token_ids"
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 1 << 31)

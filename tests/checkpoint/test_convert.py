@@ -21,6 +21,7 @@ from wicore_trt.checkpoint import convert as convert_module
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -78,7 +79,7 @@ def test_values_of_every_dtype_and_tp(dtype: str, tp: int, tmp_path: Path) -> No
             expected = _expected(tensor, tensors, DTYPES[checkpoint.dtype])
         else:
             w = _expected(tensor, tensors, torch.float32)
-            scale = w.abs().amax(1) / 448
+            scale = torch.from_numpy(quantize_e4m3_per_channel(w.numpy())[1])
             assert torch.equal(_reassemble(tensor, tensor.scale_name, ranks, spec), scale)
             expected = (w / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
             names.remove(tensor.scale_name)

@@ -11,6 +11,7 @@ from parity.paged import PagedDriver, random_chunks
 from parity.tiny import TinyModel, cast, tiny_model
 from torch import nn
 
+from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 
@@ -107,7 +108,9 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.weight_scale = self.quantize(linear.weight.detach())
+        weight = linear.weight.detach()
+        scale = torch.from_numpy(quantize_e4m3_per_channel(weight.numpy())[1])[:, None]
+        self.weight, self.weight_scale = (weight / scale).clamp(-448, 448).to(E4M3).double(), scale.double()
 
     @staticmethod
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
