@@ -62,7 +62,7 @@ class Node:
     def __init__(self, key: Key, parent: Node | None) -> None:
         self.key = key
         self.parent = parent
-        self.depth = parent.depth + 1 if parent is not None else 0
+        self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children = self.pins = self.version = self.uses = self.last = 0
         self.resident = False
         self.attention = NEUTRAL_SIGNAL
@@ -95,7 +95,7 @@ class ChainPolicy(ABC):
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         """Learn from a touch. The first `seen` pages of the path were known; `last` still holds their earlier touch."""
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
         """A ghost is dropped."""
 
     def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
@@ -129,7 +129,7 @@ class ChainPolicy(ABC):
         for key in keys:
             self._offer(self._nodes[key])
 
-    def _adopt(self, node: Node) -> None:
+    def _adopt(self, node: Node) -> None:  # noqa: B027, likewise
         """A page came in that no request looked up (a generated one)."""
 
     def remove(self, key: Key) -> None:
