@@ -88,10 +88,9 @@ class ReuseModel:
             table.ended[bin_] += weight
             if reused:
                 table.reused[bin_] += weight
-        if reused:
-            fine[0] += weight
         expected = self._cumulative.get(kind.coarse)
         if expected is not None:
+            fine[0] += weight if reused else 0.0
             fine[1] += weight * expected[bin_]
         self.observed += 1
 
@@ -104,12 +103,12 @@ class ReuseModel:
                 table = self._default
             else:
                 factor = self._factor.get(kind, 1.0)
-                table = self._best_rates([min(0.9, h * factor) for h in hazard])
+                table = self._best_rates(_smooth([min(0.9, h * factor) for h in hazard]))
             self._index[kind] = table
         x = age / self._unit
         if x < 1.0:
-            return table[0] + (table[1] - table[0]) * x
-        x = 1.0 + 2.0 * math.log2(x)
+            return table[0]
+        x = 0.5 + 2.0 * math.log2(x)  # table[b] stands at the middle of bin b
         low = int(x)
         if low >= _BINS - 1:
             return table[_BINS - 1]
@@ -133,7 +132,7 @@ class ReuseModel:
         nothing = [0.0] * _BINS
         total = [sum(counts) for counts in zip(*waiting.values(), strict=True)] or nothing
         base = _hazard_of(self._all, total)
-        self._default = self._best_rates(base)
+        self._default = self._best_rates(_smooth(base))
         self._hazard = {
             key: _shrunk_hazard(table, waiting.get(key, nothing), base) for key, table in self._coarse.items()
         }
@@ -161,20 +160,26 @@ class ReuseModel:
         return 0 if x < 1.0 else min(_BINS - 1, 1 + int(2.0 * math.log2(x)))
 
     def _best_rates(self, hazard: list[float]) -> list[float]:
-        """For each bin, the largest reuses per time of keeping from its start until any later bin's end.
+        """For the middle of each bin, the largest reuses per time of keeping until any later bin's end.
 
-        Backwards; a stretch absorbs the one after it while that raises its rate (pool adjacent violators).
+        Backwards over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the
+        next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends.
         """
         rates = [0.0] * _BINS
         stretches: list[tuple[float, float, float]] = []
         for b in range(_BINS - 1, -1, -1):
-            width = self._edges[b + 1] - self._edges[b]
-            chance, time, left = hazard[b], width * (1 - hazard[b] / 2), 1 - hazard[b]
+            h, width = hazard[b], self._edges[b + 1] - self._edges[b]
+            chance, time, left = h, 0.5 * width * (1 - h / 2), 1 - h
+            for more, longer, rest in reversed(stretches):
+                if more * time <= chance * longer:
+                    break
+                chance, time, left = chance + left * more, time + left * longer, left * rest
+            rates[b] = chance / time
+            chance, time, left = h, width * (1 - h / 2), 1 - h
             while stretches and stretches[-1][0] * time > chance * stretches[-1][1]:
                 more, longer, rest = stretches.pop()
                 chance, time, left = chance + left * more, time + left * longer, left * rest
             stretches.append((chance, time, left))
-            rates[b] = chance / time
         return rates
 
 
@@ -189,7 +194,7 @@ def _at_risk(table: _Table, waiting: list[float]) -> list[float]:
 
 def _hazard_of(table: _Table, waiting: list[float]) -> list[float]:
     risk = _at_risk(table, waiting)
-    return _smooth([(r + 0.01) / (n + 1.0) for r, n in zip(table.reused, risk, strict=True)])
+    return [(r + 0.01) / (n + 1.0) for r, n in zip(table.reused, risk, strict=True)]
 
 
 def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> list[float]:
@@ -197,11 +202,10 @@ def _shrunk_hazard(table: _Table, waiting: list[float], base: list[float]) -> li
     risk = _at_risk(table, waiting)
     expected = sum(n * h for n, h in zip(risk, base, strict=True))
     factor = (sum(table.reused) + _CLASS_PRIOR) / (expected + _CLASS_PRIOR)
-    own = [
+    return [
         min(0.95, (r + _BIN_PRIOR * min(0.9, factor * h)) / (n + _BIN_PRIOR))
         for r, n, h in zip(table.reused, risk, base, strict=True)
     ]
-    return _smooth(own)
 
 
 def _smooth(values: list[float]) -> list[float]:
