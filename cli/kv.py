@@ -1,0 +1,110 @@
+"""`wicore kv`: look at KV cache decisions without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.simulate import SimulationReport
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
+
+
+@app.callback()
+def root() -> None:
+    """Simulate KV cache tiers and eviction policies."""
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Option("--trace", help="JSON lines with hash_ids (Mooncake format).")],
+    policy: Annotated[
+        str, typer.Option("--policy", help="cost, lru, a2cr, lfu or belady; several with commas; or all.")
+    ] = "cost",
+    capacity: Annotated[
+        str, typer.Option("--capacity", help="Device pages, or a share of the unique blocks (5%); several with commas.")
+    ] = "2%,5%,10%,20%,30%",
+    host: Annotated[str | None, typer.Option("--host", help="Host tier: pages or share.")] = None,
+    disk: Annotated[str | None, typer.Option("--disk", help="Disk tier: pages or share.")] = None,
+    inclusive: Annotated[
+        bool, typer.Option("--inclusive/--exclusive", help="Write pages through to lower tiers, or move them down.")
+    ] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
+    ] = False,
+    bytes_per_token: Annotated[
+        int, typer.Option("--bytes-per-token", min=0, help="KV bytes of global layers.")
+    ] = 81_920,
+    window_bytes: Annotated[
+        int, typer.Option("--window-bytes", min=0, help="KV bytes of sliding windows at one resume point.")
+    ] = 436_207_616,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Replay only the first requests.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay a trace: token hit rate per tier and bytes moved between tiers."""
+    from functools import partial
+
+    from wicore_trt.cli._ui import print_json, progress
+    from wicore_trt.kv.policies import POLICIES
+    from wicore_trt.kv.simulate import KVBytes, recompute_cost
+    from wicore_trt.kv.simulate import simulate as replay
+    from wicore_trt.kv.trace import load_trace, unique_blocks
+
+    requests = load_trace(trace, limit=limit)
+    unique = unique_blocks(requests)
+    lower = {name: _pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None}
+    sizes = [_pages(text, unique, "capacity") for text in capacity.split(",")]
+    names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
+    reports = []
+    with progress(quiet=json) as report:
+        for name in names:
+            for size in sizes:
+                result = replay(
+                    requests,
+                    name,
+                    {"device": size, **lower},
+                    inclusive=inclusive,
+                    page_cost=recompute_cost if recompute else None,
+                    kv_bytes=KVBytes(bytes_per_token, window_bytes),
+                    progress=partial(report, f"{name}, {size} pages"),
+                )
+                reports.append(result)
+    if json:
+        print_json({"trace": str(trace), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
+    else:
+        _print(f"{trace.name}: {len(requests)} requests, {unique} unique blocks", reports)
+
+
+def _pages(text: str, unique: int, option: str) -> int:
+    """Pages of "1000" or "5%" (of the unique blocks)."""
+    from wicore_trt.errors import ConfigError
+
+    try:
+        pages = int(unique * float(text[:-1]) / 100) if text.endswith("%") else int(text)
+    except ValueError:
+        pages = 0
+    if pages < 1:
+        raise ConfigError(f"--{option} {text!r} is not a number of pages.", fix="Write 1000 or 5%.")
+    return pages
+
+
+def _print(title: str, reports: list[SimulationReport]) -> None:
+    from wicore_trt.cli._ui import human_bytes, print_table
+
+    tiers, flows = list(reports[0].hit_tokens), list(reports[0].moved_bytes)
+    columns = ("policy", *(f"{tier} pages" for tier in tiers), "hit rate", *(f"{t} hits" for t in tiers), *flows, "s")
+    rows: list[tuple[Any, ...]] = [
+        (
+            r.policy,
+            *r.capacity.values(),
+            f"{r.hit_rate:.4f}",
+            *(f"{r.hit_tokens[tier] / max(1, r.tokens):.4f}" for tier in tiers),
+            *(human_bytes(r.moved_bytes[flow]) for flow in flows),
+            f"{r.seconds:.1f}",
+        )
+        for r in reports
+    ]
+    print_table(title, columns, rows)

@@ -1,0 +1,26 @@
+"""The eviction policies by name, as recipes and the command line spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.kv.a2cr import A2CRPolicy
+from wicore_trt.kv.cost import CostPolicy
+from wicore_trt.kv.policy import ChainPolicy, LFUPolicy, LRUPolicy
+
+POLICIES = ("cost", "lru", "a2cr", "lfu")
+DEFAULT_POLICY = "cost"
+
+
+def make_policy(name: str, capacity: int, *, page_cost: Callable[[int], float] | None = None) -> ChainPolicy:
+    """The policy of one tier that holds `capacity` pages. `page_cost` is used by `cost` only.
+
+    Raises ConfigError for an unknown name.
+    """
+    if name == "cost":
+        return CostPolicy(capacity, page_cost=page_cost)
+    simple: dict[str, Callable[[int], ChainPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy, "a2cr": A2CRPolicy}
+    if name not in simple:
+        raise ConfigError(f"unknown eviction policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
+    return simple[name](capacity)

@@ -1,0 +1,57 @@
+"""Request traces: one JSON object a line with the block ids of each prompt.
+
+The format is that of the Mooncake traces (FAST 2025): `timestamp` (ms), `input_length`, `output_length` (tokens) and
+`hash_ids`, prefix-chained ids of blocks of 512 tokens, of which the last may be partial. Must not know policies or
+tiers. Invariant: requests are in the order of arrival and a block has one parent.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from wicore_trt.errors import ConfigError
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One prompt. `blocks` name its prefix, first block first; `tokens` is its length."""
+
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
+    """Read the first `limit` requests. Raises ConfigError naming file and line when one cannot be read."""
+    requests: list[TraceRequest] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests.append(_request(line, f"{path}:{number}"))
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror}.", fix="Give a JSON-lines file with hash_ids.") from error
+    if not requests:
+        raise ConfigError(f"trace {path} has no requests.")
+    return requests
+
+
+def _request(line: str, where: str) -> TraceRequest:
+    try:
+        data = json.loads(line)
+        blocks = tuple(int(block) for block in data["hash_ids"])
+        tokens = int(data.get("input_length", len(blocks) * BLOCK_TOKENS))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{where}: not a trace request ({error}).", fix="Each line needs hash_ids.") from error
+    if not blocks or len(set(blocks)) != len(blocks):
+        raise ConfigError(f"{where}: hash_ids must be a non-empty list without repeats.")
+    return TraceRequest(blocks, tokens)
+
+
+def unique_blocks(requests: list[TraceRequest]) -> int:
+    return len({block for request in requests for block in request.blocks})
