@@ -19,6 +19,7 @@ from wicore_trt.errors import WicoreError
 PANELS = {
     "Engines": ("fetch", "convert", "build", "inspect"),
     "Running": ("serve", "generate", "bench"),
+    "KV cache": ("kv",),
     "Machine": ("doctor", "recipes"),
 }
 """Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
