@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from wicore_trt.kv.guard import LRUGuard
 from wicore_trt.kv.policy import ChainPolicy, Node
 from wicore_trt.kv.reuse import Group, PageClass, ReuseModel
 
@@ -25,27 +26,38 @@ class CostPolicy(ChainPolicy):
     """Lowest learnt worth first; least recently used first until there is enough evidence.
 
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
-    that all pages cost the same, which maximises the token hit rate.
+    that all pages cost the same, which maximises the token hit rate. A `victim_cache` holds only what the tier above
+    evicted; its hits cannot be compared with an LRU over all traffic, so it has no guard.
     """
 
-    def __init__(self, capacity: int, *, page_cost: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self, capacity: int, *, page_cost: Callable[[int], float] | None = None, victim_cache: bool = False
+    ) -> None:
         ghosts = min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MAX_EXTRA_GHOSTS))
         super().__init__(capacity, ghosts=ghosts)
         self._page_cost = page_cost
         self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
+        self._guard = None if victim_cache else LRUGuard(capacity)
         self._groups: dict[Group, None] = {}
         self._refresh_after = max(256, capacity // 8)
         self._evicted = 0
 
     def _score(self, node: Node) -> float:
-        if not self._model.ready:
-            return node.last * 1e-18
+        if not self._learnt():
+            return node.last
         group = node.group
         assert isinstance(group, Group)
         worth = self._model.index(group.page_class, self._clock - group.last)
         return worth if self._page_cost is None else worth * self._page_cost(node.depth)
 
+    def _learnt(self) -> bool:
+        return self._model.ready and not (self._guard is not None and self._guard.use_lru)
+
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        changed = False
+        if self._guard is not None:
+            hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
+            changed = self._guard.observe([node.key for node in path], hits)
         for node in path[:seen]:
             self._close(node, reused=True)
             node.uses += 1
@@ -62,6 +74,8 @@ class CostPolicy(ChainPolicy):
             self._groups[group] = None
         if self._model.observed >= self._refresh_after:
             self._model.refresh(self._groups, self._clock)
+            changed = True
+        if changed:
             self._rescore()
 
     def _idle_level(self, age: int) -> int:
@@ -86,7 +100,7 @@ class CostPolicy(ChainPolicy):
     def remove(self, key: object) -> None:
         super().remove(key)
         self._evicted += 1
-        if self._model.ready and self._evicted > 64 and 4 * self._evicted > len(self._heap):
+        if self._evicted > 64 and 4 * self._evicted > len(self._heap) and self._learnt():
             self._evicted = 0
             self._rescore()
 

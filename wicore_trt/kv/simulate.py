@@ -75,7 +75,10 @@ def simulate(
         future = next_uses([request.blocks for request in requests])
         policies: list[ChainPolicy] = [BeladyPolicy(capacity[name], future) for name in names]
     else:
-        policies = [make_policy(policy, capacity[name], page_cost=page_cost) for name in names]
+        policies = [
+            make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
+            for i, name in enumerate(names)
+        ]
     tiers = _Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
     report = SimulationReport(policy, dict(capacity), inclusive, hit_tokens=dict.fromkeys(names, 0))
     start = time.perf_counter()
