@@ -74,7 +74,7 @@ def command(
     """
     from wicore_trt.config import resolve_settings
 
-    recipe = None if Path(engine_or_recipe).is_dir() else engine_or_recipe
+    recipe = engine_or_recipe if _names_recipe(engine_or_recipe) else None
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
         "model.name": name,
@@ -104,6 +104,11 @@ def command(
     return serve(loaded.settings)
 
 
+def _names_recipe(text: str) -> bool:
+    """A recipe is a bare name or a YAML file; anything else is an engine directory, there or not."""
+    return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
+
+
 def serve(settings: Any) -> int:
     """Run the server with these Settings; returns the exit code."""
     try:
@@ -114,6 +119,10 @@ def serve(settings: Any) -> int:
             f"Serving needs a package that is not installed ({error.name}).", fix="Run: pip install 'wicore-trt[serve]'"
         ) from error
 
+    if settings.engine is not None and not Path(settings.engine).is_dir():
+        from wicore_trt.engine.directory import open_engine
+
+        open_engine(Path(settings.engine))  # says what is missing, before the port is bound
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
 
     def load() -> Any:

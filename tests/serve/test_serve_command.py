@@ -35,6 +35,8 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
     ("args", "code", "text"),
     [
         (["serve", "no-such-recipe"], 3, "no recipe 'no-such-recipe'"),
+        (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
+        (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
         (["serve", ".", "--port", "70000"], 3, "server.port"),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
         (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "cannot read /no.pem"),
