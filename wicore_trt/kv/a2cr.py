@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from zlib import crc32
 
-from wicore_trt.kv.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node
+from wicore_trt.kv.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node, ghost_limit
 
 RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)
 """Candidate decay rates, in decades of e per cache-full of touched pages."""
@@ -45,7 +45,7 @@ class A2CRPolicy(ChainPolicy):
         frequency_weight: float = 1.0,
         rate: float | None = None,
     ) -> None:
-        super().__init__(capacity, ghosts=capacity)
+        super().__init__(capacity, ghosts=ghost_limit(capacity))
         self._weights = (attention_weight, frequency_weight)
         self._stride = max(1, capacity // _SHADOW_PAGES)
         size = max(1, capacity // self._stride)

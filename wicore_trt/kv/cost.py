@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from wicore_trt.kv.guard import LRUGuard
-from wicore_trt.kv.policy import ChainPolicy, Node
+from wicore_trt.kv.policy import ChainPolicy, Node, ghost_limit
 from wicore_trt.kv.reuse import Group, PageClass, ReuseModel
 
-_GHOSTS_PER_PAGE = 4
-_MAX_EXTRA_GHOSTS = 1 << 18
+LENGTH_UNIT = 512
+"""Tokens in which lengths are counted before they are sorted into octaves."""
 _MAX_USES, _MAX_FRESH, _MAX_IDLE, _MAX_LENGTH = 3, 6, 5, 9
 
 
@@ -27,14 +27,20 @@ class CostPolicy(ChainPolicy):
 
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
     that all pages cost the same, which maximises the token hit rate. A `victim_cache` holds only what the tier above
-    evicted; its hits cannot be compared with an LRU over all traffic, so it has no guard.
+    evicted; its hits cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` makes the
+    classes of request lengths mean the same for any page size.
     """
 
     def __init__(
-        self, capacity: int, *, page_cost: Callable[[int], float] | None = None, victim_cache: bool = False
+        self,
+        capacity: int,
+        *,
+        page_cost: Callable[[int], float] | None = None,
+        victim_cache: bool = False,
+        page_tokens: int = LENGTH_UNIT,
     ) -> None:
-        ghosts = min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MAX_EXTRA_GHOSTS))
-        super().__init__(capacity, ghosts=ghosts)
+        super().__init__(capacity, ghosts=ghost_limit(capacity))
+        self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
         self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
         self._guard = None if victim_cache else LRUGuard(capacity)
@@ -63,8 +69,8 @@ class CostPolicy(ChainPolicy):
             node.uses += 1
         known = path[seen - 1] if seen else None
         idle = self._idle_level(self._clock - known.last) if known is not None else 0
-        fresh = min((len(path) - seen).bit_length(), _MAX_FRESH)
-        fine = idle << 4 | min(len(path).bit_length(), _MAX_LENGTH)
+        fresh = self._length_level(len(path) - seen, _MAX_FRESH)
+        fine = idle << 4 | self._length_level(len(path), _MAX_LENGTH)
         groups: dict[int, Group] = {}
         for node in path[:-1]:
             self._join(node, groups, min(node.uses, _MAX_USES) << 5 | fresh << 1 | 1, fine)
@@ -77,6 +83,9 @@ class CostPolicy(ChainPolicy):
             changed = True
         if changed:
             self._rescore()
+
+    def _length_level(self, pages: int, highest: int) -> int:
+        return min((-(-pages // self._unit_pages)).bit_length(), highest)
 
     def _idle_level(self, age: int) -> int:
         """Octaves of the time the chain was idle, from an eighth of the capacity."""

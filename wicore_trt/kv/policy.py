@@ -16,6 +16,13 @@ from typing import Protocol
 Key = Hashable
 NEUTRAL_SIGNAL = 1.0
 """Attention mass of a page nobody measured."""
+_GHOSTS_PER_PAGE = 4
+_MANY_GHOSTS = 1 << 18
+
+
+def ghost_limit(capacity: int) -> int:
+    """How many pages outside the tier a policy with a memory keeps: four cache-fulls, fewer in very large tiers."""
+    return min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MANY_GHOSTS))
 
 
 class EvictionPolicy(Protocol):
@@ -99,6 +106,8 @@ class ChainPolicy(ABC):
         """A ghost is dropped."""
 
     def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
+        if not keys:
+            return
         self._drop_ghosts()
         self._clock += len(keys)
         path, seen = self._path(keys)
@@ -264,10 +273,10 @@ class LRUPolicy(ChainPolicy):
 
 
 class LFUPolicy(ChainPolicy):
-    """Least often touched first, then least recently; counts survive eviction for one cache's worth of ghosts."""
+    """Least often touched first, then least recently; counts survive eviction while the page is a ghost."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, ghosts=capacity)
+        super().__init__(capacity, ghosts=ghost_limit(capacity))
 
     def _score(self, node: Node) -> float:
         return node.uses * 2.0**40 + node.last

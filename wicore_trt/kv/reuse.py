@@ -95,7 +95,7 @@ class ReuseModel:
         self.observed += 1
 
     def index(self, kind: PageClass, age: float) -> float:
-        """Expected reuses per unit of clock that keeping a page of this class and age brings."""
+        """Rank of keeping a page of this class and age: expected reuses per unit of clock, up to a factor of two."""
         table = self._index.get(kind)
         if table is None:
             hazard = self._hazard.get(kind.coarse)
@@ -163,7 +163,9 @@ class ReuseModel:
         """For the middle of each bin, the largest reuses per time of keeping until any later bin's end.
 
         Backwards over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the
-        next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends.
+        next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first
+        bin counts with half its time and all its chance: an index to rank by, up to twice the rate. The bias favours
+        pages that are nearly due; without it, pages due at one time displace each other and none stays to be hit.
         """
         rates = [0.0] * _BINS
         stretches: list[tuple[float, float, float]] = []
