@@ -23,7 +23,7 @@ from wicore_trt.recipe import did_you_mean, read_recipe, resolve_recipe
 
 ENV_PREFIX = "WICORE_"
 ENV_OTHER = frozenset({"WICORE_DEBUG"})  # read by the command line itself; not settings
-SECRETS = frozenset({"server.api_key"})
+SECRETS = frozenset({"server.api_key", "kv.salt"})
 
 _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("B", 1000), ("iB", 1024))}}
 
@@ -43,6 +43,8 @@ def _comma_list(value: object) -> object:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+ByteSizeOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -72,6 +74,40 @@ class KVSettings:
     """Memory for KV pages on the device, as bytes or text like 2GiB."""
     prefix_cache: bool = True
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
+    policy: Literal["cost", "lru", "a2cr"] = "cost"
+    """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
+    write_policy: Literal["through", "selective", "back"] = "through"
+    """When pages are copied to the next tier: when made, when used a second time, or when the tier fills up."""
+    host_bytes: ByteSizeOrNone = 0
+    """Host memory for KV pages that left the device; 0 is no host tier."""
+    disk_path: str | None = None
+    """Directory for KV pages on disk, for one server alone; needs a host tier. Default: no disk tier."""
+    disk_bytes: ByteSize = 16 << 30
+    """Bytes that the files under disk_path never pass."""
+    disk_free_bytes: ByteSizeOrNone = 1 << 30
+    """Free space that the disk tier leaves on its file system."""
+    disk_threads: Positive = 4
+    """Threads that read and write pages on disk."""
+    disk_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """After this long a disk read or write counts as failed, and its page is computed again."""
+    disk_key_file: str | None = None
+    """File with a 32-byte key: pages on disk are then encrypted (AES-256-GCM), with a key of its own per tenant."""
+    device_threshold: Share = 0.85
+    """Share of the device's pages in use or not yet copied above which cold pages are copied to the host."""
+    host_threshold: Share = 0.9
+    """The same for the host tier, whose pages are copied to disk."""
+    salt: Annotated[str, Field(min_length=1)] | None = None
+    """Secret that enters the name of every page; caches of servers with other salts never match."""
+    tenant_quota: Share = 1.0
+    """Share of the host and of the disk tier that one tenant (cache salt) may fill."""
+    pin_share: Share = 0.5
+    """Share of a tier that pinned sessions may fill."""
+    pin_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after its last request for which a pinned session is kept, unless the request says otherwise."""
+
+    def __post_init__(self) -> None:
+        if self.disk_path is not None and not self.host_bytes:
+            raise ValueError("disk_path needs host_bytes: pages pass through host memory on their way to the device")
 
 
 @settings(config=_STRICT, frozen=True)

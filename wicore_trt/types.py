@@ -135,6 +135,36 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class CachePriority(enum.Enum):
+    """How a request's pages compete for the cache: LOW pages never leave the device and go first, HIGH ones are
+    pinned like a session's."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+
+MAX_TTL_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """What a client says about the future of its pages.
+
+    `session` names a conversation: the pages of its latest request stay pinned in host memory and on disk until it has
+    been silent for `ttl_s` (default: the server's kv.pin_s), within the server's kv.pin_share. `ttl_s` also bounds
+    how long the pages of this request are kept after their last use, whatever space there is; 0 < ttl_s <= 30 days.
+    """
+
+    session: str = ""
+    priority: CachePriority = CachePriority.NORMAL
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None:
+            _finite("ttl_s", self.ttl_s, 0.0, MAX_TTL_S, open_low=True)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """What a client asks for, after validation and tokenization.
@@ -149,6 +179,7 @@ class GenerateRequest:
     deadline: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    cache: CacheHints = CacheHints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +234,7 @@ class TextRequest:
     timeout_s: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    cache: CacheHints = CacheHints()
     add_bos: bool = True
 
 
@@ -240,6 +272,42 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier of the KV cache ("device", "host" or "disk"), counters since start and gauges.
+
+    `used_bytes` hold pages; `pages` counts them by layer group. `hit_tokens` are prompt tokens that this tier saved
+    (each token counts once, for the tier that was nearest). `read_*` is traffic towards the device, `write_*` into
+    this tier. `evictions` and `failures` count pages by cause. `queue_depth` is the number of transfers under way.
+    """
+
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    pages: Mapping[str, int]
+    hit_tokens: int
+    read_bytes: int
+    read_seconds: float
+    write_bytes: int
+    write_seconds: float
+    evictions: Mapping[str, int]
+    failures: Mapping[str, int]
+    queue_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """The KV cache as a whole. `decisions` counts the planner's choices ("compute", "load", "split"); `parked` and
+    `resumed` count preempted sequences whose pages waited in host memory; `event_sequence` is the last KV event's."""
+
+    tiers: tuple[TierStats, ...] = ()
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    parked: int = 0
+    resumed: int = 0
+    event_sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools)."""
 
@@ -254,3 +322,4 @@ class EngineStats:
     step_seconds: float
     preemptions: int
     pools: tuple[PoolStats, ...]
+    kv: KVStats = field(default_factory=KVStats)

@@ -1,0 +1,34 @@
+"""What names a stored page: the identity that every tier keeps beside the bytes and checks on every read.
+
+Plain data; it must not know where pages are kept. Invariant: two pages with equal `key` and `group` in one namespace
+(engine, kernels, page size, rank layout) hold the same KV values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+TENANT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`key` is the 32-byte chain key, `group` the layer group, `index` the page's place in its chain (it holds
+    positions [index * page_tokens, (index + 1) * page_tokens)), `parent` the key of the page before it (None for the
+    first), `tenant` the tag of the salt it was made under."""
+
+    key: bytes
+    group: str
+    index: int
+    parent: bytes | None
+    tenant: bytes
+
+    @property
+    def name(self) -> tuple[str, bytes]:
+        return (self.group, self.key)
+
+
+def tenant_tag(salt: str) -> bytes:
+    """A tenant's tag in headers, quotas and statistics. It reveals equality of salts, not the salt."""
+    return blake2b(salt.encode(), digest_size=TENANT_BYTES, person=b"wicore-kv-tenant").digest()
