@@ -20,6 +20,7 @@ from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES, activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime import native_args
+from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.native import NativeLibrary
 from wicore_trt.runtime.native_args import PackedWeight, operand_dtype
@@ -122,10 +123,12 @@ class NativeOps:
         self._args: dict[str, native_args.Args] = {}
         self._steps: list[native_args.Args] = []
         self._inputs: StepInputs | None = None
+        self._probe: AttentionProbe | None = None
 
-    def begin(self, inputs: StepInputs) -> None:
-        """Take the next step's geometry. Scratch grows to the largest step seen."""
-        self._inputs, self._steps = inputs, []
+    def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
+        """Take the next step's geometry. Scratch grows to the largest step seen. `probe` has its queries when the
+        logits are there."""
+        self._inputs, self._probe, self._steps = inputs, probe, []
         last = int(inputs.positions.max())
         longer = last >= self._rope_length
         needed = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
@@ -175,6 +178,8 @@ class NativeOps:
         args = self._once(
             f"attention {layer}", lambda: native_args.attention(q, self._kv[layer], window, scale, self._dtype, out)
         )
+        if self._probe is not None and self._probe.layer == layer:
+            self._keep_queries(self._probe, q)
         return self._record(args, out)
 
     def add_norm(
@@ -213,6 +218,11 @@ class NativeOps:
             )
         args = self._once(f"linear {weight}", lambda: native_args.linear(x, packed, out, quantized))
         return self._record(args, out, count)
+
+    def _keep_queries(self, probe: AttentionProbe, q: torch.Tensor) -> None:
+        """Copies the probe's rows aside, because the next layer overwrites q."""
+        probe.queries = q.new_empty((probe.rows.shape[0], *q.shape[1:]))
+        self._steps.append(native_args.gather_rows(q, probe.rows, probe.queries))
 
     @property
     def _step_inputs(self) -> StepInputs:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.step_inputs import StepInputs
 
 E4M3 = torch.float8_e4m3fn
@@ -90,9 +91,9 @@ class TorchOps:
     by float32 rounding with its company.
     """
 
-    def __init__(self, model: TorchModel, inputs: StepInputs) -> None:
+    def __init__(self, model: TorchModel, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
         device, spec = model.device, model.spec
-        self._model, self._spec = model, spec
+        self._model, self._spec, self._probe = model, spec, probe
         self._token_ids = inputs.token_ids.to(device)
         self._sample_rows = inputs.sample_rows.to(device)
         positions = inputs.positions.to(device)
@@ -148,6 +149,8 @@ class TorchOps:
         group = self._spec.layer_groups[layer]
         pool = self._model.pools[group][:, self._model.index_in_group[layer]]
         scale = self._kv_scale(layer) if pool.dtype == E4M3 else None
+        if self._probe is not None and self._probe.layer == layer:
+            self._probe.queries, self._probe.key_scale = q[self._probe.rows.to(q.device)], scale or 1.0
         out = torch.empty_like(q)
         for (first, last), start, table in zip(self._rows, self._starts, self._tables[group], strict=True):
             for row in range(first, last, QUERY_BLOCK):

@@ -39,9 +39,13 @@ class SequenceSlice:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step: slices in any order; results must not depend on the order nor on who else is there."""
+    """One step: slices in any order; results must not depend on the order nor on who else is there.
+
+    `measure_attention` asks for `StepResult.attention`. It costs time, so set it on one step in many.
+    """
 
     slices: list[SequenceSlice]
+    measure_attention: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +64,13 @@ class SampledToken:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite is
-    reported in `failed` with the reason and has no sampled token."""
+    reported in `failed` with the reason and has no sampled token.
+
+    `attention`, on steps that measure it, has for each seq_id and each of its global pages, first page first, the
+    softmax mass that the slice's last query gives to the page, mean over the heads of one global layer, relative to
+    the mean over pages (1.0 is an average page). The layer changes from one measured step to the next. Sequences are
+    absent where nothing could be measured, and all of them on executors that cannot measure."""
 
     tokens: list[SampledToken]
     failed: dict[int, str] = field(default_factory=dict)
+    attention: dict[int, list[float]] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,9 @@ from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_native import NativeOps, NativeWeights, unsupported
 from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
 from wicore_trt.model.ops import Ops
-from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.runtime import native
+from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.native import NativeLibrary
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
-StepOps = Callable[[StepInputs], Ops[torch.Tensor]]
+StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class TorchExecutor:
         self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
         self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()
+        self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
 
     @classmethod
@@ -93,20 +96,27 @@ class TorchExecutor:
         return cls(LoadedEngine(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
-        """Run one step: write the batch's KV, sample the slices that ask for it."""
+        """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         sampling = [s for s in batch.slices if s.sample]
+        layer = next(self._probed_layers, None) if batch.measure_attention else None
+        probe = None if layer is None else AttentionProbe.of(layer, inputs)
         with torch.inference_mode():
-            logits = forward(self._step_ops(inputs), self.spec)
-            return self._sampler.sample(logits, sampling) if sampling else StepResult([])
+            logits = forward(self._step_ops(inputs, probe), self.spec)
+            result = self._sampler.sample(logits, sampling) if sampling else StepResult([])
+            if probe is None:
+                return result
+            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
+            scale = self.spec.query_pre_attn_scalar**-0.5
+            return replace(result, attention=probe.masses(pool, inputs, batch, scale))
 
     def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
         """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the
         batch's tokens. For evaluation; valid until the next step."""
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         with torch.inference_mode():
-            return forward(self._step_ops(replace(inputs, sample_rows=rows)), self.spec)
+            return forward(self._step_ops(replace(inputs, sample_rows=rows), None), self.spec)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -146,14 +156,14 @@ def _operators(
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return "torch", lambda inputs: TorchOps(model, inputs)
+        return "torch", lambda inputs, probe: TorchOps(model, inputs, probe)
     if settings.threads:
         library.set_threads(settings.threads)
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
     ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
 
-    def begin(inputs: StepInputs) -> Ops[torch.Tensor]:
-        ops.begin(inputs)
+    def begin(inputs: StepInputs, probe: AttentionProbe | None) -> Ops[torch.Tensor]:
+        ops.begin(inputs, probe)
         return ops
 
     return f"native-{library.isa}", begin
@@ -181,7 +191,7 @@ def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) ->
     return library
 
 
-def _closed(_: StepInputs) -> Ops[torch.Tensor]:
+def _closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
     raise AssertionError("execute() after close()")
 
 

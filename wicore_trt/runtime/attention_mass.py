@@ -1,0 +1,82 @@
+"""How much attention each KV page of a sequence receives: the measurement behind the A2CR policy.
+
+A probe takes the queries of one global layer from a step's operators; the masses are computed after the step, from
+those queries and the keys in the pages. It must not know policies, requests or which page is which. Invariant: it
+only reads, so a measured step gives the same tokens and KV as one that is not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from wicore_trt.model.spec import GLOBAL
+from wicore_trt.runtime.batch import StepBatch
+from wicore_trt.runtime.step_inputs import StepInputs
+
+KEY_BLOCK = 1024
+"""Keys widened to float32 at once: on a CPU they stay in its cache."""
+
+
+@dataclass(slots=True)
+class AttentionProbe:
+    """Asks a step's operators for the last query of each slice at `layer`.
+
+    `rows` int64 [S] are those queries' rows in the step. The operators set `queries`, [S, heads, head_dim] in any
+    float dtype, and `key_scale`, the factor from stored keys to keys; both are valid until the next step.
+    """
+
+    layer: int
+    rows: torch.Tensor
+    queries: torch.Tensor | None = None
+    key_scale: float = 1.0
+
+    @classmethod
+    def of(cls, layer: int, inputs: StepInputs) -> AttentionProbe:
+        return cls(layer, inputs.cu_seqlens[1:].long() - 1)
+
+    def masses(self, pool: torch.Tensor, inputs: StepInputs, batch: StepBatch, scale: float) -> dict[int, list[float]]:
+        """By seq_id, the softmax mass that the slice's last query gives to each page from the sequence's first to the
+        one it is in, mean over heads, times the number of pages: the mean over pages is 1.
+
+        `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim]; `inputs` the step made from `batch`; `scale`
+        multiplies q . k. A sequence whose masses are not finite is left out.
+        """
+        assert self.queries is not None, "the operators did not pass the probed layer"
+        keys, tables = pool[:, 0], inputs.page_tables[GLOBAL]
+        ends = inputs.positions[self.rows] + 1
+        found = [
+            _page_masses(query, keys, table, end, scale * self.key_scale)
+            for query, table, end in zip(self.queries.float(), tables, ends.tolist(), strict=True)
+        ]
+        flat = torch.cat(found).tolist()  # one transfer from the device
+        masses, at = {}, 0
+        for s, part in zip(batch.slices, found, strict=True):
+            values = flat[at : at + len(part)]
+            at += len(part)
+            if all(value < float("inf") for value in values):
+                masses[s.seq_id] = values
+        return masses
+
+
+def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, end: int, scale: float) -> torch.Tensor:
+    """float32 [pages up to position `end`] for one query [heads, head_dim], keys [slots, page_tokens, kv_heads,
+    head_dim] and the sequence's page table."""
+    size, kv_heads = keys.shape[1], keys.shape[2]
+    count = -(-end // size)
+    pages = table[:count].long()
+    assert int(pages.min()) >= 0, "a global page is absent"
+    pages = pages.to(keys.device)
+    grouped = query.view(kv_heads, -1, query.shape[1])  # query head h reads KV head h // (heads / kv_heads)
+    step = max(1, KEY_BLOCK // size)
+    scores = torch.cat(
+        [
+            grouped @ keys[pages[first : first + step]].flatten(0, 1).float().permute(1, 2, 0)
+            for first in range(0, count, step)
+        ],
+        dim=2,
+    )  # [kv_heads, repeat, count * size]
+    scores[:, :, end:] = -torch.inf  # slots after the query: another sequence's leftovers, or NaN
+    weights = (scores * scale).softmax(-1)
+    return weights.view(-1, count, size).sum(2).mean(0) * count
