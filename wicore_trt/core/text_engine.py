@@ -169,6 +169,7 @@ class TextEngine:
                 deadline=deadline,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                cache=request.cache,
             )
         )
         self._streams[stream.key] = stream
