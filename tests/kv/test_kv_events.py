@@ -1,0 +1,238 @@
+"""The event log: whoever replays a snapshot and the events after it holds exactly the pages of the tiers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wicore_trt.kv import events
+from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
+from wicore_trt.kv.page import Page, tenant_tag
+
+TIERS, GROUPS = ("device", "host", "disk"), ("global", "local")
+TENANT = tenant_tag("")
+
+
+def page(key: int, group: str = "global") -> Page:
+    return Page(key.to_bytes(32, "big"), group, key, None, TENANT)
+
+
+class Tiers:
+    """The truth, changed at random the way an engine does it, and told to a log."""
+
+    def __init__(self, log: KVEventLog, rng: random.Random, keys: int) -> None:
+        self.log, self.rng, self.keys = log, rng, keys
+        self.held: set[tuple[str, Page]] = set()
+        self.history = {0: frozenset()}  # by sequence number after a step
+        log.snapshot_source = lambda: list(self.held)
+
+    def change(self) -> None:
+        tier, group = self.rng.choice(TIERS), self.rng.choice(GROUPS)
+        if self.rng.random() < 0.01:
+            self.held = {entry for entry in self.held if entry[0] != tier}
+            self.log.append_cleared(tier)
+            return
+        entry = (tier, page(self.rng.randrange(self.keys), group))
+        if entry in self.held:
+            self.held.remove(entry)
+            self.log.append_removed(tier, group, entry[1].key, self.rng.choice(("capacity", "quota")))
+        else:
+            self.held.add(entry)
+            self.log.append_stored(*entry)
+
+    def step(self) -> None:
+        for _ in range(self.rng.randrange(12)):
+            self.change()
+        self.log.publish()
+        self.history[self.log.sequence] = frozenset(self.held)
+
+
+class Replica:
+    """A subscriber's copy. It is strict: an event that repeats or misses a change raises."""
+
+    def __init__(self, log: KVEventLog) -> None:
+        self.log, self.position, self.snapshots = log, -1, 0
+        self.held: set[tuple[str, str, bytes]] = set()
+
+    def load(self, snapshot: events.Snapshot) -> None:
+        assert snapshot.epoch == self.log.epoch and snapshot.sequence > self.position
+        self.held = {(tier, p.group, p.key) for tier, p in snapshot.entries}
+        assert len(self.held) == len(snapshot.entries)
+        self.position = snapshot.sequence
+        self.snapshots += 1
+
+    def apply(self, found: list[events.Event]) -> None:
+        for event in found:
+            assert event.sequence == self.position + 1, "a gap"
+            self.position = event.sequence
+            if isinstance(event, Stored):
+                new = {(event.tier, event.group, p.key) for p in event.pages}
+                assert len(new) == len(event.pages) and not new & self.held, "a duplicate"
+                self.held |= new
+            elif isinstance(event, Removed):
+                gone = {(event.tier, event.group, key) for key in event.keys}
+                assert len(gone) == len(event.keys) and gone <= self.held, "a removal of nothing"
+                self.held -= gone
+            else:
+                self.held = {name for name in self.held if name[0] != event.tier}
+
+    def is_at(self, history: dict[int, frozenset]) -> bool:
+        return self.held == {(tier, p.group, p.key) for tier, p in history[self.position]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), limit=st.integers(0, 200), pace=st.integers(1, 30))
+def test_late_and_slow_subscribers_hold_the_true_pages(seed, limit, pace):
+    rng = random.Random(seed)
+    log = KVEventLog(limit)
+    tiers = Tiers(log, rng, keys=rng.choice((5, 40)))
+    replicas: list[Replica] = []
+    for step in range(60):
+        tiers.step()
+        if step % 10 == 0:
+            replicas.append(Replica(log))
+        for replica in replicas:
+            if rng.randrange(pace):
+                continue
+            found = log.since(replica.position)
+            if found is None:
+                wanted = log.request_snapshot()
+                for _ in range(0 if wanted.done() else rng.randrange(3)):
+                    tiers.change()  # a step's changes so far; the snapshot waits for its end
+                log.publish()
+                tiers.history[log.sequence] = frozenset(tiers.held)
+                replica.load(wanted.result(0))
+                found = log.since(replica.position)
+                assert found is not None, "a fresh snapshot was already too old"
+            replica.apply(found)
+            assert replica.position == log.sequence and replica.is_at(tiers.history)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
+    """The engine never waits for them; those that fall behind start again from a snapshot."""
+    rng = random.Random(seed)
+    log = KVEventLog(limit=150)
+    tiers = Tiers(log, rng, keys=30)
+    seen: list[tuple[int, frozenset]] = []
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def subscribe(delay_s: float) -> None:
+        replica = Replica(log)
+        try:
+            while not over.is_set() or replica.position < log.sequence:
+                found = log.since(replica.position)
+                if found is None:
+                    replica.load(log.request_snapshot().result(10))
+                elif found:
+                    replica.apply(found)
+                else:
+                    log.wait(replica.position, 0.05)
+                seen.append((replica.position, frozenset(replica.held)))
+                time.sleep(delay_s)
+            assert replica.snapshots >= (3 if delay_s else 1)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=subscribe, args=(delay,)) for delay in (0, 0, 0.03)]
+    for thread in threads:
+        thread.start()
+    for _ in range(600):
+        tiers.step()
+        time.sleep(0.0005)
+    over.set()
+    while any(thread.is_alive() for thread in threads):
+        log.publish()
+        time.sleep(0.001)
+    assert not failures, failures
+    true = {n: frozenset((t, p.group, p.key) for t, p in held) for n, held in tiers.history.items()}
+    assert all(true[position] == held for position, held in seen) and len(seen) > 100
+    assert max(position for position, _ in seen) == log.sequence
+
+
+def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
+    log = KVEventLog(1000)
+    for key in range(5):
+        for group in GROUPS:
+            log.append_stored("device", page(key, group))
+    log.append_removed("device", "local", page(0).key, "capacity")
+    log.append_removed("device", "local", page(1).key, "quota")
+    log.append_cleared("host")
+    assert log.since(0) == [] and log.sequence == 0, "events of an unfinished step are not shown"
+    log.publish()
+    found = log.since(0)
+    assert found == [
+        Stored(1, "device", "global", tuple(page(k) for k in range(5))),
+        Stored(2, "device", "local", tuple(page(k, "local") for k in range(5))),
+        Removed(3, "device", "local", (page(0).key,), "capacity"),
+        Removed(4, "device", "local", (page(1).key,), "quota"),
+        Cleared(5, "host"),
+    ]
+    assert log.since(4) == found[4:] and log.since(5) == [] and log.since(6) is None and log.since(-1) is None
+
+
+def test_what_is_kept_is_bounded_by_pages_and_an_event_by_its_own_limit(monkeypatch):
+    monkeypatch.setattr(events, "MAX_EVENT_PAGES", 10)
+    log = KVEventLog(100)
+    for key in range(1000):
+        log.append_stored("host", page(key))
+    log.publish()
+    kept = log.since(log.sequence - 9)
+    assert log.sequence == 100 and [len(e.pages) for e in kept] == [10] * 9
+    assert log.since(log.sequence - 10) is None
+    assert [p.index for e in kept for p in e.pages] == list(range(910, 1000))
+
+
+def test_a_recent_snapshot_is_given_out_again_until_events_after_it_are_dropped():
+    log, drawn, woken = KVEventLog(20), [], []
+    log.snapshot_source = lambda: drawn.append(1) or []
+    log.wake = lambda: woken.append(log.snapshot_wanted)
+    log.publish()
+    assert not drawn and not log.snapshot_wanted
+    several = [log.request_snapshot() for _ in range(3)]
+    assert woken == [True] * 3 and several[0].cancel()
+    log.publish()
+    assert len(drawn) == 1 and several[1].result(0) is several[2].result(0)
+    for key in range(10):
+        log.append_stored("host", page(key))
+        log.publish()
+        assert log.request_snapshot().result(0) is several[1].result(0)
+    log.append_stored("host", page(10))
+    log.publish()
+    again = log.request_snapshot()
+    log.publish()
+    assert len(drawn) == 2 and again.result(0).sequence == 11
+
+
+def test_a_snapshot_that_cannot_be_drawn_is_the_subscribers_trouble():
+    log = KVEventLog(20)
+    log.snapshot_source = lambda: 1 // 0
+    wanted = log.request_snapshot()
+    log.publish()
+    with pytest.raises(ZeroDivisionError):
+        wanted.result(0)
+
+
+def test_listeners_are_told_once_per_step_until_they_leave():
+    log, told = KVEventLog(20), []
+    leave = log.listen(lambda: told.append(log.sequence))
+    for key in range(3):
+        log.append_stored("host", page(key))
+        log.append_stored("disk", page(key))
+        log.publish()
+        log.publish()
+    leave()
+    log.append_cleared("host")
+    log.publish()
+    assert told == [2, 4, 6] and not log.wait(7, 0.01) and log.wait(6, 0.01)
+
+
+def test_epochs_differ_and_are_never_zero():
+    epochs = {KVEventLog(1).epoch for _ in range(100)}
+    assert len(epochs) == 100 and all(0 < epoch < 2**64 for epoch in epochs)
