@@ -1,0 +1,141 @@
+"""The online meters: they find the truth, follow a change, shrug off outliers, and try a slow tier again."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wicore_trt.kv.planner import Candidate, TierRate, plan
+from wicore_trt.kv.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+
+MB = 1_000_000
+
+
+def feed(meter, rng, truth, count, *, noise=0.15, now=0.0, sizes=(2, 8, 40, 200, 800)):
+    for _ in range(count):
+        size = rng.choice(sizes) * MB
+        meter.observe(size, truth.seconds(size) * math.exp(rng.gauss(0, noise)), now=now)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("truth", [TierRate(4e9, 1e-3), TierRate(0.25e9, 0.02), TierRate(55e9, 5e-5)])
+def test_a_tier_is_found_within_its_noise(seed, truth):
+    rng = random.Random(seed)
+    meter = TierMeter(DISK_PRIOR)
+    feed(meter, rng, truth, 40)
+    rate = meter.rate(now=0.0)
+    for size in (10 * MB, 100 * MB, 1000 * MB):
+        assert rate.seconds(size) == pytest.approx(truth.seconds(size), rel=0.35)
+
+
+def test_the_first_observation_counts_fully():
+    meter = TierMeter(DISK_PRIOR)
+    meter.observe(100 * MB, 0.02, now=0.0)
+    assert meter.rate(now=0.0).seconds(100 * MB) == pytest.approx(0.02)
+    prefill = PrefillMeter()
+    prefill.observe([(0, 512)], 5.12)
+    assert prefill.rate().alone(0, 512) == pytest.approx(5.12)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.3, 3.0, 10.0])
+def test_a_change_is_followed_within_a_few_observations(factor):
+    rng = random.Random(7)
+    meter = TierMeter(DISK_PRIOR)
+    feed(meter, rng, TierRate(2e9, 1e-3), 30)
+    after = TierRate(2e9 * factor, 1e-3 / factor)
+    feed(meter, rng, after, 3, noise=0.05)
+    assert 0.5 < meter.rate(now=0.0).seconds(100 * MB) / after.seconds(100 * MB) < 2.0
+    feed(meter, rng, after, 3, noise=0.05)
+    assert meter.rate(now=0.0).seconds(100 * MB) == pytest.approx(after.seconds(100 * MB), rel=0.3)
+
+
+def test_one_outlier_moves_little():
+    meter = TierMeter(DISK_PRIOR)
+    for _ in range(20):
+        meter.observe(100 * MB, 0.05, now=0.0)
+    meter.observe(100 * MB, 10.0, now=0.0)
+    assert meter.rate(now=0.0).seconds(100 * MB) < 0.05 * math.sqrt(2) * 1.01
+
+
+def test_bytes_ahead_are_not_taken_for_slowness():
+    meter = TierMeter(DISK_PRIOR)
+    for queued in (0, 300 * MB, 100 * MB, 0, 900 * MB) * 4:
+        meter.observe(100 * MB, (100 * MB + queued) / 2e9, queued=queued, now=0.0)
+    assert meter.rate(now=0.0).seconds(100 * MB) == pytest.approx(0.05, rel=0.05)
+    assert meter.rate(queued=200 * MB, now=0.0).seconds(100 * MB) == pytest.approx(0.15, rel=0.05)
+
+
+def test_a_slow_tier_is_tried_again():
+    meter = TierMeter(DISK_PRIOR)
+    for _ in range(5):
+        meter.observe(100 * MB, 0.025, now=0.0)
+    for _ in range(8):
+        meter.observe(100 * MB, 0.8, now=100.0)
+    slow = meter.rate(now=100.0).seconds(100 * MB)
+    assert slow == pytest.approx(0.8, rel=0.1)
+    assert meter.rate(now=100.0 + DOUBLING_S).seconds(100 * MB) == pytest.approx(slow / 2)
+    assert meter.rate(now=1e9).seconds(100 * MB) == pytest.approx(0.025, rel=0.1)  # never better than its best
+    meter.observe(100 * MB, 0.8, now=200.0)
+    assert meter.rate(now=200.0).seconds(100 * MB) == pytest.approx(0.8, rel=0.1)
+
+
+def test_a_load_that_hangs_counts_before_it_ends():
+    meter = TierMeter(DISK_PRIOR)
+    for _ in range(5):
+        meter.observe(100 * MB, 0.025, now=0.0)
+    before = meter.rate(now=1.0)
+    meter.overdue(100 * MB, 0.02, now=1.0)
+    assert meter.rate(now=0.0).seconds(100 * MB) == pytest.approx(before.seconds(100 * MB))
+    meter.overdue(100 * MB, 1.0, now=1.0)
+    meter.overdue(100 * MB, 1.0, now=1.0)
+    assert meter.rate(now=1.0).seconds(100 * MB) > 0.08
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prefill_of_27b_is_found_from_mixed_steps(seed):
+    rng = random.Random(seed)
+    c0, c1 = 1.2e-4, 3.3e-10
+    meter = PrefillMeter()
+    for _ in range(300):
+        slices = [(rng.randrange(4096), 1) for _ in range(rng.randrange(30))]
+        slices.append((rng.randrange(0, 100_000), rng.choice((128, 256, 512))))
+        seconds = sum(c0 * n + c1 * n * (a + n / 2) for a, n in slices)
+        meter.observe(slices, seconds * math.exp(rng.gauss(0, 0.1)))
+    rate = meter.rate()
+    for begin, end in ((0, 2048), (0, 32_768), (100_000, 131_072)):
+        truth = c0 * (end - begin) + c1 * (end**2 - begin**2) / 2
+        assert rate.alone(begin, end) == pytest.approx(truth, rel=0.12)
+
+
+def test_steps_without_prefill_are_ignored():
+    meter = PrefillMeter()
+    meter.observe([(i, 1) for i in range(64)], 3.0)
+    meter.observe([(0, 8)], 3.0)
+    meter.observe([(0, 512)], 0.0)
+    assert meter.observed == 0 and meter.rate().per_token_s == PRIOR_PER_TOKEN_S
+
+
+def test_priors_load_from_the_host_and_compute_instead_of_a_disk_that_may_be_slow():
+    tiers = {"host": TierMeter(HOST_PRIOR).rate(now=0.0), "disk": TierMeter(DISK_PRIOR).rate(now=0.0)}
+    compute = PrefillMeter().rate()
+    for tokens in (1024, 8192, 32_768):
+        pages = {tier: [tier] * (tokens // 32) for tier in ("host", "disk")}
+        large = {t: Candidate(tokens, pages[t], 32, 32 * 81_920, {t: 436_207_616}) for t in pages}
+        if tokens < 32_768:  # longer prefixes split, which costs nothing if the disk is slow
+            assert plan(tokens + 100, 0, [large["disk"]], compute, tiers).decision == "compute"
+        assert plan(tokens + 100, 0, [large["host"]], compute, tiers).decision != "compute"
+        small = Candidate(tokens, pages["disk"], 32, 32 * 3072, {"disk": 15 * 1024 * 512})
+        assert plan(tokens + 100, 0, [small], compute, tiers).decision != "compute" or tokens < 2048
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))
+def test_estimates_stay_positive_and_finite(observations):
+    meter = TierMeter(DISK_PRIOR)
+    for i, (count, seconds, queued) in enumerate(observations):
+        meter.observe(count, seconds, queued=queued, now=float(i))
+        rate = meter.rate(now=i + 1e7)
+        assert 0 < rate.bytes_per_s < math.inf and 0 <= rate.latency_s < math.inf
