@@ -61,13 +61,13 @@ class TierCopy:
 
 @dataclass(slots=True, eq=False)
 class TierNode:
-    """All copies of one page index of a chain. `busy` counts writers, readers and holds; `holds` those of sessions."""
+    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's hold (`held`)."""
 
     key: bytes
     tenant: bytes
     copies: dict[str, TierCopy] = field(default_factory=dict)
     busy: int = 0
-    holds: int = 0
+    held: bool = False
 
 
 class TierIndex:
@@ -101,6 +101,7 @@ class TierIndex:
         self._lost: set[TierCopy] = set()
         self._tenants: dict[bytes, OrderedDict[bytes, None]] = {}
         self._tenant_slots: Counter[bytes] = Counter()
+        self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
         self.held_slots = 0
         self.unsaved_slots = 0
 
@@ -131,11 +132,10 @@ class TierIndex:
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
             self._tenants.setdefault(page.tenant, OrderedDict())[page.key] = None
+        self._let_go(node)
         node.copies[page.group] = copy
         self._tenant_slots[page.tenant] += need
         self.unsaved_slots += need
-        if node.holds:
-            self.held_slots += need
         if page.group == self.primary:
             self.policy.add([page.key], page.parent)
             self._spare.pop(page.key, None)
@@ -144,6 +144,9 @@ class TierIndex:
         elif self.primary not in node.copies:
             self._spare[page.key] = None
         self._busy(node, 1)
+        above = self._nodes.get(page.parent) if page.parent is not None else None
+        if page.key in self._holds and (above is None or above.held):
+            self._try_hold(node)
         return copy
 
     def commit(self, copy: TierCopy) -> None:
@@ -221,30 +224,25 @@ class TierIndex:
         if node is not None and self.primary in node.copies:
             self._spare.pop(key, None)
 
-    def hold(self, keys: Iterable[bytes]) -> list[TierNode]:
-        """Hold the pages of a session, as far as `pin_share` allows; returns what `unhold` takes back."""
-        held = []
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """A session's chain, first page first: its pages, here now or stored later, do not leave for space until
+        `unhold` with the same keys. Holds count. Pages that would pass `pin_share` are not held."""
+        room = True
         for key in keys:
+            self._holds[key] += 1
             node = self._nodes.get(key)
-            if node is None:
-                continue
-            slots = self._slots_of(node)
-            if not node.holds:
-                if self.held_slots + slots > self._pin_slots:
-                    break
-                self.held_slots += slots
-            node.holds += 1
-            self._busy(node, 1)
-            held.append(node)
-        return held
+            if node is not None and not node.held and room:
+                room = self._try_hold(node)
 
-    def unhold(self, nodes: Iterable[TierNode]) -> None:
-        for node in nodes:
-            node.holds -= 1
-            if self._nodes.get(node.key) is node:
-                if not node.holds:
-                    self.held_slots -= self._slots_of(node)
-                self._busy(node, -1)
+    def unhold(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            assert self._holds[key] > 0, "a hold was taken back twice"
+            self._holds[key] -= 1
+            if not self._holds[key]:
+                del self._holds[key]
+                node = self._nodes.get(key)
+                if node is not None:
+                    self._let_go(node)
 
     def cold(self, slots: int) -> list[TierCopy]:
         """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots."""
@@ -265,6 +263,21 @@ class TierIndex:
                 self.unsaved_slots -= len(copy.slots)
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _try_hold(self, node: TierNode) -> bool:
+        slots = self._slots_of(node)
+        if self.held_slots + slots > self._pin_slots:
+            return False
+        node.held = True
+        self.held_slots += slots
+        self._busy(node, 1)
+        return True
+
+    def _let_go(self, node: TierNode) -> None:
+        if node.held:
+            node.held = False
+            self.held_slots -= self._slots_of(node)
+            self._busy(node, -1)
 
     def _busy(self, node: TierNode, change: int) -> None:
         before = node.busy
@@ -289,7 +302,7 @@ class TierIndex:
         for key in self._spare:
             node = self._nodes[key]
             copy = next((c for g, c in node.copies.items() if g != self.primary), None)
-            if copy is not None and copy.ready and not copy.readers and not node.holds and key != protected:
+            if copy is not None and copy.ready and not copy.readers and not node.held and key != protected:
                 self._remove(copy, "window")
                 return True
         return False
@@ -336,7 +349,7 @@ class TierIndex:
         self._tenant_slots[page.tenant] -= count
         if not copy.saved:
             self.unsaved_slots -= count
-        if node.holds:
+        if node.held:
             self.held_slots -= count
         if page.group != self.primary or not node.copies:
             self._spare.pop(page.key, None)
@@ -371,7 +384,7 @@ class TierIndex:
         for key, node in self._nodes.items():
             assert node.copies and node.key == key, "an empty node"
             working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
-            assert node.busy == working + node.holds, "a node's users are miscounted"
+            assert node.busy == working + node.held, "a node's users are miscounted"
             assert (key in self.policy) == (self.primary in node.copies), "policy and index disagree"
             assert self.primary in node.copies or key in self._spare, "a copy can never leave"
         assert len(self.policy) == sum(self.primary in n.copies for n in self._nodes.values())
@@ -387,5 +400,6 @@ class TierIndex:
         assert +self._tenant_slots == tenants, "tenants are miscounted"
         assert all(tenants[t] <= max(self._quota_slots, 0) for t in tenants), "a tenant passed its quota"
         assert self.unsaved_slots == sum(len(c.slots) for c in copies if not c.saved)
-        held = sum(self._slots_of(node) for node in self._nodes.values() if node.holds)
-        assert self.held_slots == held, "held slots are miscounted"
+        held = [node for node in self._nodes.values() if node.held]
+        assert self.held_slots == sum(map(self._slots_of, held)) <= self._pin_slots, "held slots are miscounted"
+        assert all(node.key in self._holds for node in held), "a hold without a holder"

@@ -1,0 +1,175 @@
+"""What clients said about the future of their pages: sessions to keep, and times after which pages go.
+
+Plain data with the clock passed in; it must not know where pages are or what a request is. A session's hold is on
+keys, so that a page that reaches a tier later is held too (`TierIndex.hold`). A time to live binds what its request
+made; pages that others use without one have none.
+Invariant (`check_integrity`): a session holds in its tiers exactly the chain of its latest request; after `due`, at
+most `max_keys` keys have a time to live and sessions hold at most `max_keys`: the soonest end makes room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.types import CacheHints, CachePriority
+
+SessionName = tuple[bytes, str | bytes]
+"""Tenant and session; a request of high priority without a session goes by the last key of its chain."""
+_MAX_KEYS = 1 << 18
+
+
+class Retention:
+    """`pin_s` is how long a silent session is held when its request does not say; `clock` gives seconds and never goes
+    back. Nothing is written to disk: a restart forgets sessions and times to live."""
+
+    def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
+        self._pin_s = pin_s
+        self._clock = clock
+        self._max_keys = max_keys
+        self._ends: _Deadlines[bytes] = _Deadlines()
+        self._session_ends: _Deadlines[SessionName] = _Deadlines()
+        self._held: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
+        self._held_keys = 0
+
+    def used(self, keys: Sequence[bytes], hints: CacheHints, tenant: bytes) -> None:
+        """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
+        live ends those that its keys had."""
+        now = self._clock()
+        for key in keys:
+            if hints.ttl_s is None:
+                self._ends.discard(key)
+            elif key in self._ends:
+                self._ends.extend(key, now, hints.ttl_s)
+        name = (tenant, hints.session)
+        if name in self._held:
+            self._session_ends.extend(name, now, self._hold_s(hints))
+
+    def finished(
+        self, keys: Sequence[bytes], hints: CacheHints, tenant: bytes, tiers: Sequence[TierIndex], *, found: int = 0
+    ) -> None:
+        """A request ended, in whatever way, and `keys` is its whole chain. The first `found` of them were cached when
+        it was admitted: those it did not make, and it gives no time to live to them."""
+        self.used(keys, hints, tenant)
+        if hints.ttl_s is not None:
+            now = self._clock()
+            for key in keys[found:]:
+                self._ends.extend(key, now, hints.ttl_s)
+        if hints.session:
+            self._replace((tenant, hints.session), keys, tiers, self._hold_s(hints))
+        elif hints.priority is CachePriority.HIGH and keys:
+            self._replace((tenant, keys[-1]), keys, tiers, self._hold_s(hints))
+
+    def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
+        """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
+        tier. The time of a key that is `in_use` by a running request starts anew. O(1) when nothing is due."""
+        while (name := self._session_ends.first(now, force=self._held_keys > self._max_keys)) is not None:
+            self._release(name)
+        found: list[bytes] = []
+        while True:
+            crowded = len(self._ends) > self._max_keys
+            key = self._ends.first(now, force=crowded)
+            if key is None:
+                return found
+            if in_use(key) and not crowded:
+                self._ends.restart(key, now)
+            else:
+                self._ends.discard(key)
+                found.append(key)
+
+    def _hold_s(self, hints: CacheHints) -> float:
+        return self._pin_s if hints.ttl_s is None else hints.ttl_s
+
+    def _replace(self, name: SessionName, keys: Sequence[bytes], tiers: Sequence[TierIndex], span: float) -> None:
+        self._release(name)
+        if not keys:
+            return
+        for tier in tiers:
+            tier.hold(keys)
+        self._held[name] = (tuple(keys), tuple(tiers))
+        self._held_keys += len(keys)
+        self._session_ends.extend(name, self._clock(), span)
+
+    def _release(self, name: SessionName) -> None:
+        keys, tiers = self._held.pop(name, ((), ()))
+        for tier in tiers:
+            tier.unhold(keys)
+        self._held_keys -= len(keys)
+        self._session_ends.discard(name)
+
+    def check_integrity(self) -> None:
+        """Assert the invariant of this module, without the limits."""
+        assert self._held_keys == sum(len(keys) for keys, _ in self._held.values()), "held keys are miscounted"
+        assert set(self._held) == set(self._session_ends), "a session has no end, or an end no session"
+        self._ends.check_integrity()
+        self._session_ends.check_integrity()
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class _Deadline(NamedTuple):
+    end: float
+    span: float
+    serial: int
+
+
+class _Deadlines(Generic[T]):
+    """Items with the time at which each ends; ends only move later. A live item has one heap entry, at its end or
+    earlier, which moves when it is met; entries of other serial numbers are dead."""
+
+    def __init__(self) -> None:
+        self._live: dict[T, _Deadline] = {}
+        self._heap: list[tuple[float, int, T]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._live)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._live
+
+    def extend(self, item: T, now: float, span: float) -> None:
+        """The item ends at now + span, or when it would have ended if that is later."""
+        old = self._live.get(item)
+        if old is None:
+            self._serial += 1
+            self._live[item] = _Deadline(now + span, span, self._serial)
+            heapq.heappush(self._heap, (now + span, self._serial, item))
+            if len(self._heap) > 64 + 2 * len(self._live):
+                self._heap = [(live.end, live.serial, item) for item, live in self._live.items()]
+                heapq.heapify(self._heap)
+        elif now + span > old.end:
+            self._live[item] = _Deadline(now + span, span, old.serial)
+
+    def restart(self, item: T, now: float) -> None:
+        """An item that is over gets its time again, at least a second, so that its end does move."""
+        self.extend(item, now, max(self._live[item].span, 1.0))
+
+    def discard(self, item: T) -> None:
+        self._live.pop(item, None)
+
+    def first(self, now: float, *, force: bool = False) -> T | None:
+        """The item with the soonest end if that is over, or in any case with `force`."""
+        while self._heap and (self._heap[0][0] <= now or force):
+            when, serial, item = self._heap[0]
+            live = self._live.get(item)
+            if live is None or live.serial != serial:
+                heapq.heappop(self._heap)
+            elif live.end > when:
+                heapq.heapreplace(self._heap, (live.end, serial, item))
+            else:
+                return item
+        return None
+
+    def check_integrity(self) -> None:
+        """Assert that each item can be met, not after its end, and that dead entries are few."""
+        entries = {(serial, item): when for when, serial, item in self._heap}
+        assert len(entries) == len(self._heap), "two entries for one item"
+        for item, live in self._live.items():
+            assert entries.get((live.serial, item), float("inf")) <= live.end, "an item can never end"
