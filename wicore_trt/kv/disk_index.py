@@ -1,0 +1,210 @@
+"""The index of one namespace: one record per slot, so that a restart knows its pages without reading the slabs.
+
+A record is written after its slot and before the page is acknowledged, with an ordinary write: it survives the death
+of the process. It is a hint, because each read checks the slot itself; a lie costs a miss. It must not know slabs or
+buffers. Invariant: a record that `put` wrote is never cleared by a `forget` that came before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wicore_trt.kv.disk_files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk_format import (
+    FLAG_PARENT,
+    FLAG_SEALED,
+    RECORD_BODY_BYTES,
+    RECORD_BYTES,
+    RECORD_FIELDS,
+    RECORD_MAGIC,
+    Namespace,
+    SlotFormat,
+    record_check,
+)
+from wicore_trt.kv.page import Page
+
+RECORD = np.dtype(RECORD_FIELDS)
+assert RECORD.itemsize == RECORD_BYTES
+_SAME_IN_ALL_PARTS = ("group", "flags", "key", "parent", "tenant", "index", "parts")
+_READ_BYTES = 1 << 30
+_log = logging.getLogger(__name__)
+
+
+class FoundPages:
+    """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
+    the other slots with records: parts of incomplete pages, pages written again elsewhere, and damage."""
+
+    def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int) -> None:
+        parts, counts = _complete(records, _candidates(records, namespace, flags))
+        first = np.cumsum(counts) - counts
+        heads = records[parts[first]] if len(parts) else records[:0]
+        keys, groups = heads["key"].tolist(), heads["group"].tolist()
+        newest: dict[tuple[int, bytes], int] = {name: at for at, name in enumerate(zip(groups, keys, strict=True))}
+        keep = np.fromiter(newest.values(), dtype=np.int64, count=len(newest))
+        keep.sort()
+        self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
+        self._parts = parts
+        self._groups = namespace.groups
+        self.write_ids: NDArray[np.uint64] = self._heads["write_id"]
+        taken = np.zeros(len(records), dtype=bool)
+        for column in range(int(self._counts.max(initial=0))):
+            taken[parts[self._first[self._counts > column] + column]] = True
+        self.stale: list[int] = np.flatnonzero(~taken & (records["magic"] != 0)).tolist()
+
+    def last_write(self) -> int:
+        """The largest write id of a page found; 0 without any."""
+        return int(self.write_ids.max(initial=0))
+
+    def slot_write_ids(self, num_slots: int) -> NDArray[np.uint64]:
+        """For each slot the write id of the page in it; 0 for none."""
+        ids = np.zeros(num_slots, dtype=np.uint64)
+        for column in range(int(self._counts.max(initial=0))):
+            longer = self._counts > column
+            ids[self._parts[self._first[longer] + column]] = self.write_ids[longer]
+        return ids
+
+    def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
+        heads, groups, slots = self._heads, self._groups, self._parts.tolist()
+        columns = (
+            heads["key"].tolist(),
+            heads["group"].tolist(),
+            heads["index"].tolist(),
+            heads["parent"].tolist(),
+            heads["tenant"].tolist(),
+            (heads["flags"] & FLAG_PARENT).tolist(),
+            self._first.tolist(),
+            self._counts.tolist(),
+        )
+        for key, group, index, parent, tenant, has_parent, first, count in zip(*columns, strict=True):
+            page = Page(key, groups[group], index, parent if has_parent else None, tenant)
+            yield page, tuple(slots[first : first + count])
+
+
+class SlotIndex:
+    """The index file. Its length follows that of the slabs: one record for each slot that exists."""
+
+    def __init__(self, path: Path, namespace: Namespace, slot_format: SlotFormat, files: Files) -> None:
+        """Opens or creates the file. OSError when that fails."""
+        self._namespace = namespace
+        self._format = slot_format
+        self._files = files
+        self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
+        self.num_records = files.fstat(self._fd).st_size // RECORD_BYTES
+        self._writing = threading.Lock()  # held during writes: a clear and a put of one slot keep their order
+        self._mutex = threading.Lock()  # guards _forgotten; never held during I/O
+        self._forgotten: set[int] = set()
+
+    def grow(self, num_records: int) -> None:
+        """Room for records [0, num_records). OSError when there is none; then nothing changed."""
+        if num_records > self.num_records:
+            old = self.num_records * RECORD_BYTES
+            try:
+                self._files.allocate(self._fd, old, num_records * RECORD_BYTES - old)
+            except OSError:
+                self._files.truncate(self._fd, old)
+                raise
+            self.num_records = num_records
+
+    def cut(self, num_records: int) -> None:
+        """Drop the records from num_records on."""
+        if self.num_records > num_records:
+            self._files.truncate(self._fd, num_records * RECORD_BYTES)
+            self.num_records = num_records
+
+    def load(self) -> FoundPages:
+        """Read all records. OSError when that fails."""
+        nbytes = self.num_records * RECORD_BYTES
+        buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
+        for at in range(0, nbytes, _READ_BYTES):
+            read_all(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
+        return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags)
+
+    def put(self, page: Page, slots: Sequence[int], write_id: int) -> None:
+        """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
+        parts = len(slots)
+        records = [self._format.record(page, part, parts, slot, write_id) for part, slot in enumerate(slots)]
+        with self._writing:
+            with self._mutex:
+                self._forgotten.difference_update(slots)
+            for first, last in adjacent(slots):
+                write_all(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots hold nothing any more. Only noted: `flush` writes it."""
+        with self._mutex:
+            self._forgotten.update(slots)
+
+    def flush(self) -> None:
+        """Clear the records of forgotten slots. OSError when that fails; they are then tried again."""
+        if not self._forgotten:
+            return
+        with self._writing:
+            with self._mutex:
+                slots = sorted(slot for slot in self._forgotten if slot < self.num_records)
+                self._forgotten.clear()
+            try:
+                for first, last in adjacent(slots):
+                    blank = bytes((last - first) * RECORD_BYTES)
+                    write_all(self._files, self._fd, [blank], slots[first] * RECORD_BYTES)
+            except OSError:
+                self.forget(slots)
+                raise
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        try:
+            self.flush()
+        except OSError as error:
+            _log.warning("index of the disk tier: %s", error)
+        self._files.close(self._fd)
+
+
+def adjacent(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges [first, last) of positions at which the slots follow each other on disk."""
+    first = 0
+    for at in range(1, len(slots) + 1):
+        if at == len(slots) or slots[at] != slots[at - 1] + 1:
+            yield first, at
+            first = at
+
+
+def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
+    """Slots whose record is whole and belongs here."""
+    plausible = (records["magic"] == RECORD_MAGIC) & (records["slot"] == np.arange(len(records)))
+    plausible &= (records["flags"] & FLAG_SEALED) == flags
+    plausible &= (records["group"] < len(namespace.groups)) & (records["part"] < records["parts"])
+    slots: NDArray[np.int64] = np.flatnonzero(plausible)
+    raw = records.view(np.uint8).data
+    checks = records["check"][slots].tolist()
+    starts = (slots * RECORD_BYTES).tolist()
+    whole = [
+        record_check(raw[start : start + RECORD_BODY_BYTES]) == check
+        for start, check in zip(starts, checks, strict=True)
+    ]
+    found: NDArray[np.int64] = slots[np.array(whole, dtype=bool)]
+    return found
+
+
+def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slots of complete pages, page after page in write order and part after part, and the parts of each page."""
+    order = slots[np.lexsort((records["part"][slots], records["write_id"][slots]))]
+    if not len(order):
+        return order, order
+    found = records[order]
+    write_ids = found["write_id"]
+    starts = np.flatnonzero(np.concatenate(([True], write_ids[1:] != write_ids[:-1])))
+    counts = np.diff(np.append(starts, len(order)))
+    first = np.repeat(starts, counts)
+    good = (found["part"] == np.arange(len(order)) - first) & (found["parts"] == np.repeat(counts, counts))
+    for name in _SAME_IN_ALL_PARTS:
+        column = found[name]
+        good &= column == column[first]
+    whole = np.logical_and.reduceat(good, starts)
+    return order[np.repeat(whole, counts)], counts[whole]

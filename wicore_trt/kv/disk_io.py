@@ -1,0 +1,235 @@
+"""Threads that run disk operations, with a bounded queue and a deadline for each.
+
+It must not know what an operation does. Invariant: `done` of an accepted operation is called once with its outcome, or
+with TIMEOUT and, when no thread touches its buffers any more, with RETURNED.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class Outcome(enum.Enum):
+    """How a disk operation ended."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    """Checksum, identity or format is not what was asked for; the buffers mean nothing."""
+    FAILED = "failed"
+    """The system reported an error, or the store was closed."""
+    NO_SPACE = "no_space"
+    TIMEOUT = "timeout"
+    """Not done in time. The buffers may still be touched until RETURNED."""
+    RETURNED = "returned"
+    """Follows TIMEOUT: nobody touches the buffers any more."""
+
+
+class Operation:
+    """One submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
+
+    def __init__(self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], deadline: float) -> None:
+        self.run = run
+        self.deadline = deadline
+        self.timed_out = False
+        self._done = done
+        self._finished = False
+        # Held while `done` runs, so that RETURNED never overtakes TIMEOUT.
+        self._lock = threading.Lock()
+
+    def finish(self, outcome: Outcome) -> None:
+        """No thread touches the buffers any more."""
+        with self._lock:
+            self._finished = True
+            self._tell(Outcome.RETURNED if self.timed_out else outcome)
+
+    def expire(self) -> None:
+        """The deadline passed, unless the operation finished just now."""
+        with self._lock:
+            if not self._finished and not self.timed_out:
+                self.timed_out = True
+                self._tell(Outcome.TIMEOUT)
+
+    def _tell(self, outcome: Outcome) -> None:
+        try:
+            self._done(outcome)
+        except Exception:  # the caller's mistake must not cost an I/O thread
+            _log.exception("callback of a disk operation failed")
+
+
+class IoPool:
+    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit`.
+
+    `chore` runs in a thread after `nudge` when nothing else waits; `end` runs in the last thread that leaves.
+    """
+
+    def __init__(
+        self, threads: int, queue_limit: int, timeout_s: float, chore: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self._limit = queue_limit
+        self._timeout_s = timeout_s
+        self._chore = chore
+        self._end = end
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._watch = threading.Condition(self._lock)
+        self._urgent: deque[Operation] = deque()
+        self._normal: deque[Operation] = deque()
+        self._live: dict[Operation, None] = {}  # until their buffers are back
+        self._waiting: dict[Operation, None] = {}  # those that may still time out, in the order of deadlines
+        self._running: set[Operation] = set()
+        self._nudged = False
+        self._chore_runs = False
+        self._closing = False
+        self._threads = self._left = threads
+        self._ended = threading.Event()
+        for number in range(threads):
+            threading.Thread(target=self._serve, name=f"wicore-disk-{number}", daemon=True).start()
+        threading.Thread(target=self._watchdog, name="wicore-disk-watchdog", daemon=True).start()
+
+    @property
+    def depth(self) -> int:
+        """Operations whose buffers have not come back."""
+        return len(self._live)
+
+    @property
+    def stalled(self) -> bool:
+        """Every thread is in an operation that timed out."""
+        with self._lock:
+            return self._is_stalled()
+
+    def submit(
+        self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], *, urgent: bool = False
+    ) -> bool:
+        """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
+        with self._lock:
+            queue = self._urgent if urgent else self._normal
+            if self._closing or len(queue) >= self._limit or self._is_stalled():
+                return False
+            op = self._start_clock(run, done)
+            self._live[op] = None
+            queue.append(op)
+            self._work.notify()
+            return True
+
+    def nudge(self) -> None:
+        """Run the chore soon."""
+        with self._lock:
+            if not self._nudged:
+                self._nudged = True
+                self._work.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Take no more operations and wait for those accepted. After `timeout_s` the rest is given up: FAILED when it
+        never started, else TIMEOUT. Returns at the latest then; threads that hang are left behind."""
+        with self._lock:
+            self._closing = True
+            self._work.notify_all()
+            self._watch.notify_all()
+        if self._ended.wait(timeout_s):
+            return
+        with self._lock:
+            queued = [*self._urgent, *self._normal]
+            self._urgent.clear()
+            self._normal.clear()
+            running = list(self._running)
+            for op in queued:
+                self._drop(op)
+        for op in queued:
+            op.finish(Outcome.FAILED)
+        for op in running:
+            op.expire()
+
+    def _is_stalled(self) -> bool:
+        return len(self._running) == self._threads and all(op.timed_out for op in self._running)
+
+    def _start_clock(self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None]) -> Operation:
+        op = Operation(run, done, time.monotonic() + self._timeout_s)
+        if not self._waiting:
+            self._watch.notify()
+        self._waiting[op] = None
+        return op
+
+    def _run_chore(self, op: Operation) -> Outcome:
+        try:
+            self._chore()
+        finally:
+            with self._lock:
+                self._chore_runs = False
+        return Outcome.OK
+
+    def _drop(self, op: Operation) -> None:
+        self._live.pop(op, None)
+        self._waiting.pop(op, None)
+
+    def _take(self) -> Operation | None:
+        """The next operation, with the chore as the last of them, or None when this thread is to leave."""
+        with self._lock:
+            while True:
+                if self._urgent or self._normal:
+                    op = (self._urgent or self._normal).popleft()
+                    self._running.add(op)
+                    return op
+                if self._closing:
+                    return None
+                if self._nudged and not self._chore_runs:
+                    self._nudged, self._chore_runs = False, True
+                    op = self._start_clock(self._run_chore, lambda outcome: None)
+                    self._running.add(op)
+                    return op
+                self._work.wait()
+
+    def _serve(self) -> None:
+        while (op := self._take()) is not None:
+            outcome = Outcome.FAILED
+            try:
+                outcome = op.run(op)
+            except Exception:
+                _log.exception("disk operation failed")
+            with self._lock:
+                self._running.discard(op)
+                self._drop(op)
+            op.finish(outcome)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            try:
+                self._end()
+            except Exception:
+                _log.exception("disk tier did not close cleanly")
+            self._ended.set()
+
+    def _watchdog(self) -> None:
+        while (expired := self._next_expired()) is not None:
+            op, queued = expired
+            op.expire()
+            if queued:
+                op.finish(Outcome.RETURNED)
+
+    def _next_expired(self) -> tuple[Operation, bool] | None:
+        """Wait for the next operation that is late, and whether it never started; None when all is over."""
+        with self._lock:
+            while True:
+                op = next(iter(self._waiting), None)
+                if op is None:
+                    if self._closing:
+                        return None
+                    self._watch.wait()
+                    continue
+                left = op.deadline - time.monotonic()
+                if left > 0:
+                    self._watch.wait(left)
+                    continue
+                del self._waiting[op]
+                queued = op not in self._running
+                if queued:
+                    self._drop(op)
+                    (self._urgent if op in self._urgent else self._normal).remove(op)
+                return op, queued
