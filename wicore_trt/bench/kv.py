@@ -61,6 +61,7 @@ from wicore_trt.core.assemble import LoadedEngine, load_engine
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
+from wicore_trt.errors import WicoreError
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.text.tokenizer import Tokenizer
 
@@ -191,7 +192,8 @@ def _burst(bench: Bench, core: EngineCore, prompts: Sequence[Sequence[int]]) -> 
         output_tokens=bench.shape.output_tokens,
         in_flight=bench.shape.in_flight,
     )
-    assert not any(s.record.cached_tokens for s in served), "traffic without reuse had a hit"
+    if any(s.record.cached_tokens for s in served):
+        raise WicoreError("Traffic without reuse had a prefix hit.", fix="Use an engine with larger pages.")
     return served
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import sqrt
+from math import comb
 from typing import Any
 
 from wicore_trt.bench.kv_workload import Served, Turn
@@ -109,10 +109,11 @@ class NoReuse:
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval of the median of an ascending sample: ranks n/2 -+ 0.98 sqrt(n) (normal approximation
-    of the binomial), the whole range for few values."""
-    n = len(ordered)
-    rank = max(0, int(n / 2 - 0.98 * sqrt(n)))
+    """At least 95 % confidence interval of the median of an ascending sample, between its order statistics: the
+    number of values below the median is binomial. The whole range for fewer than six values, which give less."""
+    n, rank = len(ordered), 0
+    while sum(comb(n, k) for k in range(rank + 2)) <= 0.025 * 2**n:
+        rank += 1
     return ordered[rank], ordered[n - 1 - rank]
 
 
