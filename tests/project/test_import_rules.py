@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": ("errors", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
     "observe": ("errors", "types", "observe"),
-    "serve": ("errors", "types", "config", "core", "observe", "serve", "text"),
+    "serve": ("errors", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
     "recipe": ("errors",),
     "config": ("errors", "recipe"),
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 from wicore_trt.kv.page import Page
 
-MAX_EVENT_PAGES = 4096
+MAX_EVENT_PAGES = 1024
 """Pages that one event names at most, so that an event fits into one message of any transport."""
 
 

@@ -8,24 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.duration_pb2 import Duration
 
 from wicore_trt.errors import InvalidRequestError
+from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
+from wicore_trt.kv.page import Page
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.types import EngineStats, FinishReason, ModelInfo, SamplingParams, TextOutput
+from wicore_trt.types import (
+    CacheHints,
+    CachePriority,
+    EngineStats,
+    FinishReason,
+    KVStats,
+    ModelInfo,
+    SamplingParams,
+    TextOutput,
+    TierStats,
+)
 
 MAX_CACHE_SALT = 256
+MAX_SESSION = 256
 # A reader that fell behind gets its backlog in messages of this size; with 20 alternatives per token that is about
 # 200 KiB, far below the 4 MiB that gRPC clients accept by default.
 MAX_TOKENS_PER_MESSAGE = 512
+# Some 100 KiB, and about 3 ms of the event loop's time.
+MAX_PAGES_PER_MESSAGE = 1024
 
 _OPTIONAL_SAMPLING = tuple(
     field.name for field in pb2.SamplingParams.DESCRIPTOR.fields if field.containing_oneof is not None
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _FINISH = {reason: getattr(pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_PRIORITY = {pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
+    getattr(pb2, f"CACHE_PRIORITY_{priority.name}"): priority for priority in CachePriority
+}
 
 
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
@@ -45,15 +63,25 @@ def field_path(name: str, prompt_kind: str | None) -> str:
         return f"sampling.{name}"
     if name in ("prompt", "prompt_token_ids", "messages"):
         return prompt_kind or "prompt"
-    return {"timeout_s": "timeout"}.get(name, name)
+    return {"timeout_s": "timeout", "ttl_s": "cache.ttl"}.get(name, name)
 
 
-def timeout_seconds(message: Duration) -> float:
+def positive_seconds(message: Duration, field: str) -> float:
     """Seconds of a positive, well-formed duration; raises InvalidRequestError for others."""
     seconds = message.seconds + message.nanos / 1e9
     if not (abs(message.nanos) < 1_000_000_000 and seconds > 0):
-        raise InvalidRequestError(f"timeout must be a positive duration, got {seconds:g} s.", field="timeout")
+        raise InvalidRequestError(f"{field} must be a positive duration, got {seconds:g} s.", field=field)
     return seconds
+
+
+def cache_hints(message: pb2.CacheHints) -> CacheHints:
+    """Raises InvalidRequestError for values out of range."""
+    if len(message.session) > MAX_SESSION:
+        raise InvalidRequestError(f"session takes at most {MAX_SESSION} characters.", field="cache.session")
+    if message.priority not in _PRIORITY:
+        raise InvalidRequestError(f"{message.priority} is no CachePriority.", field="cache.priority")
+    ttl_s = positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
+    return CacheHints(message.session, _PRIORITY[message.priority], ttl_s)
 
 
 def duration(seconds: float) -> Duration:
@@ -146,4 +174,67 @@ def stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
         step_time=duration(now.step_seconds),
         preemptions=now.preemptions,
         pools=[pb2.PoolStats(**dataclasses.asdict(pool)) for pool in now.pools],
+        kv=_kv_stats(now.kv),
     )
+
+
+def _kv_stats(kv: KVStats) -> pb2.KVStats:
+    return pb2.KVStats(
+        tiers=map(_tier_stats, kv.tiers),
+        decisions=kv.decisions,
+        parked=kv.parked,
+        resumed=kv.resumed,
+        event_sequence=kv.event_sequence,
+    )
+
+
+def _tier_stats(tier: TierStats) -> pb2.TierStats:
+    """The fields have the same names, but for the two times."""
+    given = dataclasses.asdict(tier)
+    read_time, write_time = duration(given.pop("read_seconds")), duration(given.pop("write_seconds"))
+    return pb2.TierStats(**given, read_time=read_time, write_time=write_time)
+
+
+def kv_snapshot(snapshot: Snapshot) -> Iterator[pb2.SubscribeKVEventsResponse]:
+    """A snapshot as messages: at least one, the first and the last marked."""
+    entries = snapshot.entries
+    for start in range(0, max(1, len(entries)), MAX_PAGES_PER_MESSAGE):
+        message = pb2.SubscribeKVEventsResponse(epoch=snapshot.epoch, sequence=snapshot.sequence)
+        part = message.snapshot
+        part.first, part.last = start == 0, start + MAX_PAGES_PER_MESSAGE >= len(entries)
+        groups: dict[tuple[str, str], list[Page]] = {}
+        for tier, page in entries[start : start + MAX_PAGES_PER_MESSAGE]:
+            groups.setdefault((tier, page.group), []).append(page)
+        for (tier, group), pages in groups.items():
+            _fill_pages(part.pages.add(), tier, group, pages)
+        yield message
+
+
+def kv_events(epoch: int, events: list[Event]) -> Iterator[pb2.SubscribeKVEventsResponse]:
+    """Events as messages of about MAX_PAGES_PER_MESSAGE pages; an event is never cut."""
+    message, size = pb2.SubscribeKVEventsResponse(epoch=epoch), 0
+    for event in events:
+        size += _fill_event(message.events.events.add(sequence=event.sequence), event)
+        message.sequence = event.sequence
+        if size >= MAX_PAGES_PER_MESSAGE or event is events[-1]:
+            yield message
+            message, size = pb2.SubscribeKVEventsResponse(epoch=epoch), 0
+
+
+def _fill_event(message: pb2.KVEvent, event: Event) -> int:
+    """Returns about how many pages the message is worth."""
+    if isinstance(event, Stored):
+        _fill_pages(message.stored, event.tier, event.group, event.pages)
+        return 1 + len(event.pages)
+    if isinstance(event, Removed):
+        message.removed.tier, message.removed.group, message.removed.cause = event.tier, event.group, event.cause
+        message.removed.keys.extend(event.keys)
+        return 1 + len(event.keys)
+    message.cleared.tier = event.tier
+    return 1
+
+
+def _fill_pages(message: pb2.KVPages, tier: str, group: str, pages: Iterable[Page]) -> None:
+    message.tier, message.group = tier, group
+    for page in pages:
+        message.pages.add(key=page.key, parent=page.parent or b"", index=page.index, tenant=page.tenant)

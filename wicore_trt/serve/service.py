@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError
+from wicore_trt.errors import DeadlineError, EnvironmentUnfitError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         call = CURRENT_CALL.get()
-        own_s = convert.timeout_seconds(request.timeout) if request.HasField("timeout") else None
+        own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         call_s = context.time_remaining()
         timeout_s = min((limit for limit in (own_s, call_s) if limit is not None), default=None)
         stream = await self._submit(engine, request, call, timeout_s)
@@ -202,6 +202,36 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
         return convert.stats(self._ready().stats(), self._open)
 
+    async def SubscribeKVEvents(self, request: pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext) -> None:
+        log = self._ready().kv_events
+        if log is None:
+            raise EnvironmentUnfitError("This server has no KV events.", fix="Serve with kv.prefix_cache: true.")
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_event() -> None:  # on the engine's thread
+            with suppress(RuntimeError):  # the loop is closed: the server ends
+                loop.call_soon_threadsafe(changed.set)
+
+        known = request.from_sequence > 0 and request.epoch == log.epoch
+        position = request.from_sequence - 1 if known else -1  # -1 is always too old
+        end_listening = log.listen(on_event)
+        try:
+            while True:
+                changed.clear()
+                events = log.since(position)
+                if events is None:
+                    snapshot = await asyncio.wrap_future(log.request_snapshot())
+                    messages, position = convert.kv_snapshot(snapshot), snapshot.sequence
+                elif events:
+                    messages, position = convert.kv_events(log.epoch, events), events[-1].sequence
+                else:
+                    await changed.wait()
+                    continue
+                for message in messages:
+                    await context.write(message)
+        finally:
+            end_listening()
+
 
 def checked_id(request_id: str) -> str:
     """The id itself; raises InvalidRequestError unless it can stand in logs and metadata."""
@@ -224,6 +254,7 @@ async def _text_request(
         timeout_s=timeout_s,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        cache=convert.cache_hints(request.cache),
     )
     add_bos = request.add_bos if request.HasField("add_bos") else True
     if kind == "token_ids":

@@ -70,6 +70,11 @@ class InferenceServiceStub:
                 request_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.SubscribeKVEvents = channel.unary_stream(
+                '/wicore.inference.v1.InferenceService/SubscribeKVEvents',
+                request_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.SerializeToString,
+                response_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -126,6 +131,15 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKVEvents(self, request, context):
+        """Streams what the KV tiers gain and lose, for routers and observers, until the client cancels. Nothing is lost or
+        sent twice: a subscriber that is new, comes from another server process or reads too slowly is sent a snapshot of
+        all pages, then every event after it. FAILED_PRECONDITION when this server keeps no prefix cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +177,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
                     response_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'SubscribeKVEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKVEvents,
+                    request_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.FromString,
+                    response_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +374,33 @@ class InferenceService:
             '/wicore.inference.v1.InferenceService/GetStats',
             wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
             wicore_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKVEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/wicore.inference.v1.InferenceService/SubscribeKVEvents',
+            wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.SerializeToString,
+            wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,
