@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from wicore_trt.core.text_engine import encode_request
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError
 from wicore_trt.types import (
+    CacheHints,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -62,28 +63,41 @@ class LLM:
         self._inboxes: dict[str, deque[TokenOutput]] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
     ) -> list[list[Completion]]:
         """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i.
 
+        `cache` says, of each prompt, how long its pages are worth keeping.
         Raises InvalidRequestError before anything runs when a prompt is wrong.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
-        requests = [self._request(prompt, params or SamplingParams()) for prompt in many]
+        requests = [self._request(prompt, params, cache) for prompt in many]
         parts: dict[tuple[str, int], list[TextOutput]] = {}
         for output in self._run(requests):
             parts.setdefault((output.request_id, output.index), []).append(output)
         return [[_completion(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache: CacheHints | None = None
+    ) -> Iterator[TextOutput]:
         """Yield the deltas of one prompt as they are computed."""
-        return self._run([self._request(prompt, params or SamplingParams())])
+        return self._run([self._request(prompt, params, cache)])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Iterator[TextOutput]:
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
+    ) -> Iterator[TextOutput]:
         """Yield the deltas of the model's next turn, by the model's own chat template."""
-        text = TextRequest(next(self._ids), params or SamplingParams(), messages=tuple(messages))
-        return self._run([self._tokenize(text)])
+        text = self._text(params, cache)
+        return self._run([self._tokenize(replace(text, messages=tuple(messages)))])
 
     def stats(self) -> EngineStats:
         """Counters since the engine was loaded."""
@@ -91,7 +105,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine's memory."""
-        self._core.executor.close()
+        self._core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -101,13 +115,19 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+    def _text(self, params: SamplingParams | None, cache: CacheHints | None) -> TextRequest:
+        return TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, cache: CacheHints | None) -> GenerateRequest:
+        text = self._text(params, cache)
         if isinstance(prompt, str):
-            return self._tokenize(TextRequest(next(self._ids), params, prompt=prompt))
-        return self._tokenize(TextRequest(next(self._ids), params, prompt_token_ids=tuple(prompt)))
+            return self._tokenize(replace(text, prompt=prompt))
+        return self._tokenize(replace(text, prompt_token_ids=tuple(prompt)))
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
-        made = GenerateRequest(request.request_id, encode_request(self.tokenizer, request), request.params)
+        made = GenerateRequest(
+            request.request_id, encode_request(self.tokenizer, request), request.params, cache=request.cache
+        )
         self._core.validate(made)
         return made
 
