@@ -10,64 +10,25 @@ is never evicted and its slots are never handed out.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import ChainPolicy, Key
+from wicore_trt.kv.policy import ChainPolicy, Key, LRUPolicy
+from wicore_trt.kv.tier_copy import TRANSITIONS, CopyState, TierCopy, TierNode
+
+__all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
 
 
-class CopyState(enum.Enum):
-    """WRITING is filled now; READY can be read; LOST left the index while its buffers are still touched; FREE is
-    final."""
+@dataclass(slots=True)
+class _Tenant:
+    """What one tenant has here: slots, spare copies that may leave, oldest first, and at its quota the order of its
+    other pages."""
 
-    WRITING = "writing"
-    READY = "ready"
-    LOST = "lost"
-    FREE = "free"
-
-
-TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
-    CopyState.WRITING: frozenset({CopyState.READY, CopyState.LOST, CopyState.FREE}),
-    CopyState.READY: frozenset({CopyState.LOST, CopyState.FREE}),
-    CopyState.LOST: frozenset({CopyState.FREE}),
-    CopyState.FREE: frozenset(),
-}
-
-
-@dataclass(slots=True, eq=False)
-class TierCopy:
-    """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
-    it; `saved`: the next tier has had it, or is not to have it."""
-
-    page: Page
-    slots: tuple[int, ...]
-    state: CopyState = CopyState.WRITING
-    readers: int = 0
-    checksum: bytes = b""
-    saved: bool = False
-
-    @property
-    def ready(self) -> bool:
-        return self.state is CopyState.READY
-
-    def move(self, state: CopyState) -> None:
-        """Change state; an illegal transition is a bug of ours."""
-        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
-        self.state = state
-
-
-@dataclass(slots=True, eq=False)
-class TierNode:
-    """All copies of one page index of a chain. `busy` counts writers, readers and one for a session's hold (`held`)."""
-
-    key: bytes
-    tenant: bytes
-    copies: dict[str, TierCopy] = field(default_factory=dict)
-    busy: int = 0
-    held: bool = False
+    slots: int = 0
+    spare: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    order: LRUPolicy | None = None
 
 
 class TierIndex:
@@ -97,10 +58,9 @@ class TierIndex:
         self._on_evict = on_evict
         self._free = list(range(num_slots - 1, -1, -1))
         self._nodes: dict[Key, TierNode] = {}
-        self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys whose local copy goes before any node
+        self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
-        self._tenants: dict[bytes, OrderedDict[bytes, None]] = {}
-        self._tenant_slots: Counter[bytes] = Counter()
+        self._tenants: dict[bytes, _Tenant] = {}
         self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
         self.held_slots = 0
         self.unsaved_slots = 0
@@ -131,18 +91,16 @@ class TierIndex:
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
-            self._tenants.setdefault(page.tenant, OrderedDict())[page.key] = None
         self._let_go(node)
         node.copies[page.group] = copy
-        self._tenant_slots[page.tenant] += need
+        self._tenant(page.tenant).slots += need
         self.unsaved_slots += need
         if page.group == self.primary:
-            self.policy.add([page.key], page.parent)
-            self._spare.pop(page.key, None)
-            if node.busy:
-                self.policy.pin([page.key])
-        elif self.primary not in node.copies:
-            self._spare[page.key] = None
+            for policy in self._policies(page.tenant):
+                policy.add([page.key], page.parent)
+                if node.busy:
+                    policy.pin([page.key])
+        node.spare = self.primary not in node.copies
         self._busy(node, 1)
         above = self._nodes.get(page.parent) if page.parent is not None else None
         if page.key in self._holds and (above is None or above.held):
@@ -169,9 +127,25 @@ class TierIndex:
 
     def reclaim(self, copy: TierCopy) -> None:
         """Nothing touches the buffers of a lost copy any more."""
+        assert copy.state is CopyState.LOST and not copy.readers
         self._lost.discard(copy)
         copy.move(CopyState.FREE)
         self._free.extend(copy.slots)
+
+    def restore(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
+        """Take over pages that a store recovered, oldest first; for an index that is empty. A page whose slots do not
+        fit this index, or that passes its tenant's quota, is left out."""
+        assert not self._nodes
+        for page, slots in found:
+            fits = len(slots) == self.slots_per_page.get(page.group) and max(slots) < self.num_slots
+            if fits and self.get(page.group, page.key) is None:
+                self._free = list(reversed(slots))
+                copy = self.reserve(page)
+                if copy is not None:
+                    self.mark_saved(copy)
+                    self.commit(copy)
+        taken = {slot for copy in self.copies() for slot in copy.slots}
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -194,10 +168,11 @@ class TierIndex:
     def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain, whether its pages are here or not."""
         self.policy.touch(keys, signal)
-        for key in reversed(keys):  # a chain's tail is to leave before its head
-            node = self._nodes.get(key)
-            if node is not None:
-                self._tenants[node.tenant].move_to_end(key)
+        if self._quota_slots < self.num_slots:
+            node = next((self._nodes[key] for key in keys if key in self._nodes), None)
+            order = self._tenant(node.tenant).order if node is not None else None
+            if order is not None:
+                order.touch(keys)
 
     # --- leaving -------------------------------------------------------------------------------------------------
 
@@ -216,13 +191,13 @@ class TierIndex:
     def spare(self, group: str, key: bytes) -> None:
         """No request is expected to need this local copy: it leaves before any other page."""
         if group != self.primary and self.get(group, key) is not None:
-            self._spare[key] = None
+            self._set_spare(self._nodes[key], True)
 
     def keep(self, key: bytes) -> None:
         """Undo `spare`: a request resumed here."""
         node = self._nodes.get(key)
         if node is not None and self.primary in node.copies:
-            self._spare.pop(key, None)
+            self._set_spare(node, False)
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """A session's chain, first page first: its pages, here now or stored later, do not leave for space until
@@ -245,16 +220,22 @@ class TierIndex:
                     self._let_go(node)
 
     def cold(self, slots: int) -> list[TierCopy]:
-        """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots."""
-        found: dict[TierCopy, None] = {}
-        count = 1
-        while (victims := self.policy.victims(count)) is not None:
-            for key in victims[count // 2 :]:
-                found.update((c, None) for c in self._nodes[key].copies.values() if c.ready and not c.saved)
-            if sum(len(copy.slots) for copy in found) >= slots:
-                break
-            count *= 2
-        return list(found)
+        """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots. Takes
+        time in proportion to the saved pages before them, so ask for many at once."""
+        found: list[TierCopy] = []
+        seen, step = 0, 1
+        while step and slots > 0:
+            victims = self.policy.victims(seen + step)
+            if victims is None:
+                step //= 2
+                continue
+            for key in victims[seen:]:
+                copies = [c for c in self._nodes[key].copies.values() if c.ready and not c.saved]
+                found += copies
+                slots -= sum(len(copy.slots) for copy in copies)
+            seen += step
+            step *= 2
+        return found
 
     def mark_saved(self, copy: TierCopy) -> None:
         if not copy.saved:
@@ -265,7 +246,7 @@ class TierIndex:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _try_hold(self, node: TierNode) -> bool:
-        slots = self._slots_of(node)
+        slots = node.slots
         if self.held_slots + slots > self._pin_slots:
             return False
         node.held = True
@@ -276,107 +257,97 @@ class TierIndex:
     def _let_go(self, node: TierNode) -> None:
         if node.held:
             node.held = False
-            self.held_slots -= self._slots_of(node)
+            self.held_slots -= node.slots
             self._busy(node, -1)
+
+    def _tenant(self, tag: bytes) -> _Tenant:
+        tenant = self._tenants.get(tag)
+        if tenant is None:
+            limited = self._quota_slots < self.num_slots
+            tenant = self._tenants[tag] = _Tenant(order=LRUPolicy(self._quota_slots) if limited else None)
+        return tenant
+
+    def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
+        order = self._tenant(tag).order
+        return (self.policy,) if order is None else (self.policy, order)
 
     def _busy(self, node: TierNode, change: int) -> None:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
-        if self.primary in node.copies:
-            if before == 0:
-                self.policy.pin([node.key])
-            elif node.busy == 0:
-                self.policy.unpin([node.key])
+        if self.primary in node.copies and (before == 0) != (node.busy == 0):
+            for policy in self._policies(node.tenant):
+                (policy.unpin if before else policy.pin)([node.key])
+        self._set_spare(node, node.spare)
+
+    def _set_spare(self, node: TierNode, spare: bool) -> None:
+        node.spare = spare
+        for order in (self._spare, self._tenant(node.tenant).spare):
+            if not spare or node.busy:
+                order.pop(node.key, None)
+            else:
+                order[node.key] = None
 
     def _make_room(self, need: int, page: Page) -> bool:
-        over = self._tenant_slots[page.tenant] + need - self._quota_slots
-        if over > 0 and not self._evict_tenant(page, over):
+        if need > self._quota_slots:
             return False
+        tenant = self._tenants.get(page.tenant)
+        if tenant is not None and tenant.order is not None:
+            while tenant.slots + need > self._quota_slots:
+                if not self._evict(page, tenant.spare, tenant.order, "quota"):
+                    return False
         while len(self._free) < need:
-            if not (self._evict_spare(page.key) or self._evict_node(page)):
+            if not self._evict(page, self._spare, self.policy, "capacity"):
                 return False
         return True
 
-    def _evict_spare(self, protected: bytes) -> bool:
-        for key in self._spare:
+    def _evict(self, page: Page, spare: Iterable[bytes], policy: ChainPolicy, cause: str) -> bool:
+        """Make a spare copy leave, else a whole node; what `page` belongs to and follows stays."""
+        key = next((key for key in spare if key != page.key), None)
+        if key is not None:
             node = self._nodes[key]
-            copy = next((c for g, c in node.copies.items() if g != self.primary), None)
-            if copy is not None and copy.ready and not copy.readers and not node.held and key != protected:
-                self._remove(copy, "window")
-                return True
-        return False
-
-    def _evict_node(self, page: Page) -> bool:
-        protected = {page.key} if page.parent is None else {page.key, page.parent}
-        victims = self.policy.victims(1, protected)
-        if victims is None:
-            return False
-        self._remove_node(self._nodes[victims[0]], "capacity")
-        return True
-
-    def _evict_tenant(self, page: Page, slots: int) -> bool:
-        """Make a tenant give up its own oldest pages; only used at its quota."""
-        leaving: list[TierNode] = []
-        for key in self._tenants.get(page.tenant, ()):
-            if slots <= 0:
-                break
-            node = self._nodes[key]
-            if not node.busy and key not in (page.key, page.parent):
-                leaving.append(node)
-                slots -= self._slots_of(node)
-        if slots > 0:
-            return False
-        for node in leaving:
-            self._remove_node(node, "quota")
-        return True
-
-    def _remove_node(self, node: TierNode, cause: str) -> None:
-        for copy in list(node.copies.values()):
+            leaving, cause = [c for group, c in node.copies.items() if group != self.primary], "window"
+        else:
+            victims = policy.victims(1, {page.key, page.parent})
+            if victims is None:
+                return False
+            leaving = list(self._nodes[victims[0]].copies.values())
+        for copy in leaving:
             self._remove(copy, cause)
+        return True
 
     def _remove(self, copy: TierCopy, cause: str, *, lost: bool = False) -> None:
         node, page, count = self._nodes[copy.page.key], copy.page, len(copy.slots)
-        was_busy = node.busy > 0
         if page.group == self.primary:
-            self.policy.remove(page.key)
+            for policy in self._policies(page.tenant):
+                policy.remove(page.key)
         del node.copies[page.group]
-        # the copy's own writer or readers no longer count for the node
-        node.busy -= copy.readers + (copy.state is CopyState.WRITING)
         if copy.ready:
             self.pages[page.group] -= 1
             self.evictions[cause] += 1
-        self._tenant_slots[page.tenant] -= count
+        tenant = self._tenant(page.tenant)
+        tenant.slots -= count
         if not copy.saved:
             self.unsaved_slots -= count
         if node.held:
             self.held_slots -= count
-        if page.group != self.primary or not node.copies:
-            self._spare.pop(page.key, None)
-        elif node.copies:
-            self._spare[page.key] = None
-        if self.primary in node.copies and was_busy and not node.busy:
-            self.policy.unpin([page.key])
+        node.spare = bool(node.copies) and self.primary not in node.copies
+        # the copy's own writer or readers no longer count for the node
+        self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
         if not node.copies:
             del self._nodes[page.key]
-            del self._tenants[page.tenant][page.key]
-            if not self._tenants[page.tenant]:
+            if not tenant.slots:
                 del self._tenants[page.tenant]
-                del self._tenant_slots[page.tenant]
+        copy.move(CopyState.LOST if lost else CopyState.FREE)
         if lost:
-            copy.move(CopyState.LOST)
             self._lost.add(copy)
         else:
-            copy.move(CopyState.FREE)
             self._free.extend(copy.slots)
         self._on_evict(copy, cause)
 
-    def _slots_of(self, node: TierNode) -> int:
-        return sum(len(copy.slots) for copy in node.copies.values())
-
     def check_integrity(self) -> None:
         """Assert the invariant of this module and the counters."""
-        copies = [copy for node in self._nodes.values() for copy in node.copies.values()]
+        copies = list(self.copies())
         slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
         assert len(slots) == self.num_slots and len(set(slots)) == self.num_slots, "a slot is lost or shared"
         assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
@@ -385,10 +356,14 @@ class TierIndex:
             assert node.copies and node.key == key, "an empty node"
             working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
             assert node.busy == working + node.held, "a node's users are miscounted"
-            assert (key in self.policy) == (self.primary in node.copies), "policy and index disagree"
-            assert self.primary in node.copies or key in self._spare, "a copy can never leave"
+            for policy in self._policies(node.tenant):
+                assert (key in policy) == (self.primary in node.copies), "policy and index disagree"
+            assert self.primary in node.copies or node.spare, "a copy can never leave"
+            assert not node.spare or set(node.copies) - {self.primary}, "a spare node without a local copy"
+            idle = node.spare and not node.busy
+            assert idle == (key in self._spare) == (key in self._tenants[node.tenant].spare), "a spare copy is stuck"
         assert len(self.policy) == sum(self.primary in n.copies for n in self._nodes.values())
-        assert all(self._nodes[key].copies for key in self._spare)
+        assert sum(len(tenant.spare) for tenant in self._tenants.values()) == len(self._spare)
         self._check_counters(copies)
         self.policy.check_integrity()
 
@@ -397,9 +372,12 @@ class TierIndex:
         for copy in copies:
             tenants[copy.page.tenant] += len(copy.slots)
         assert +self.pages == ready, "pages are miscounted"
-        assert +self._tenant_slots == tenants, "tenants are miscounted"
-        assert all(tenants[t] <= max(self._quota_slots, 0) for t in tenants), "a tenant passed its quota"
+        assert {tag: tenant.slots for tag, tenant in self._tenants.items()} == tenants, "tenants are miscounted"
+        assert all(count <= self._quota_slots for count in tenants.values()), "a tenant passed its quota"
         assert self.unsaved_slots == sum(len(c.slots) for c in copies if not c.saved)
         held = [node for node in self._nodes.values() if node.held]
-        assert self.held_slots == sum(map(self._slots_of, held)) <= self._pin_slots, "held slots are miscounted"
+        assert self.held_slots == sum(node.slots for node in held) <= self._pin_slots, "held slots are miscounted"
         assert all(node.key in self._holds for node in held), "a hold without a holder"
+        for tenant in self._tenants.values():
+            if tenant.order is not None:
+                tenant.order.check_integrity()
