@@ -92,11 +92,11 @@ def test_conversations_grow_by_pieces_of_the_text_that_no_other_gets(shape):
             assert not set(heads[one][1:]) & set(used)
 
 
-@given(SHAPES, st.integers(0, 1000))
+@given(SHAPES, st.sampled_from([6, 8]), st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
-def test_the_working_set_is_what_continuing_every_session_takes(shape, seed):
+def test_the_working_set_is_what_continuing_every_session_takes(shape, window, seed):
     """Counted from the pages that a cache with room for everything offers to the next turn of every session."""
-    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=PAGE, window=WINDOW)
+    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=PAGE, window=window)
     said = Conversations(shape, words(shape, shape.turns + 1, seed), 2)
     serve(core, said, shape, range(shape.turns))
     manager = core.scheduler.manager
@@ -109,10 +109,10 @@ def test_the_working_set_is_what_continuing_every_session_takes(shape, seed):
         count = (shape.length(shape.turns) - 1) // PAGE
         needed[GLOBAL] |= set(pages.keys[:count])
         needed[LOCAL] |= set(pages.keys[manager.first_visible_page(count * PAGE) : count])
-    counted = working_set_bytes(shape, shape.turns, PAGE, WINDOW, {GLOBAL: 10, LOCAL: 1000})
+    counted = working_set_bytes(shape, shape.turns, PAGE, window, {GLOBAL: 10, LOCAL: 1000})
     # the formula takes system prompts for distinct and windows for unshared, the cache knows better for short ones
     assert counted[GLOBAL] == 10 * len(needed[GLOBAL])
-    if shape.length(shape.turns) - 1 - WINDOW >= shape.system_tokens + PAGE:
+    if shape.length(shape.turns) - 1 - window >= shape.system_tokens + PAGE:
         assert counted[LOCAL] == 1000 * len(needed[LOCAL])
     else:
         assert counted[LOCAL] >= 1000 * len(needed[LOCAL])

@@ -111,7 +111,7 @@ def open_core(settings: Mapping[str, Any]) -> Iterator[LoadedEngine]:
     try:
         yield loaded
     finally:
-        loaded.core.executor.close()
+        loaded.core.close()
         del loaded
         gc.collect()
 
@@ -179,8 +179,8 @@ def no_reuse(bench: Bench, groups: int) -> NoReuse:
                 differing += sum(answers[0][turn] != answers[1][turn] for turn in answers[0])
             if number:
                 ratios.append(seconds[0] / seconds[1])
+                _say(f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers")
         names = [tier.tier for tier in tiered.core.stats().kv.tiers]
-    _say(f"without reuse: {groups} groups")
     return NoReuse(requests, tokens, differing, ratios, drains, names)
 
 
@@ -218,7 +218,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", type=Path, help="engine of Gemma 3 270M; built afresh when left out")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, help="rounds of the replay; default 3")
-    parser.add_argument("--groups", type=int, help="groups A B B A without reuse, 0 for none; default 24")
+    parser.add_argument("--groups", type=int, help="groups A B B A without reuse, 0 for none; default 20")
     parser.add_argument("--sessions", type=int, help=f"default {FULL.sessions}")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="arms of the replay")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes; speed is not judged")
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"load average {load:.1f}: other work is running here, so these figures say little")
     shape = _shape(args)
     rounds = args.rounds or (1 if args.quick else 3)
-    groups = args.groups if args.groups is not None else (1 if args.quick else 24)
+    groups = args.groups if args.groups is not None else (1 if args.quick else 20)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         path = args.engine or build_engine(fetch("gemma3-270m"), Path(scratch) / "engine").path
         manifest, tokenizer = open_engine(path).manifest, Tokenizer.from_dir(path)
