@@ -11,7 +11,10 @@ from __future__ import annotations
 import time
 from hashlib import blake2b
 
+from wicore_trt.config import KVSettings
+from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.disk_files import Files
 from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager
 from wicore_trt.model.spec import Gemma3Spec
@@ -64,7 +67,8 @@ class FakeExecutor:
 
     def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
-        self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 64))
+        self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 8 * page_tokens))
+        self.copier = self
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
@@ -123,6 +127,17 @@ class FakeExecutor:
                 assert slot >= 0, f"{group} page of position {position} is gone"
                 assert memory[slot][position % size] == truth[position], f"{group}: wrong KV at position {position}"
 
+    def to_host(self, group, slot, parts, done) -> None:
+        """Digests of a page, 8 bytes per position, zeros where nothing was written."""
+        (part,) = parts
+        part[:] = b"".join(digest.ljust(8, b"\0") for digest in self.memory[group][slot])
+        done()
+
+    def to_device(self, group, slot, parts, done) -> None:
+        (part,) = parts
+        self.memory[group][slot] = [bytes(part[i : i + 8]) for i in range(0, len(part), 8)]
+        done()
+
     def release(self, seq_id: int) -> None:
         self.released.append(seq_id)
 
@@ -146,14 +161,27 @@ def make_core(
     prefix_cache: bool = True,
     checkpoint_tokens: int = 32,
     clock=time.monotonic,
+    kv: KVSettings | None = None,
+    engine: str = "fake",
+    files: Files | None = None,
 ) -> EngineCore:
-    """An EngineCore over a FakeExecutor (core.executor) with small pools."""
+    """An EngineCore over a FakeExecutor (core.executor) with small pools; with `kv` its cache is made as a server's is,
+    `files` being what its disk tier does to the system."""
     pages = pages or {GLOBAL: 64, LOCAL: 64}
     executor = FakeExecutor(pages, page_tokens, window, max_batch_tokens)
-    manager = KVCacheManager(
-        pages, window, KeyChain("fake", page_tokens), prefix_cache=prefix_cache, checkpoint_tokens=checkpoint_tokens
-    )
-    scheduler = Scheduler(manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+    if kv is None:
+        manager, loader = (
+            KVCacheManager(
+                pages, window, KeyChain(engine, page_tokens), prefix_cache=prefix_cache,
+                checkpoint_tokens=checkpoint_tokens,
+            ),
+            None,
+        )  # fmt: skip
+    else:
+        manager, loader = make_cache(
+            kv, executor.layout, window, engine=engine, kernels="fake", copier=executor.copier, files=files
+        )
+    scheduler = Scheduler(manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, loader=loader)
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
 
 

@@ -24,7 +24,7 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     }
     for group, pool in manager.pools.items():
         for i in there[group]:
-            pool.publish(pool.allocate(1)[0], sequence.keys[i])
+            pool.publish(pool.allocate(1)[0], sequence.page(group, i))
 
     def usable(n: int) -> bool:
         window = range(manager.first_visible_page(n * size), n)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.config import Settings
+from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.schedule.scheduler import Scheduler
@@ -44,11 +43,13 @@ def load_engine(settings: Settings) -> LoadedEngine:
     executor = make_executor(engine, settings)
     manifest, layout = engine.manifest, executor.layout
     max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)
-    manager = KVCacheManager(
-        layout.num_pages,
+    manager, loader = make_cache(
+        settings.kv,
+        layout,
         manifest.spec.sliding_window,
-        KeyChain(f"{manifest.fingerprint}/{executor.kernels}", layout.page_tokens),
-        prefix_cache=settings.kv.prefix_cache,
+        engine=manifest.fingerprint,
+        kernels=executor.kernels,
+        copier=executor.copier,
     )
     if not manager.fits(max_context, settings.scheduler.max_batch_tokens):
         raise EnvironmentUnfitError(
@@ -59,6 +60,7 @@ def load_engine(settings: Settings) -> LoadedEngine:
         manager,
         max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_sequences=settings.scheduler.max_sequences,
+        loader=loader,
     )
     warm_up(executor)
     core = EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)

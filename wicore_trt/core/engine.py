@@ -19,7 +19,25 @@ from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.schedule.scheduler import Plan, Scheduler
 from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, PoolStats, TokenLogprob, TokenOutput, Usage
+from wicore_trt.types import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    KVStats,
+    PoolStats,
+    TierStats,
+    TokenLogprob,
+    TokenOutput,
+    Usage,
+)
+
+
+LOAD_WAIT_S = 0.005
+"""How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
+CLOSE_S = 4.0
+"""How long pages that are still to be written to disk may hold up a shutdown."""
+ATTENTION_STEPS = 32
+"""Attention mass is measured on one step in so many, where a policy wants it."""
 
 
 def sequence_seed(seed: int | None, index: int) -> int:
@@ -98,7 +116,7 @@ class EngineCore:
                 seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids),
                 arrival=arrival,
-                pages=SequencePages(request.cache_salt),
+                pages=SequencePages(request.cache_salt, request.cache),
                 stop_ids=stop_ids,
             )
             self._next_id += 1
@@ -118,16 +136,19 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Run one step. Raises what the executor raises; outputs of this step are then lost."""
-        outputs = self._expire()
+        outputs, manager = self._expire(), self.scheduler.manager
         plan = self.scheduler.schedule()
         for sequence in plan.preempted:
             self.executor.release(sequence.seq_id)
         if not plan.slices:
-            return outputs + self._unstick(plan)
+            return outputs + self._idle(plan)
         started = time.perf_counter()
-        result = self.executor.execute(self._batch(plan))
-        self._step_seconds += time.perf_counter() - started
+        batch = self._batch(plan)
+        result = self.executor.execute(batch)
+        seconds = time.perf_counter() - started
+        self._step_seconds += seconds
         self._counts["steps"] += 1
+        self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
         for sequence, count in plan.slices:
             error = result.failed.get(sequence.seq_id)
@@ -137,7 +158,26 @@ class EngineCore:
             self.scheduler.computed(sequence, count)
             if sequence.seq_id in tokens:
                 outputs.append(self._append(sequence, tokens[sequence.seq_id]))
+            mass = result.attention.get(sequence.seq_id)
+            if mass is not None and manager.attention is not None:
+                manager.attention.measured(sequence.pages.keys, mass)
+        manager.events.publish()
         return outputs
+
+    def tidy(self) -> bool:
+        """Between requests: apply finished transfers and publish KV events. True while more is under way."""
+        manager = self.scheduler.manager
+        manager.housekeep()
+        manager.events.publish()
+        return manager.tiers is not None and manager.tiers.transfers.busy
+
+    def _idle(self, plan: Plan) -> list[TokenOutput]:
+        """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
+        manager = self.scheduler.manager
+        if manager.tiers is not None and self.scheduler.loading:
+            manager.tiers.transfers.wait(LOAD_WAIT_S)
+            return []
+        return self._unstick(plan)
 
     def _expire(self) -> list[TokenOutput]:
         now = self._clock()
@@ -172,7 +212,8 @@ class EngineCore:
                 piece.suppress_eos = sequence.output_len < sequence.params.min_tokens
                 piece.stop_ids = sequence.stop_ids
             slices.append(piece)
-        return StepBatch(slices)
+        attention = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
+        return StepBatch(slices, measure_attention=attention)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         """Add a sampled token and end the sequence if that token, or its number, ends it."""
@@ -232,6 +273,13 @@ class EngineCore:
         """End every live sequence, for shutdown."""
         return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
 
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Let writes to the KV tiers end, at most `timeout_s` seconds, then free the device. Not to be stepped again."""
+        tiers = self.scheduler.manager.tiers
+        if tiers is not None:
+            tiers.transfers.close(timeout_s)
+        self.executor.close()
+
     def is_live(self, request_id: str) -> bool:
         """Whether any sequence of the request still runs or waits."""
         return request_id in self._sequences
@@ -255,4 +303,30 @@ class EngineCore:
             step_seconds=self._step_seconds,
             preemptions=self.scheduler.preemptions,
             pools=pools,
+            kv=self._kv_stats(pools),
+        )
+
+    def _kv_stats(self, pools: tuple[PoolStats, ...]) -> KVStats:
+        manager, loader = self.scheduler.manager, self.scheduler.loader
+        device = TierStats(
+            tier="device",
+            capacity_bytes=sum(pool.total_pages * pool.page_bytes for pool in pools),
+            used_bytes=sum((pool.used_pages + pool.cached_pages) * pool.page_bytes for pool in pools),
+            pinned_bytes=sum(pool.used_pages * pool.page_bytes for pool in pools),
+            pages={pool.group: pool.used_pages + pool.cached_pages for pool in pools},
+            hit_tokens=manager.hit_tokens,
+            read_bytes=0,
+            read_seconds=0.0,
+            write_bytes=0,
+            write_seconds=0.0,
+            evictions={"capacity": sum(pool.evictions for pool in manager.pools.values())},
+            failures={},
+            queue_depth=0,
+        )
+        return KVStats(
+            tiers=(device, *(manager.tiers.stats() if manager.tiers is not None else ())),
+            decisions=dict(loader.decisions) if loader is not None else {},
+            parked=loader.parked if loader is not None else 0,
+            resumed=loader.resumed if loader is not None else 0,
+            event_sequence=manager.events.sequence,
         )

@@ -13,10 +13,13 @@ from collections.abc import Callable
 
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import EngineDeadError, QueueFullError, UnavailableError
+from wicore_trt.kv.events import KVEventLog
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
 
 log = logging.getLogger(__name__)
 
+TIDY_S = 0.02
+"""How often an idle engine looks after KV transfers that are still under way."""
 Sink = Callable[[list[TokenOutput]], None]
 
 
@@ -41,7 +44,17 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
+        self.kv_events.wake = self._poke
         self._thread.start()
+
+    @property
+    def kv_events(self) -> KVEventLog:
+        """What the KV cache gains and loses; any thread may read it."""
+        return self._core.scheduler.manager.events
+
+    def _poke(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     @property
     def dead(self) -> str | None:
@@ -99,6 +112,7 @@ class EngineLoop:
             while self._take_inbox():
                 self._emit(self._core.step())
             self._emit(self._core.abort_all())
+            self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
             with self._wake:
@@ -112,7 +126,7 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait()
+                self._wake.wait(TIDY_S if self._core.tidy() else None)
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences
             self._inbox_sequences = 0

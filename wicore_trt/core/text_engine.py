@@ -17,6 +17,7 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
+from wicore_trt.kv.events import KVEventLog
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     EngineStats,
@@ -142,6 +143,11 @@ class TextEngine:
     def dead(self) -> str | None:
         """Why the step loop broke, if it did."""
         return self._loop.dead
+
+    @property
+    def kv_events(self) -> KVEventLog:
+        """What the KV cache gains and loses."""
+        return self._loop.kv_events
 
     async def start(self) -> None:
         """Start the step loop."""

@@ -19,12 +19,14 @@ KEY_BYTES = 32
 class KeyChain:
     """Page keys of one engine.
 
-    `fingerprint` identifies model, weights and dtypes; `rank`/`world` the shard of a tensor-parallel engine.
+    `fingerprint` identifies model, weights and dtypes; `rank`/`world` the shard of a tensor-parallel engine. `salt` is
+    the operator's secret, which no client can set.
     """
 
-    def __init__(self, fingerprint: str, page_tokens: int, *, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, fingerprint: str, page_tokens: int, *, rank: int = 0, world: int = 1, salt: str = "") -> None:
         self.page_tokens = page_tokens
-        header = struct.pack("<III", page_tokens, rank, world) + fingerprint.encode()
+        secret = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"wicore-kv-owner").digest()
+        header = struct.pack("<III", page_tokens, rank, world) + secret + fingerprint.encode()
         self._engine = blake2b(header, digest_size=KEY_BYTES, person=b"wicore-kv-root").digest()
 
     def root(self, salt: str) -> bytes:

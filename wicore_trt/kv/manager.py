@@ -3,21 +3,38 @@
 Decides on plain data and imports no torch: slots, keys and token counts. Global layers keep every page of a sequence.
 Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay
 cached only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can
-start. Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at, and
-a page is findable only after the step that filled it has run.
+start. With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix_loader` brings them back.
+Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at, and a page
+is findable only after the step that filled it has run.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
+from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.policy import ChainPolicy
 from wicore_trt.kv.pool import PagePool
+from wicore_trt.kv.prefix_load import PrefixLoad
+from wicore_trt.kv.retention import Retention
+from wicore_trt.kv.signals import AttentionSignals
+from wicore_trt.kv.tiers import HYSTERESIS, LowerTiers
+from wicore_trt.types import CacheHints, CachePriority
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.prefix_loader import ParkedPages
 
 GLOBAL = "global"
 LOCAL = "local"
+MAX_EVENT_LOG_PAGES = 1 << 18
+WritePolicy = Literal["through", "selective", "back"]
 
 
 def _tables() -> dict[str, array[int]]:
@@ -31,15 +48,27 @@ class SequencePages:
 
     `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i. `published`
     pages are findable. `first_local` is the first page index still held in the local table. `resume_points` are
-    page counts whose local windows stay cached when they slide out.
+    page counts whose local windows stay cached when they slide out. `load` brings the prefix up from lower tiers;
+    `parked` is where the pages of a preempted sequence wait.
     """
 
     salt: str
+    hints: CacheHints = CacheHints()
     keys: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=_tables)
     published: int = 0
     first_local: int = 0
     resume_points: set[int] = field(default_factory=set)
+    load: PrefixLoad | None = None
+    parked: ParkedPages | None = None
+    tenant: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.tenant = tenant_tag(self.salt)
+
+    def page(self, group: str, index: int) -> Page:
+        """The identity of a full page; its key must be there."""
+        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +87,10 @@ class KVCacheManager:
     """Device pages of all layer groups of one engine.
 
     `num_pages` maps "global" and "local" to pool sizes (a model without layers of a kind has no entry for it).
+    `events` hears of every page that comes or goes; `attention` keeps measured signals for the policy; `pin_s` is how
+    long a silent session is held. `policy` orders the evictions of the group that carries the chains. `write_policy` says when a page is copied to
+    the host: "through" when it is finished, "selective" when a second request uses it, "back" when more than
+    `threshold` of a pool's pages are in use or not copied yet, or at the latest when it is evicted.
     """
 
     def __init__(
@@ -68,8 +101,31 @@ class KVCacheManager:
         *,
         prefix_cache: bool = True,
         checkpoint_tokens: int = 4096,
+        policy: ChainPolicy | None = None,
+        tiers: LowerTiers | None = None,
+        write_policy: WritePolicy = "through",
+        threshold: float = 0.85,
+        events: KVEventLog | None = None,
+        attention: AttentionSignals | None = None,
+        pin_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pools = {group: PagePool(count) for group, count in num_pages.items()}
+        self.chain_group = GLOBAL if GLOBAL in num_pages else LOCAL
+        self.pools = {
+            group: PagePool(count, policy if group == GLOBAL else None, partial(self._evicted, group))
+            for group, count in num_pages.items()
+        }
+        self.tiers = tiers
+        self.events = events if events is not None else KVEventLog(MAX_EVENT_LOG_PAGES)
+        self.events.snapshot_source = self.snapshot
+        self.hit_tokens = 0
+        self.retention = Retention(pin_s, clock)
+        self.attention = attention
+        self._clock = clock
+        self._policy = policy
+        self._write_policy = write_policy
+        self._threshold = threshold
+        self._unsaved: dict[str, set[int]] = {group: set() for group in num_pages}
         self.window = window
         self.page_tokens = chain.page_tokens
         self._chain = chain
@@ -101,18 +157,21 @@ class KVCacheManager:
         if GLOBAL in self.pools:
             found = self.pools[GLOBAL].find
             reachable = next((i for i in range(limit) if found(pages.keys[i]) is None), limit)
-        best = self._longest_window(pages.keys, reachable)
+        best = self.longest_window(pages.keys, reachable, self._on_device)
         in_flight = best < limit and pages.keys[best] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
-    def _longest_window(self, keys: list[bytes], reachable: int) -> int:
-        """Largest n <= reachable whose local window is cached."""
+    def _on_device(self, key: bytes) -> bool:
+        return self.pools[LOCAL].find(key) is not None
+
+    def longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
+        """Largest n <= reachable such that `found` holds for every local page of the window before it."""
         if LOCAL not in self.pools:
             return reachable
-        found, n = self.pools[LOCAL].find, reachable
+        n = reachable
         while n > 0:
             first = self.first_visible_page(n * self.page_tokens)
-            gap = next((i for i in range(n - 1, first - 1, -1) if found(keys[i]) is None), None)
+            gap = next((i for i in range(n - 1, first - 1, -1) if not found(keys[i])), None)
             if gap is None:
                 break
             n = gap  # every longer window has this gap too
@@ -133,9 +192,39 @@ class KVCacheManager:
                 table.append(slot)
         pages.first_local = first
         pages.published = count
+        if self.tiers is not None and self._write_policy == "selective":
+            self._save_again(pages, first, count)
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
+
+    def _save_again(self, pages: SequencePages, first: int, count: int) -> None:
+        """Second use of a prefix: copy its pages down."""
+        for group in self.pools:
+            for i in range(first if group == LOCAL else 0, count):
+                self.save(pages, group, i)
+
+    def touch(self, pages: SequencePages, hit_tokens: int) -> None:
+        """Tell the policies of all tiers that a request looked up this chain, and what of it the device had. Once per
+        request."""
+        self.hit_tokens += hit_tokens
+        signal = self.attention.take(pages.keys) if self.attention is not None else None
+        if self._policy is not None:
+            self._policy.touch(pages.keys, signal)
+        if self.tiers is not None:
+            self.tiers.touch(pages.keys, signal)
+        self.retention.used(pages.keys, pages.hints, pages.tenant)
+
+    def housekeep(self) -> None:
+        """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
+        if self.tiers is not None:
+            self.tiers.poll()
+            self.relieve()
+        for key in self.retention.due(self._clock(), self._in_use):
+            self.drop(key, "expired")
+
+    def _in_use(self, key: bytes) -> bool:
+        return any(pool.in_use(key) for pool in self.pools.values())
 
     def announce(self, pages: SequencePages, owner: int) -> None:
         """Say that `owner` is computing the unpublished prompt pages, so that equal requests wait for them."""
@@ -167,46 +256,160 @@ class KVCacheManager:
                 for group, pool in self.pools.items():
                     slot = pages.tables[group][i]
                     if slot >= 0:
-                        pool.publish(slot, pages.keys[i])
-                self._done_computing(pages.keys[i], owner)
+                        self.publish(pages, group, i, slot)
+                    if group == self.chain_group and self._write_policy == "through":
+                        self.save(pages, group, i)
+                self.done_computing(pages.keys[i], owner)
             pages.published = full
         self._slide(pages, computed)
+
+    def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
+        """Make a full, written page findable, unless another slot holds it already. `saved`: a lower tier has it."""
+        page = pages.page(group, index)
+        if self.pools[group].publish(slot, page):
+            if not saved:
+                self._unsaved[group].add(slot)
+            self.events.append_stored("device", page)
+
+    def save(self, pages: SequencePages, group: str, index: int) -> None:
+        """Copy a published page down, if there is somewhere to copy it to."""
+        slot = pages.tables[group][index]
+        if self.tiers is not None and slot >= 0 and pages.hints.priority is not CachePriority.LOW:
+            self._unsaved[group].discard(slot)
+            self.tiers.store(pages.page(group, index), slot)
+
+    def _evicted(self, group: str, page: Page, slot: int) -> None:
+        if self.tiers is not None and self._write_policy == "back" and slot in self._unsaved[group]:
+            self.tiers.store(page, slot)
+        self._unsaved[group].discard(slot)
+        self.events.append_removed("device", group, page.key, "capacity")
+
+    def relieve(self) -> None:
+        """With write policy "back": copy the coldest pages down while too many exist on the device alone."""
+        if self.tiers is None or self._write_policy != "back":
+            return
+        for group, pool in self.pools.items():
+            unsaved = self._unsaved[group]
+            surplus = pool.used + len(unsaved) - self._threshold * pool.num_pages
+            if surplus <= 0 or not unsaved:
+                continue
+            for slot in pool.coldest(min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)):
+                page = pool.page(slot)
+                if slot in unsaved and page is not None:
+                    unsaved.discard(slot)
+                    self.tiers.store(page, slot)
 
     def _slide(self, pages: SequencePages, computed: int) -> None:
         if LOCAL not in self.pools:
             return
         first, table = self.first_visible_page(computed), pages.tables[LOCAL]
-        for i in range(min(first, len(table)) - 1, pages.first_local - 1, -1):
-            if table[i] >= 0:
-                self.pools[LOCAL].release([table[i]], keep=self._near_resume_point(pages, i))
-                table[i] = -1
+        self._leave(pages, pages.first_local, min(first, len(table)))
         pages.first_local = max(pages.first_local, min(first, len(table)))
 
-    def _near_resume_point(self, pages: SequencePages, page: int) -> bool:
-        """Whether local page `page` lies in the window of a point where a later request may start."""
-        points = set(pages.resume_points)
-        points.add(-(-(page + 1) // self._checkpoint_pages) * self._checkpoint_pages)
+    def _leave(self, pages: SequencePages, start: int, stop: int) -> None:
+        """Take the local pages [start, stop) out of the table, last one first."""
+        table = pages.tables[LOCAL]
+        for i in range(stop - 1, start - 1, -1):
+            if table[i] >= 0:
+                durable = self.near(pages.resume_points, i)
+                if durable and i < pages.published:
+                    self._save_window(pages, i)
+                checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
+                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i))
+                table[i] = -1
+
+    def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
+        """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
+        table = pages.tables[LOCAL]
+        self._leave(pages, pages.first_local, len(table))
+        del table[first:]
+        table.extend([-1] * (first - len(table)))
+        table.extend(slots)
+        pages.first_local = first
+
+    def _save_window(self, pages: SequencePages, index: int) -> None:
+        if self._write_policy == "through":
+            self.save(pages, LOCAL, index)
+
+    def near(self, points: Iterable[int], page: int) -> bool:
+        """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
         return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
+
+    def _release(self, group: str, slots: list[int], *, keep: bool) -> None:
+        pool = self.pools[group]
+        before = [pool.page(slot) for slot in slots]
+        pool.release(slots, keep=keep)
+        if not keep:
+            for slot, page in zip(slots, before, strict=True):
+                if page is not None and pool.page(slot) is None:
+                    self._unsaved[group].discard(slot)
+                    self.events.append_removed("device", group, page.key, "released")
 
     def free(self, pages: SequencePages, owner: int, *, keep: bool = True) -> None:
         """Release everything the sequence holds; published pages stay cached if `keep`. The tables become empty."""
         for key in pages.keys[pages.published :]:
-            self._done_computing(key, owner)
-        for group, pool in self.pools.items():
-            pool.release([slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
+            self.done_computing(key, owner)
+        for group in self.pools:
+            self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
         pages.tables = _tables()
         pages.published = pages.first_local = 0
 
+    def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
+        """A request ended well, its pages still held: the next one of its conversation starts at its end. The first
+        `found_tokens` of its prompt had been cached."""
+        indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
+        keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
+        self.retention.finished(keys, pages.hints, pages.tenant, indexes, found=found)
+        if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW:
+            return
+        for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
+            self._save_window(pages, i)
+        if self.chain_group == LOCAL:
+            return
+        # Windows of earlier turns are behind us, except where other conversations branch off.
+        ends = {pages.published, (prompt_tokens - 1) // self.page_tokens}
+        ends |= {i + 1 for i in range(pages.published) if self.tiers.branches(pages.keys[i])}
+        needed = {i for n in ends for i in range(self.first_visible_page(n * self.page_tokens), n)}
+        self.tiers.spare_windows(LOCAL, pages.keys[: pages.published], needed)
+
     def clear(self) -> None:
         """Forget all cached pages; those in use stay."""
-        for pool in self.pools.values():
+        for group, pool in self.pools.items():
             pool.clear()
+            self._unsaved[group] = {slot for slot in self._unsaved[group] if pool.page(slot) is not None}
+        self.events.append_cleared("device")
+        for page in [page for tier, page in self.snapshot() if tier == "device"]:
+            self.events.append_stored("device", page)
+        if self.tiers is not None:
+            self.tiers.clear()
 
-    def _done_computing(self, key: bytes, owner: int) -> None:
+    def drop(self, key: bytes, cause: str) -> None:
+        """Forget a page in every tier; on the device, unless it is in use."""
+        for group, pool in self.pools.items():
+            slot = pool.find(key)
+            pool.drop(key)
+            if slot is not None and pool.find(key) is None:
+                self._unsaved[group].discard(slot)
+                self.events.append_removed("device", group, key, cause)
+        if self.tiers is not None:
+            self.tiers.drop(key, cause)
+
+    def snapshot(self) -> Iterable[Entry]:
+        """All pages that can be found, by tier."""
+        for pool in self.pools.values():
+            yield from (("device", page) for page in pool.pages())
+        if self.tiers is not None:
+            for name, index in self.tiers.indexes.items():
+                yield from ((name, copy.page) for copy in index.copies() if copy.ready)
+
+    def done_computing(self, key: bytes, owner: int) -> None:
         if self._computing.get(key) == owner:
             del self._computing[key]
 
     def check_integrity(self) -> None:
-        """Assert the pools' invariants."""
-        for pool in self.pools.values():
+        """Assert the invariants of pools and tiers."""
+        for group, pool in self.pools.items():
             pool.check_integrity()
+            assert all(pool.page(slot) is not None for slot in self._unsaved[group]), "an unsaved slot has no page"
+        if self.tiers is not None:
+            self.tiers.check_integrity()

@@ -195,6 +195,11 @@ class ChainPolicy(ABC):
         node = self._nodes.get(key)
         return node is not None and node.resident
 
+    def children(self, key: Key) -> int:
+        """Pages in the tier that follow this one directly."""
+        node = self._nodes.get(key)
+        return node.children if node is not None else 0
+
     def _path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
         """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
         path: list[Node] = []

@@ -2,28 +2,39 @@
 
 Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. It must not know requests
 or other groups. Invariant (`check_integrity`): every slot is in exactly one of three states, free (no references, no
-key), used (references > 0) or cached (no references, indexed under its key), and the index names each key once.
+page), used (references > 0) or cached (no references, indexed under its key), and the index names each key once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.policy import ChainPolicy
 
 
 class PagePool:
     """Slots 0..num_pages-1 of one layer group with reference counts and a key index.
 
-    Cached slots are taken back least recently released first. A sequence releases its pages tail first, so that
-    the pages of a chain leave before their parents and what is left stays reachable.
+    Cached slots are taken back in the order of `policy`, or least recently released first without one. A sequence
+    releases its pages tail first, so that the pages of a chain leave before their parents and what is left stays
+    reachable. `on_evict` is told of a cached page and its slot just before the slot is taken.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        policy: ChainPolicy | None = None,
+        on_evict: Callable[[Page, int], None] = lambda page, slot: None,
+    ) -> None:
         self.num_pages = num_pages
         self.evictions = 0
+        self.policy = policy
+        self._on_evict = on_evict
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._key_of: list[bytes | None] = [None] * num_pages
+        self._page_of: list[Page | None] = [None] * num_pages
         self._slot_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -44,29 +55,51 @@ class PagePool:
         """Slot that holds the page named `key`, or None."""
         return self._slot_of.get(key)
 
+    def in_use(self, key: bytes) -> bool:
+        """Whether a sequence holds the page named `key`."""
+        slot = self._slot_of.get(key)
+        return slot is not None and self._references[slot] > 0
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` slots with one reference each, or None and no change when there are not enough."""
         if count > self.available:
             return None
-        slots = []
-        for _ in range(count):
-            slot = self._free.pop() if self._free else self._evict()
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
             self._references[slot] = 1
-            slots.append(slot)
         return slots
 
     def acquire(self, slot: int) -> None:
         """Add a reference to a used or cached slot."""
         if self._references[slot] == 0:
             del self._cached[slot]
+            page = self._page_of[slot]
+            if self.policy is not None and page is not None:
+                self.policy.pin([page.key])
         self._references[slot] += 1
 
-    def publish(self, slot: int, key: bytes) -> None:
-        """Make a used, fully written slot findable. If the key is already held elsewhere, nothing changes."""
+    def page(self, slot: int) -> Page | None:
+        """What a slot was published as, or None."""
+        return self._page_of[slot]
+
+    def pages(self) -> list[Page]:
+        """All published pages."""
+        return [page for page in self._page_of if page is not None]
+
+    def publish(self, slot: int, page: Page) -> bool:
+        """Make a used, fully written slot findable. False, and no change, if the key is held elsewhere or the slot was
+        published before."""
         assert self._references[slot] > 0, "only a used page can be published"
-        if key not in self._slot_of and self._key_of[slot] is None:
-            self._slot_of[key] = slot
-            self._key_of[slot] = key
+        if page.key in self._slot_of or self._page_of[slot] is not None:
+            return False
+        self._slot_of[page.key] = slot
+        self._page_of[slot] = page
+        if self.policy is not None:
+            self.policy.add([page.key], page.parent)
+            self.policy.pin([page.key])
+        return True
 
     def release(self, slots: Iterable[int], *, keep: bool = True) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
@@ -76,30 +109,58 @@ class PagePool:
             self._references[slot] -= 1
             if self._references[slot]:
                 continue
-            if keep and self._key_of[slot] is not None:
+            page = self._page_of[slot]
+            if keep and page is not None:
                 self._cached[slot] = None
+                if self.policy is not None:
+                    self.policy.unpin([page.key])
             else:
                 self._forget(slot)
                 self._free.append(slot)
 
+    def drop(self, key: bytes) -> None:
+        """Free the cached slot of `key`, if there is one."""
+        slot = self._slot_of.get(key)
+        if slot is not None and slot in self._cached:
+            del self._cached[slot]
+            self._forget(slot)
+            self._free.append(slot)
+
+    def coldest(self, count: int) -> list[int]:
+        """Cached slots in the order in which they would be taken, `count` at most."""
+        if self.policy is None:
+            return [slot for slot, _ in zip(self._cached, range(count), strict=False)]
+        keys = self.policy.victims(min(count, len(self._cached)))
+        slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
+        return slots[:count]
+
     def clear(self) -> int:
         """Free every cached slot; returns how many."""
         count = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
+        for slot in list(self._cached):
+            del self._cached[slot]
+            self._forget(slot)
+            self._free.append(slot)
         return count
 
-    def _evict(self) -> int:
-        slot, _ = self._cached.popitem(last=False)
-        self._forget(slot)
-        self.evictions += 1
-        return slot
+    def _evict(self, count: int) -> None:
+        # A cached page whose child is in use has no place in the policy's order; then the oldest go.
+        for slot in self.coldest(count):
+            page = self._page_of[slot]
+            assert page is not None
+            self._on_evict(page, slot)
+            del self._cached[slot]
+            self._forget(slot)
+            self._free.append(slot)
+            self.evictions += 1
 
     def _forget(self, slot: int) -> None:
-        key = self._key_of[slot]
-        if key is not None:
-            del self._slot_of[key]
-            self._key_of[slot] = None
+        page = self._page_of[slot]
+        if page is not None:
+            del self._slot_of[page.key]
+            self._page_of[slot] = None
+            if self.policy is not None:
+                self.policy.remove(page.key)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
@@ -108,7 +169,11 @@ class PagePool:
         assert len(free) == len(self._free), "a slot is free twice"
         assert not (free & cached or free & used or cached & used), "a slot is in two states"
         assert len(free) + len(cached) + len(used) == self.num_pages, "a slot is lost"
-        assert all(self._key_of[slot] is None for slot in free), "a free slot has a key"
-        assert all(self._key_of[slot] is not None for slot in cached), "a cached slot has no key"
-        assert all(self._key_of[slot] == key for key, slot in self._slot_of.items()), "the index is wrong"
-        assert len(self._slot_of) == sum(key is not None for key in self._key_of), "a key is indexed twice"
+        assert all(self._page_of[slot] is None for slot in free), "a free slot has a page"
+        assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
+        named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
+        assert named == self._slot_of, "the index is wrong"
+        assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"
+        if self.policy is not None:
+            assert len(self.policy) == len(named) and all(key in self.policy for key in named), "the policy is wrong"
+            self.policy.check_integrity()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from wicore_trt.kv.transfers import PageCopier
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 
@@ -30,12 +31,13 @@ class KVLayout:
 
 class Executor(Protocol):
     """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
-    different ones differ in their last bits."""
+    different ones differ in their last bits. `copier` moves pages between its pools and host memory."""
 
     spec: Gemma3Spec
     kernels: str
     layout: KVLayout
     max_batch_tokens: int
+    copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step. Raises only on a broken device; a bad sequence is reported in StepResult.failed."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.kv.transfers import PageCopier
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_native import NativeOps, NativeWeights, unsupported
 from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
@@ -25,6 +26,7 @@ from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.native import NativeLibrary
+from wicore_trt.runtime.page_copier import TorchPageCopier
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -77,6 +79,7 @@ class TorchExecutor:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
         self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
+        self.copier: PageCopier = TorchPageCopier(self.pools)
         self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))

@@ -1,8 +1,10 @@
 """Who computes how many tokens in the next step.
 
 Hands out a token budget to running sequences, then admits waiting ones; preempts the one that would be admitted last
-when pages run out. Decides on plain data: it never sees tensors, clocks or transports. Invariant: a plan's
-slices fit the budget and their pages are reserved, and if any sequence lives, the plan is never empty.
+when pages run out, and parks its pages in host memory where there is one. A sequence whose prefix is being loaded
+from a lower tier runs without computing, or computes from the front meanwhile. Decides on plain data: it never sees
+tensors or transports. Invariant: a plan's slices fit the budget and their pages are reserved, and if any sequence
+lives, the plan is empty only while something is being loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import le
 
-from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.manager import LOCAL, KVCacheManager, PrefixHit
+from wicore_trt.kv.planner import ComputeRate
+from wicore_trt.kv.prefix_loader import PrefixLoader
+from wicore_trt.kv.rates import PrefillMeter
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.schedule.state import SequenceState
@@ -30,11 +35,21 @@ class Plan:
 class Scheduler:
     """Continuous batching with chunked prefill over a KVCacheManager.
 
-    `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages.
+    `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
+    prefixes up from lower tiers; the engine tells `prefill` how long steps took.
     """
 
-    def __init__(self, manager: KVCacheManager, *, max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        loader: PrefixLoader | None = None,
+    ) -> None:
         self.manager = manager
+        self.loader = loader
+        self.prefill = PrefillMeter()
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.waiting = WaitingQueue()
@@ -47,8 +62,16 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
+    @property
+    def loading(self) -> bool:
+        """Whether a running sequence waits for pages from lower tiers."""
+        return any(sequence.pages.load is not None for sequence in self.running)
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
+        """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
+        if self.loader is not None and self.has_work:
+            hit = self.manager.lookup(sequence.pages, sequence.tokens)
+            self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
         self.waiting.push(sequence)
         self._too_few = []
 
@@ -58,13 +81,24 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
+            if keep and sequence.pages.load is None:
+                self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
+        self._release(sequence, keep=keep)
+        if self.loader is not None:
+            self.loader.let_go(sequence.pages)
+        sequence.move(SequenceState.FINISHED)
+
+    def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give back every slot of a sequence."""
+        if self.loader is not None:
+            self.loader.cancel(sequence.pages)
         self.manager.free(sequence.pages, sequence.seq_id, keep=keep)
         self._too_few = []
-        sequence.move(SequenceState.FINISHED)
 
     def schedule(self) -> Plan:
         """Plan the next step and reserve its pages."""
         plan = Plan()
+        self.manager.housekeep()
         budget = self._schedule_running(plan)
         if not plan.preempted:
             self._admit(plan, budget)
@@ -76,7 +110,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, order_key(s))):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an earlier iteration
-            count = min(sequence.remaining, budget)
+            count = min(self._wanted(sequence), budget)
             if count == 0:
                 continue
             while not self.manager.reserve(sequence.pages, sequence.computed + count):
@@ -89,19 +123,46 @@ class Scheduler:
                 budget -= count
         return budget
 
+    def _wanted(self, sequence: Sequence) -> int:
+        """Tokens that a running sequence should compute now, budget aside."""
+        if sequence.pages.load is None:
+            return sequence.remaining
+        assert self.loader is not None
+        parked, computed = sequence.pages.parked is not None, sequence.computed
+        step = self.loader.step(sequence.pages, computed)
+        if step.action == "compute":
+            return min(sequence.remaining, step.max_tokens)
+        if step.action == "jump":
+            sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id)
+            if not parked and not sequence.output_len:
+                sequence.cached = (sequence.cached or 0) + sequence.computed - computed
+        elif step.action == "drop":
+            if parked:  # the parked pages are lost: start over
+                self._release(sequence)
+                self.loader.let_go(sequence.pages)
+                self._requeue(sequence)
+                return 0
+            self.loader.cancel(sequence.pages)
+        return 0 if sequence.pages.load is not None else sequence.remaining
+
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
         """Send `victim` back to the queue; returns the tokens it had in this plan."""
         refund = sum(count for sequence, count in plan.slices if sequence is victim)
         plan.slices = [entry for entry in plan.slices if entry[0] is not victim]
         plan.preempted.append(victim)
         self.preemptions += 1
-        self.manager.free(victim.pages, victim.seq_id)
-        victim.computed = 0
-        self.running.remove(victim)
-        victim.move(SequenceState.WAITING)
-        self.waiting.push(victim)
-        self._too_few = []
+        pages = victim.pages
+        if self.loader is not None and pages.load is None and victim.computed:
+            self.loader.park(pages, victim.computed)
+        self._release(victim)
+        self._requeue(victim)
         return refund
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.computed = 0
+        self.running.remove(sequence)
+        sequence.move(SequenceState.WAITING)
+        self.waiting.push(sequence)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Admit waiting sequences in order while budget, pages and places last.
@@ -115,30 +176,62 @@ class Scheduler:
             sequence = self.waiting.pop()
             if sequence is None:
                 break
-            hit = self.manager.lookup(sequence.pages, sequence.tokens)
-            if hit.in_flight:
-                passed_over.append(sequence)
-                continue
-            self.manager.attach(sequence.pages, hit, len(sequence.tokens))
-            count = min(len(sequence.tokens) - hit.tokens, budget)
-            # Room for one more page of each running sequence, or the newcomer would be preempted at once.
-            if not self.manager.reserve(
-                sequence.pages, hit.tokens + count, total=len(sequence.tokens) + 1, spare=len(self.running)
-            ):
-                self.manager.free(sequence.pages, sequence.seq_id)
+            if sequence.pages.parked is not None:
+                count = 0 if self._resume(sequence) else None
+            else:
+                hit = self.manager.lookup(sequence.pages, sequence.tokens)
+                if hit.in_flight:
+                    passed_over.append(sequence)
+                    continue
+                count = self._start(sequence, hit, budget)
+            if count is None:
                 passed_over.append(sequence)
                 self._too_few = self._available()
                 break
-            self.manager.announce(sequence.pages, sequence.seq_id)
-            sequence.computed = hit.tokens
-            if sequence.cached is None:
-                sequence.cached = hit.tokens
             sequence.move(SequenceState.RUNNING)
             self.running.append(sequence)
-            plan.slices.append((sequence, count))
-            budget -= count
+            if count:
+                plan.slices.append((sequence, count))
+                budget -= count
         for sequence in passed_over:
             self.waiting.push(sequence)
+
+    def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int | None:
+        """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
+        no change when there is no room."""
+        pages, total = sequence.pages, len(sequence.tokens)
+        chosen = self.loader.plan(pages, total, hit, self._compute_rate()) if self.loader is not None else None
+        load = chosen if chosen is not None and chosen.stop else None
+        self.manager.attach(pages, hit, total)
+        count = min(total - hit.tokens, budget) if load is None else 0
+        # Room for one more page of each running sequence, or the newcomer would be preempted at once.
+        if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=len(self.running)):
+            self.manager.free(pages, sequence.seq_id)
+            return None
+        self.manager.announce(pages, sequence.seq_id)
+        sequence.computed = hit.tokens
+        if sequence.cached is None:
+            sequence.cached = hit.tokens
+            self.manager.touch(pages, hit.tokens)
+        if self.loader is not None and chosen is not None:
+            begun = load is not None and self.loader.begin(pages, load)
+            self.loader.decisions[chosen.decision if begun else "compute"] += 1
+        return count
+
+    def _resume(self, sequence: Sequence) -> bool:
+        """Start to bring a parked sequence back, if there is room for it and one more page of each running one."""
+        assert self.loader is not None and sequence.pages.parked is not None
+        need = {group: len(parked) + len(self.running) for group, parked in sequence.pages.parked.pages.items()}
+        if self.running and any(need[group] > pool.available for group, pool in self.manager.pools.items()):
+            return False
+        return self.loader.resume(sequence.pages)
+
+    def _compute_rate(self) -> ComputeRate:
+        """What a newcomer's prefill gets: the step's budget is shared with what runs and waits ahead of it."""
+        ahead = sum(s.remaining for s in self.running if s.remaining > 1 and s.pages.load is None)
+        slice_tokens = min(256, self.max_batch_tokens)
+        rate = self.prefill.rate(slice_tokens=slice_tokens)
+        return self.prefill.rate(delay_s=rate.alone(0, ahead) if ahead else 0.0, slice_tokens=slice_tokens)
 
     def _available(self) -> list[int]:
         return [pool.available for pool in self.manager.pools.values()]
@@ -156,4 +249,6 @@ class Scheduler:
         self.manager.check_integrity()
         for group, pool in self.manager.pools.items():
             held = {slot for s in self.running for slot in s.pages.tables[group] if slot >= 0}
+            if group == LOCAL:
+                held |= {slot for s in self.running if s.pages.load is not None for slot in s.pages.load.window}
             assert len(held) == pool.used, f"{group}: {pool.used} pages used, {len(held)} held by running sequences"

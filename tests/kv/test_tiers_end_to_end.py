@@ -1,0 +1,85 @@
+"""The whole cache over checked memory: device pools too small for the traffic, a host tier, a disk.
+
+Every position that a query sees is checked by FakeExecutor on every step, and every output against the pure function
+that it computes, so a page that comes back wrong, late or to the wrong place fails at once.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fakes import greedy, make_core
+
+from wicore_trt.config import KVSettings
+from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+SLOT = 4096
+
+
+def conversations(rng: random.Random, count: int, system: int = 12) -> list[list[int]]:
+    shared = [rng.randrange(2, 97) for _ in range(system)]
+    return [shared + [rng.randrange(2, 97) for _ in range(rng.randint(4, 12))] for _ in range(count)]
+
+
+def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[int]]:
+    """Step until all requests ended; tokens by request id."""
+    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    left = set(tokens)
+    for request in requests:
+        core.validate(request)
+        core.add(request)
+    while left:
+        for output in core.step():
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                left.discard(output.request_id)
+        if check:
+            core.scheduler.check_integrity()
+    return tokens
+
+
+def replay(core, rng: random.Random, prompts: list[list[int]], turns: int, *, answer: int = 6) -> int:
+    """Multi-turn sessions in waves; every answer is checked. Returns requests served."""
+    served = 0
+    for turn in range(turns):
+        order = list(range(len(prompts)))
+        rng.shuffle(order)
+        while order:
+            wave, order = order[:4], order[4:]
+            requests = [
+                GenerateRequest(
+                    f"{turn}/{i}", tuple(prompts[i]), SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+                )
+                for i in wave
+            ]
+            outputs = run(core, requests)
+            for i in wave:
+                assert outputs[f"{turn}/{i}"] == greedy(prompts[i], answer, ignore_eos=True)
+                prompts[i] += outputs[f"{turn}/{i}"] + [rng.randrange(2, 97) for _ in range(rng.randint(1, 6))]
+                served += 1
+    return served
+
+
+@pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
+@pytest.mark.parametrize("policy", ["lru", "cost", "a2cr"])
+@pytest.mark.parametrize("seed", range(2))
+def test_conversations_that_outgrow_the_device_are_right(tmp_path, write_policy, policy, seed):
+    rng = random.Random(f"{write_policy}/{policy}/{seed}")
+    kv = KVSettings(
+        host_bytes=rng.choice([24, 60, 200]) * SLOT,
+        disk_path=str(tmp_path / "kv") if rng.random() < 0.8 else None,
+        disk_bytes=rng.choice([3, 16]) << 20,
+        disk_free_bytes=0,
+        write_policy=write_policy,
+        policy=policy,
+        tenant_quota=rng.choice([1.0, 0.7]),
+    )
+    core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, window=rng.choice([5, 8, 11]), max_context=120)
+    replay(core, rng, conversations(rng, 10), 4)
+    stats = core.stats().kv
+    assert sum(tier.hit_tokens for tier in stats.tiers[1:]) > 0 or write_policy == "selective"
+    assert all(not tier.failures.get("corrupt") for tier in stats.tiers)
+    core.close()

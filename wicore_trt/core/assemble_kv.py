@@ -1,0 +1,148 @@
+"""From settings to the KV cache of one engine: pools, policies, tiers, and what joins them.
+
+Knows which classes make up the cache, and nothing of models. Invariant: everything that KV values depend on enters the
+names of pages and the namespace on disk.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from wicore_trt.config import KVSettings
+from wicore_trt.errors import ConfigError
+from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
+from wicore_trt.kv.disk_files import Files, aligned_buffer
+from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.disk_store import DiskStore
+from wicore_trt.kv.events import KVEventLog
+from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.host_tier import HostTier, slot_geometry
+from wicore_trt.kv.manager import GLOBAL, LOCAL, MAX_EVENT_LOG_PAGES, KVCacheManager
+from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.prefix_loader import PrefixLoader
+from wicore_trt.kv.retention import Retention
+from wicore_trt.kv.signals import AttentionSignals
+from wicore_trt.kv.tier_index import TierCopy, TierIndex
+from wicore_trt.kv.tiers import LowerTiers
+from wicore_trt.kv.transfers import PageCopier, PageStore, Transfers
+from wicore_trt.runtime.executor import KVLayout
+
+QUEUE_LIMIT = 256
+
+
+def make_cache(
+    settings: KVSettings,
+    layout: KVLayout,
+    window: int,
+    *,
+    engine: str,
+    kernels: str,
+    copier: PageCopier,
+    files: Files | None = None,
+) -> tuple[KVCacheManager, PrefixLoader | None]:
+    """The cache of an engine with fingerprint `engine` that `kernels` compute. `files`: what the disk tier does to the
+    operating system goes through it.
+
+    Raises ConfigError for settings that fit no page, EnvironmentUnfitError for a disk directory that cannot be used.
+    """
+    events = KVEventLog(MAX_EVENT_LOG_PAGES)
+    chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
+    tiers = None
+    if settings.host_bytes and settings.prefix_cache:
+        namespace = Namespace(
+            engine, kernels, layout.page_tokens, {g: layout.page_bytes[g] for g in layout.num_pages}, layout.kv_dtype
+        )
+        tiers = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
+    policy = None
+    if GLOBAL in layout.num_pages:
+        policy = make_policy(settings.policy, layout.num_pages[GLOBAL], page_tokens=layout.page_tokens)
+    manager = KVCacheManager(
+        layout.num_pages,
+        window,
+        KeyChain(f"{engine}/{kernels}", layout.page_tokens, salt=settings.salt or ""),
+        prefix_cache=settings.prefix_cache,
+        policy=policy,
+        tiers=tiers,
+        write_policy=settings.write_policy,
+        threshold=settings.device_threshold,
+        events=events,
+        attention=AttentionSignals() if settings.policy == "a2cr" else None,
+        pin_s=settings.pin_s,
+    )
+    loader = None
+    if tiers is not None:
+        loader = PrefixLoader(manager, tiers, layout.page_bytes)
+        tiers.transfers.disk_rate = loader.disk_read
+        tiers.transfers.host_rate = loader.host_read
+    return manager, loader
+
+
+def _make_tiers(
+    settings: KVSettings,
+    layout: KVLayout,
+    namespace: Namespace,
+    chain_group: str,
+    copier: PageCopier,
+    events: KVEventLog,
+    files: Files | None,
+) -> LowerTiers:
+    slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
+    num_slots = settings.host_bytes // slot_bytes
+    if num_slots < 2 * sum(slots_per_page.values()):
+        raise ConfigError(
+            f"kv.host_bytes = {settings.host_bytes:,} holds {num_slots} slots of {slot_bytes:,} bytes, too few to be of use.",
+            fix="Raise kv.host_bytes, or set it to 0; `wicore kv plan` says how much is useful.",
+        )
+    store: DiskStore | None = None
+    if settings.disk_path is not None:
+        store = _open_store(settings, namespace, slot_bytes, files)
+
+    def index(tier: str, slots: int) -> TierIndex:
+        return TierIndex(
+            slots,
+            slots_per_page,
+            make_policy(settings.policy, max(1, slots), page_tokens=layout.page_tokens),
+            primary=chain_group,
+            quota=settings.tenant_quota,
+            pin_share=settings.pin_share,
+            on_evict=partial(_left, events, tier, store if tier == "disk" else None),
+        )
+
+    host = HostTier(index("host", num_slots), aligned_buffer(num_slots * slot_bytes), slot_bytes, namespace.layout)
+    disk = None
+    if store is not None:
+        books = index("disk", store.num_slots)
+        books.restore(store.recover())
+        disk = (books, store)
+    transfers = Transfers(
+        host,
+        disk,
+        copier,
+        save_early=settings.write_policy == "through",
+        stored=events.append_stored,
+    )
+    return LowerTiers(transfers, threshold=settings.host_threshold)
+
+
+def _open_store(settings: KVSettings, namespace: Namespace, slot_bytes: int, files: Files | None) -> DiskStore:
+    assert settings.disk_path is not None
+    cipher = AesGcmPageCipher(load_key_file(settings.disk_key_file)) if settings.disk_key_file is not None else None
+    return DiskStore(
+        Path(settings.disk_path),
+        namespace=namespace,
+        slot_bytes=slot_bytes,
+        limit_bytes=settings.disk_bytes,
+        free_bytes=settings.disk_free_bytes,
+        threads=settings.disk_threads,
+        queue_limit=QUEUE_LIMIT,
+        timeout_s=settings.disk_timeout_s,
+        cipher=cipher,
+        files=files,
+    )
+
+
+def _left(events: KVEventLog, tier: str, store: PageStore | None, copy: TierCopy, cause: str) -> None:
+    events.append_removed(tier, copy.page.group, copy.page.key, cause)
+    if store is not None:
+        store.erase(copy.slots)

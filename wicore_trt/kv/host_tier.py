@@ -1,0 +1,56 @@
+"""The host tier's memory: one slab of slots, the buffers of a page in it, and the checksum of what they hold.
+
+The index decides which slots a page has; this module only cuts memory. It must not know requests or the disk.
+Invariant: a checksum covers the page's identity and every byte of its buffers, so bytes of another page never match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.tier_index import TierCopy, TierIndex
+
+ALIGNMENT = 4096
+
+
+def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """Bytes of a slot (the smallest page, rounded up to 4,096) and the slots that a page of each group takes."""
+    slot_bytes = -(-min(page_bytes.values()) // ALIGNMENT) * ALIGNMENT
+    return slot_bytes, {group: -(-count // slot_bytes) for group, count in page_bytes.items()}
+
+
+class HostTier:
+    """`slab` is page-aligned memory of at least `index.num_slots` * `slot_bytes` bytes; pinned where a GPU reads it.
+    `page_bytes` maps layer groups to the bytes of a page."""
+
+    def __init__(self, index: TierIndex, slab: memoryview, slot_bytes: int, page_bytes: Mapping[str, int]) -> None:
+        assert len(slab) >= index.num_slots * slot_bytes
+        self.index = index
+        self.slot_bytes = slot_bytes
+        self._slab = slab
+        self._page_bytes = page_bytes
+
+    def buffers(self, copy: TierCopy) -> list[memoryview]:
+        """The whole slots of a copy, in order; the disk reads and writes these."""
+        size = self.slot_bytes
+        return [self._slab[slot * size : (slot + 1) * size] for slot in copy.slots]
+
+    def payload(self, copy: TierCopy) -> list[memoryview]:
+        """The slots of a copy cut to the page's bytes; the device reads and writes these."""
+        parts = self.buffers(copy)
+        parts[-1] = parts[-1][: self._page_bytes[copy.page.group] - self.slot_bytes * (len(parts) - 1)]
+        return parts
+
+    def bytes_of(self, page: Page) -> int:
+        return self._page_bytes[page.group]
+
+
+def checksum(page: Page, parts: Sequence[memoryview]) -> bytes:
+    """XXH3 (128 bit) over a page's identity and bytes. Runs at memory speed and lets other threads run."""
+    state = xxhash.xxh3_128(page.key + page.tenant + page.index.to_bytes(8, "little") + page.group.encode())
+    for part in parts:
+        state.update(part)
+    return state.digest()

@@ -1,0 +1,318 @@
+"""From prefixes in host memory and on disk to page tables: look-up, plan, load, jump; and parking of the preempted.
+
+Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant:
+slots of a load belong to the sequence from `begin` until `jump` or `cancel`; pages become findable at the jump, not
+before, and a sequence whose load fails computes what is missing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager, PrefixHit, SequencePages
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.planner import Candidate, ComputeRate, LoadPlan, Step, TierRate, advance, plan
+from wicore_trt.kv.prefix_load import LoadItem, PrefixLoad
+from wicore_trt.kv.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.kv.tier_index import TierCopy
+from wicore_trt.kv.tiers import LowerTiers
+
+MAX_CANDIDATES = 4
+"""Resume points that a plan chooses among, the longest first."""
+JUMP, WAIT, DROP = Step("jump"), Step("wait"), Step("drop")
+
+
+@dataclass(slots=True)
+class ParkedPages:
+    """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
+    `copies` keeps them in host memory."""
+
+    tokens: int
+    pages: dict[str, dict[int, Page]] = field(default_factory=dict)
+    copies: list[TierCopy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A planned load under way and how long its sequence has idled for it."""
+
+    plan: LoadPlan
+    idle_s: float = 0.0
+    waiting_since: float | None = None
+
+
+class PrefixLoader:
+    """`page_bytes` by layer group; `clock` gives seconds."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        tiers: LowerTiers,
+        page_bytes: dict[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tiers = tiers
+        self.decisions: Counter[str] = Counter()
+        self.parked = self.resumed = 0
+        self._manager = manager
+        self._page_bytes = page_bytes
+        self._clock = clock
+        self._host_meter = TierMeter(HOST_PRIOR)
+        self._disk_meter = TierMeter(DISK_PRIOR)
+        self._begun: dict[PrefixLoad, _Begun] = {}
+
+    # --- look-up and plan ----------------------------------------------------------------------------------------
+
+    def plan(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadPlan | None:
+        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below."""
+        candidates = self._candidates(pages, total, hit)
+        if not candidates:
+            return None
+        now = self._clock()
+        rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
+        if self.tiers.disk is not None:
+            rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.reading_bytes, now=now)
+        return plan(total, hit.tokens, candidates, compute, rates)
+
+    def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
+        manager, keys = self._manager, pages.keys
+        limit = min(len(keys), (total - 1) // manager.page_tokens)
+        start = hit.tokens // manager.page_tokens
+        where, reach = [], start
+        for i in range(start, limit):
+            tier = self._where(manager.chain_group, keys[i])
+            if tier is None:
+                break
+            where.append(tier)
+            reach = i + 1
+        found: list[Candidate] = []
+        n = manager.longest_window(keys, reach, lambda key: self._where(LOCAL, key) is not None)
+        while n > start and len(found) < MAX_CANDIDATES:
+            window: Counter[str] = Counter()
+            if LOCAL in manager.pools:
+                for i in range(manager.first_visible_page(n * manager.page_tokens), n):
+                    window[self._where(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
+            page_bytes = self._page_bytes[GLOBAL] if manager.chain_group == GLOBAL else 0
+            found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
+            n = manager.longest_window(keys, n - 1, lambda key: self._where(LOCAL, key) is not None)
+        return found
+
+    def _where(self, group: str, key: bytes) -> str | None:
+        return "device" if self._manager.pools[group].find(key) is not None else self.tiers.where(group, key)
+
+    def prefetch(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
+        """Bring what a waiting sequence will load from disk to the host."""
+        chosen = self.plan(pages, total, hit, compute)
+        if chosen is None or not chosen.stop:
+            return
+        stop = chosen.stop // self._manager.page_tokens
+        items = [LoadItem(page, -1) for page in self._wanted(pages, hit.tokens, stop)]
+        items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
+        if items:
+            self.tiers.begin(PrefixLoad(0, stop, items, chain_group=self._manager.chain_group))
+
+    def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
+        """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
+        manager = self._manager
+        wanted = []
+        if LOCAL in manager.pools:
+            first = manager.first_visible_page(stop * manager.page_tokens)
+            wanted += [pages.page(LOCAL, i) for i in range(first, stop)]
+        if manager.chain_group == GLOBAL:
+            start = start_tokens // manager.page_tokens
+            wanted += [pages.page(GLOBAL, i) for i in range(stop - 1, start - 1, -1)]
+        return [page for page in wanted if manager.pools[page.group].find(page.key) is None]
+
+    # --- load ----------------------------------------------------------------------------------------------------
+
+    def begin(self, pages: SequencePages, chosen: LoadPlan) -> bool:
+        """Start a planned load for a sequence whose tables hold the device hit and all global pages of the prompt.
+        False, and no change, when the local pool has no room for the window."""
+        manager, stop = self._manager, chosen.stop // self._manager.page_tokens
+        window, items = self._window_slots(pages, stop)
+        if window is None:
+            return False
+        if manager.chain_group == GLOBAL:
+            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
+            for i in range(stop - 1, chosen.start // manager.page_tokens - 1, -1):
+                slot = pool.find(pages.keys[i])
+                if slot is None:
+                    items.append(LoadItem(pages.page(GLOBAL, i), table[i]))
+                elif slot != table[i]:
+                    pool.acquire(slot)
+                    pool.release([table[i]])
+                    table[i] = slot
+        pages.load = load = PrefixLoad(
+            chosen.stop,
+            stop,
+            items,
+            window_first=manager.first_visible_page(chosen.stop) if window else stop,
+            window=window,
+            chain_group=manager.chain_group,
+        )
+        self._begun[load] = _Begun(chosen)
+        self.tiers.begin(load)
+        return True
+
+    def _window_slots(self, pages: SequencePages, stop: int) -> tuple[list[int] | None, list[LoadItem]]:
+        """Slots of the local window before page `stop`, and the items that fill those that the device lacks."""
+        manager = self._manager
+        if LOCAL not in manager.pools:
+            return [], []
+        pool = manager.pools[LOCAL]
+        wanted = range(manager.first_visible_page(stop * manager.page_tokens), stop)
+        held = {i: slot for i in wanted if (slot := pool.find(pages.keys[i])) is not None}
+        for slot in held.values():
+            pool.acquire(slot)
+        fresh = pool.allocate(len(wanted) - len(held))
+        if fresh is None:
+            pool.release(held.values())
+            return None, []
+        lacking = [i for i in wanted if i not in held]
+        items = [LoadItem(pages.page(LOCAL, i), slot) for i, slot in zip(lacking, fresh, strict=True)]
+        slots = held | {item.page.index: item.slot for item in items}
+        return [slots[i] for i in wanted], items
+
+    def step(self, pages: SequencePages, computed: int) -> Step:
+        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
+        load = pages.load
+        assert load is not None
+        size = self._manager.page_tokens
+        if pages.parked is not None:
+            return DROP if load.failed else JUMP if load.complete else WAIT
+        if load.broken:
+            return DROP
+        begun, now = self._begun[load], self._clock()
+        if begun.waiting_since is not None:
+            begun.idle_s += now - begun.waiting_since
+        load.floor = computed // size
+        ready_from = load.meeting_page() * size if load.window_here else begun.plan.stop + 1
+        # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
+        step = advance(begun.plan, computed, ready_from, begun.plan.wait_s if load.failed else begun.idle_s)
+        begun.waiting_since = now if step.action == "wait" else None
+        return step
+
+    def jump(self, pages: SequencePages, owner: int) -> int:
+        """Everything has arrived: put the window into the table, make the pages findable; returns the tokens that are
+        now computed."""
+        load, manager = pages.load, self._manager
+        assert load is not None
+        if LOCAL in manager.pools:
+            manager.replace_window(pages, load.window_first, load.window)
+        full = min(load.stop, load.tokens // manager.page_tokens)
+        for i in range(pages.published, full):
+            for group in manager.pools:
+                slot = pages.tables[group][i]
+                if slot >= 0:
+                    manager.publish(pages, group, i, slot, saved=True)
+            manager.done_computing(pages.keys[i], owner)
+        pages.published = max(pages.published, full)
+        if pages.parked is not None:
+            self.let_go(pages)
+        else:
+            for tier, count in load.arrived.items():
+                self.tiers.hit_tokens[tier] += count * manager.page_tokens
+        self._forget(pages)
+        return load.tokens
+
+    def cancel(self, pages: SequencePages) -> None:
+        """Give up a load, if there is one: its window's slots go back; what is in flight is dropped on arrival."""
+        if pages.load is not None:
+            if pages.load.window:
+                self._manager.pools[LOCAL].release(reversed(pages.load.window))
+            self._forget(pages)
+
+    def _forget(self, pages: SequencePages) -> None:
+        load = pages.load
+        assert load is not None
+        load.cancel()
+        self._begun.pop(load, None)
+        pages.load = None
+
+    # --- rates ---------------------------------------------------------------------------------------------------
+
+    def disk_read(self, count: int, seconds: float, queued: int) -> None:
+        """A disk read of `count` bytes ended after `seconds` behind `queued` bytes."""
+        self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
+
+    def host_read(self, count: int, seconds: float) -> None:
+        """A copy of `count` bytes from host to device took `seconds`."""
+        self._host_meter.observe(count, seconds, now=self._clock())
+
+    # --- parking -------------------------------------------------------------------------------------------------
+
+    def park(self, pages: SequencePages, computed: int) -> bool:
+        """Keep the pages of a sequence that is to lose its slots in host memory. False, and no change, when the host
+        has no room for all of them."""
+        manager, size = self._manager, self._manager.page_tokens
+        parked = ParkedPages(computed)
+        full, count = computed // size, manager.pages_for(computed)
+        private = secrets.token_bytes(32)  # the last, partly filled page has no name that others could ask for
+        for group in manager.pools:
+            first = manager.first_visible_page(computed) if group == LOCAL else 0
+            parked.pages[group] = {
+                i: pages.page(group, i) if i < full else Page(private, group, i, None, pages.tenant)
+                for i in range(first, count)
+            }
+            for i, page in parked.pages[group].items():
+                copy = self.tiers.store(page, pages.tables[group][i], private=i >= full)
+                if copy is not None:
+                    parked.copies.append(copy)
+        pages.parked = parked
+        if len(parked.copies) < sum(map(len, parked.pages.values())) or not self.tiers.retain(parked.copies):
+            parked.copies = []
+            self.let_go(pages)
+            return False
+        self.parked += 1
+        return True
+
+    def let_go(self, pages: SequencePages) -> None:
+        """Let go of the host copies of a parked sequence; the one that only it can use leaves at once."""
+        parked = pages.parked
+        if parked is None:
+            return
+        for copy in parked.copies:
+            self.tiers.host.release(copy)
+        if parked.tokens % self._manager.page_tokens:
+            last = self._manager.pages_for(parked.tokens) - 1
+            for group in parked.pages:
+                self.tiers.drop(parked.pages[group][last].key, "resumed")
+        pages.parked = None
+
+    def resume(self, pages: SequencePages) -> bool:
+        """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
+        parked, manager = pages.parked, self._manager
+        assert parked is not None
+        slots: dict[str, dict[int, int]] = {}
+        items: list[LoadItem] = []
+        for group, pool in manager.pools.items():
+            slots[group] = {i: s for i, page in parked.pages[group].items() if (s := pool.find(page.key)) is not None}
+            for slot in slots[group].values():
+                pool.acquire(slot)
+            lacking = [i for i in parked.pages[group] if i not in slots[group]]
+            fresh = pool.allocate(len(lacking))
+            if fresh is None:
+                for name, held in slots.items():
+                    manager.pools[name].release(held.values())
+                return False
+            slots[group].update(zip(lacking, fresh, strict=True))
+            items += [LoadItem(parked.pages[group][i], slots[group][i]) for i in lacking]
+        window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
+        first = min(slots[LOCAL], default=0) if LOCAL in slots else 0
+        if GLOBAL in slots:
+            pages.tables[GLOBAL].extend(slots[GLOBAL][i] for i in sorted(slots[GLOBAL]))
+        pages.load = PrefixLoad(
+            parked.tokens,
+            manager.pages_for(parked.tokens),
+            items,
+            window_first=first,
+            window=window,
+            chain_group=manager.chain_group,
+        )
+        self.tiers.begin(pages.load)
+        self.resumed += 1
+        return True

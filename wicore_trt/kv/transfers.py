@@ -1,0 +1,367 @@
+"""Page transfers between device, host and disk, and what becomes of them.
+
+Joins the tiers' books (`TierIndex`) with what moves bytes: the device's copier, a checksum thread and the disk store.
+All decisions run on the engine thread; other threads only post what happened, and `poll` applies it. It must not know
+requests or tokens. Invariant: a page is handed to the device only after its bytes matched its identity, and no buffer
+is reused while anything may still read or write it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from wicore_trt.kv.disk_io import Outcome
+from wicore_trt.kv.host_tier import HostTier, checksum
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.tier_index import TierCopy, TierIndex
+
+Arrival = Callable[[TierCopy | None], None]
+"""Called on the engine thread with an acquired copy whose bytes were verified, or None when the page cannot be had."""
+
+BAD_WRITES, PAUSE_S = 8, 30.0
+"""After this many failed disk writes in a row, write nothing for a while."""
+
+
+class PageCopier(Protocol):
+    """Moves pages between a device pool and host buffers, in order with the executor's steps: values read are those
+    before any step that starts later, and `done` of `to_device` is called when later steps see the page. The device
+    slot may be written by later steps as soon as `to_host` returns."""
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+
+
+class PageStore(Protocol):
+    """What transfers need of `disk_store.DiskStore`."""
+
+    @property
+    def queue_depth(self) -> int: ...
+
+    def write(
+        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+    ) -> bool: ...
+
+    def read(
+        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+    ) -> bool: ...
+
+    def erase(self, slots: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Traffic:
+    """Bytes and seconds towards the device (`read_*`) and into a tier (`write_*`), and failures by cause."""
+
+    def __init__(self) -> None:
+        self.read_bytes = self.write_bytes = 0
+        self.read_seconds = self.write_seconds = 0.0
+        self.failures: Counter[str] = Counter()
+
+
+class Transfers:
+    """`disk` is the index and the store of the disk tier, or None. `save_early`: copy host pages to disk as soon as
+    they are stored, not only when the host fills up. `stored` is told of each page that a tier gained.
+    `disk_rate(bytes, seconds, bytes ahead)` and `host_rate(bytes, seconds)` hear how long reads took."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: tuple[TierIndex, PageStore] | None,
+        copier: PageCopier,
+        *,
+        save_early: bool,
+        stored: Callable[[str, Page], None] = lambda tier, page: None,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.copier = copier
+        self.host_traffic, self.disk_traffic = Traffic(), Traffic()
+        self._save_early = save_early
+        self._stored = stored
+        self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
+        self.host_rate: Callable[[int, float], None] = lambda count, seconds: None
+        self.reading_bytes = 0
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
+        self._waiters: dict[tuple[str, bytes], list[Arrival]] = {}
+        self._to_save: OrderedDict[TierCopy, None] = OrderedDict()
+        self._bad_writes = 0
+        self._no_writes_before = 0.0
+        self.outstanding = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way or to be saved."""
+        return self.outstanding > 0 or bool(self._to_save)
+
+    def poll(self) -> bool:
+        """Apply what other threads finished; true when there was anything."""
+        found = False
+        try:
+            while True:
+                self._events.get_nowait()()
+                found = True
+        except Empty:
+            pass
+        self._save_some()
+        return found
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Poll until nothing is under way or to be saved; for shutdown and tests. False when time runs out."""
+        end = time.monotonic() + timeout_s
+        while self.busy:
+            self.poll()
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            if self.outstanding:
+                try:
+                    self._events.get(timeout=min(left, 0.05))()
+                except Empty:
+                    continue
+            elif self._to_save:
+                time.sleep(min(left, 0.01))
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Let saves end within `timeout_s`, then stop the threads. A hung disk does not hold it up."""
+        self.wait_idle(timeout_s)
+        self._hashing.shutdown(wait=True)
+        if self.disk is not None:
+            self.disk[1].close()
+
+    # --- device to host ------------------------------------------------------------------------------------------
+
+    def store(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
+        """Copy a finished device page to the host, unless it is there. None when there is no room for it. A `private`
+        page is not saved to disk nor announced."""
+        index = self.host.index
+        copy = index.get(page.group, page.key)
+        if copy is None:
+            copy = index.reserve(page)
+            if copy is None:
+                self.host_traffic.failures["no room"] += 1
+                return None
+            if private:
+                index.mark_saved(copy)
+            self.outstanding += 1
+            self._clear_tail(copy)
+            begun = time.perf_counter()
+            self.copier.to_host(page.group, slot, self.host.payload(copy), partial(self._copied, copy, begun))
+        return copy
+
+    def _clear_tail(self, copy: TierCopy) -> None:
+        """What a page leaves of its last slot may hold another tenant's bytes, and goes to disk with it."""
+        rest = len(self.host.payload(copy)[-1])
+        last = self.host.buffers(copy)[-1]
+        if rest < len(last):
+            last[rest:] = bytes(len(last) - rest)
+
+    def _copied(self, copy: TierCopy, begun: float) -> None:
+        self.host_traffic.write_seconds += time.perf_counter() - begun
+        self.host_traffic.write_bytes += self.host.bytes_of(copy.page)
+        self._hashing.submit(self._hash, copy)
+
+    def _hash(self, copy: TierCopy) -> None:
+        self._post(partial(self._hashed, copy, checksum(copy.page, self.host.buffers(copy))))
+
+    def _hashed(self, copy: TierCopy, digest: bytes) -> None:
+        self.outstanding -= 1
+        copy.checksum = digest
+        self.host.index.commit(copy)
+        if not copy.saved:
+            self._stored("host", copy.page)
+            if self.disk is None:
+                self.host.index.mark_saved(copy)
+            elif self._save_early:
+                self.save(copy)
+        self._answer(copy)
+
+    def _answer(self, copy: TierCopy) -> None:
+        """Tell those who wait for a page that was just written or read, and so needs no second check."""
+        for arrival in self._waiters.pop(copy.page.name, ()):
+            self.host.index.acquire(copy)
+            arrival(copy)
+
+    # --- host to disk --------------------------------------------------------------------------------------------
+
+    def save(self, copy: TierCopy) -> None:
+        """Have a host page written to disk when its turn comes; a page that leaves the host before is not."""
+        assert self.disk is not None
+        if not copy.saved:
+            self._to_save[copy] = None
+
+    def _save_some(self) -> None:
+        if self.disk is None or not self._to_save or time.monotonic() < self._no_writes_before:
+            return
+        index, store = self.disk
+        while self._to_save:
+            copy = next(iter(self._to_save))
+            if copy.ready and not copy.saved and index.get(*copy.page.name) is None:
+                target = index.reserve(copy.page)
+                if target is None:
+                    self.disk_traffic.failures["no room"] += 1
+                else:
+                    done = partial(self._post_saved, copy, target, time.perf_counter())
+                    if not store.write(copy.page, target.slots, self.host.buffers(copy), done):
+                        index.abort(target, "queue full")
+                        return
+                    self.host.index.acquire(copy)
+                    self.outstanding += 1
+            del self._to_save[copy]
+            if copy.ready:
+                self.host.index.mark_saved(copy)
+
+    def _post_saved(self, copy: TierCopy, target: TierCopy, begun: float, outcome: Outcome) -> None:
+        self._post(partial(self._saved, copy, target, outcome, time.perf_counter() - begun))
+
+    def _saved(self, copy: TierCopy, target: TierCopy, outcome: Outcome, seconds: float) -> None:
+        assert self.disk is not None
+        index, store = self.disk
+        if outcome is Outcome.TIMEOUT:
+            self.disk_traffic.failures["write timeout"] += 1
+            index.abort(target, "timeout", touched=True)
+            self._write_failed()
+            return  # RETURNED will follow
+        self.outstanding -= 1
+        self.host.index.release(copy)
+        if outcome is Outcome.RETURNED:
+            store.erase(target.slots)
+            index.reclaim(target)
+        elif outcome is Outcome.OK:
+            self._bad_writes = 0
+            self.disk_traffic.write_bytes += self.host.bytes_of(copy.page)
+            self.disk_traffic.write_seconds += seconds
+            index.commit(target)
+            self._stored("disk", copy.page)
+        else:
+            self.disk_traffic.failures["no space" if outcome is Outcome.NO_SPACE else "write error"] += 1
+            index.abort(target, "failed")
+            self._write_failed()
+
+    def _write_failed(self) -> None:
+        self._bad_writes += 1
+        if self._bad_writes >= BAD_WRITES:
+            self._bad_writes = 0
+            self._no_writes_before = time.monotonic() + PAUSE_S
+            self._to_save.clear()
+
+    # --- towards the device --------------------------------------------------------------------------------------
+
+    def fetch(self, page: Page, arrival: Arrival) -> bool:
+        """Bring a page to the host, verify it and call `arrival`. False, and no call, when the disk's queue or the
+        host is full just now."""
+        copy = self.host.index.get(page.group, page.key)
+        if copy is None:
+            return self._read(page, arrival)
+        if copy.ready:
+            self.host.index.acquire(copy)
+            self.outstanding += 1
+            self._hashing.submit(self._verify, copy, arrival)
+        else:
+            self._waiters.setdefault(page.name, []).append(arrival)
+        return True
+
+    def _verify(self, copy: TierCopy, arrival: Arrival) -> None:
+        right = checksum(copy.page, self.host.buffers(copy)) == copy.checksum
+        self._post(partial(self._verified, copy, arrival, right))
+
+    def _verified(self, copy: TierCopy, arrival: Arrival, right: bool) -> None:
+        self.outstanding -= 1
+        if right:
+            arrival(copy)
+            return
+        self.host_traffic.failures["corrupt"] += 1
+        if copy.ready:
+            self.host.index.drop(copy, "corrupt")
+        self.host.index.release(copy)
+        if not self.fetch(copy.page, arrival):
+            arrival(None)
+
+    def to_device(self, copy: TierCopy, slot: int, done: Callable[[], None]) -> None:
+        """Copy an acquired, verified host page into a device slot."""
+        begun = time.perf_counter()
+        self.copier.to_device(copy.page.group, slot, self.host.payload(copy), partial(self._placed, copy, begun, done))
+
+    def _placed(self, copy: TierCopy, begun: float, done: Callable[[], None]) -> None:
+        count, seconds = self.host.bytes_of(copy.page), time.perf_counter() - begun
+        self.host_traffic.read_seconds += seconds
+        self.host_traffic.read_bytes += count
+        self.host_rate(count, seconds)
+        done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until another thread posts something, at most `timeout_s` seconds; then apply it."""
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except Empty:
+            return
+        event()
+
+    def _read(self, page: Page, arrival: Arrival) -> bool:
+        source = self.disk[0].get(page.group, page.key) if self.disk is not None else None
+        if self.disk is None or source is None or not source.ready:
+            arrival(None)
+            return True
+        index, store = self.disk
+        copy = self.host.index.reserve(page)
+        if copy is None:
+            return False
+        index.acquire(source)
+        done = partial(self._post_read, copy, source, time.perf_counter(), self.reading_bytes)
+        if not store.read(page, source.slots, self.host.buffers(copy), done):
+            index.release(source)
+            self.host.index.abort(copy, "queue full")
+            return False
+        self.outstanding += 1
+        self.reading_bytes += self.host.bytes_of(page)
+        self._waiters[page.name] = [arrival]
+        return True
+
+    def _post_read(self, copy: TierCopy, source: TierCopy, begun: float, queued: int, outcome: Outcome) -> None:
+        if outcome is Outcome.OK:
+            copy.checksum = checksum(copy.page, self.host.buffers(copy))  # on the disk's thread, which has the time
+        self._post(partial(self._have_read, copy, source, outcome, time.perf_counter() - begun, queued))
+
+    def _have_read(self, copy: TierCopy, source: TierCopy, outcome: Outcome, seconds: float, queued: int) -> None:
+        assert self.disk is not None
+        index, host = self.disk[0], self.host.index
+        if outcome is Outcome.RETURNED:
+            self.outstanding -= 1
+            index.release(source)
+            host.reclaim(copy)
+            return
+        count = self.host.bytes_of(copy.page)
+        self.reading_bytes -= count
+        self.disk_rate(count, seconds, queued)
+        if outcome is Outcome.OK:
+            self.outstanding -= 1
+            index.release(source)
+            self.disk_traffic.read_bytes += count
+            self.disk_traffic.read_seconds += seconds
+            host.mark_saved(copy)
+            host.commit(copy)
+            self._stored("host", copy.page)
+            self._answer(copy)
+            return
+        late = outcome is Outcome.TIMEOUT
+        self.disk_traffic.failures["read timeout" if late else outcome.name.lower()] += 1
+        host.abort(copy, outcome.name.lower(), touched=late)
+        if not late:
+            self.outstanding -= 1
+            if source.ready:
+                index.drop(source, outcome.name.lower())
+            index.release(source)
+        for arrival in self._waiters.pop(copy.page.name, ()):
+            arrival(None)
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self._events.put(event)
