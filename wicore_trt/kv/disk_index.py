@@ -34,6 +34,7 @@ RECORD = np.dtype(RECORD_FIELDS)
 assert RECORD.itemsize == RECORD_BYTES
 _SAME_IN_ALL_PARTS = ("group", "flags", "key", "parent", "tenant", "index", "parts")
 _READ_BYTES = 1 << 30
+_WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is damage, and would overflow soon
 _log = logging.getLogger(__name__)
 
 
@@ -180,6 +181,7 @@ def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> 
     plausible = (records["magic"] == RECORD_MAGIC) & (records["slot"] == np.arange(len(records)))
     plausible &= (records["flags"] & FLAG_SEALED) == flags
     plausible &= (records["group"] < len(namespace.groups)) & (records["part"] < records["parts"])
+    plausible &= (records["write_id"] > 0) & (records["write_id"] < _WRITE_ID_END)
     slots: NDArray[np.int64] = np.flatnonzero(plausible)
     raw = records.view(np.uint8).data
     checks = records["check"][slots].tolist()

@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ class DiskSpace:
             while limit_bytes - self._others() < self._space.bytes_of(self.allocated) and self._delete_stale():
                 pass
             count = -(-self.allocated // self._space.slab_slots)
-            self._slabs = [files.open_slab(self._slab(number)) for number in range(count)]
+            for number in range(count):
+                self._slabs.append(files.open_slab(self._slab(number)))
         except BaseException:
             self.close()
             raise
@@ -132,7 +134,7 @@ class DiskSpace:
         """The first slot behind the slab of `slot`."""
         return (slot // self._space.slab_slots + 1) * self._space.slab_slots
 
-    def reach(self, slot: int, grow_index: Any) -> bool:
+    def reach(self, slot: int, grow_index: Callable[[int], None]) -> bool:
         """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
 
         `grow_index(num_records)` makes room in the index first.
@@ -160,7 +162,7 @@ class DiskSpace:
         self._slabs = []
         self._files.close(self._lock_fd)
 
-    def _grow(self, grow_index: Any) -> bool:
+    def _grow(self, grow_index: Callable[[int], None]) -> bool:
         """Add a slab, or the rest of the last one, as far as there is room."""
         number = self.allocated // self._space.slab_slots
         end = min((number + 1) * self._space.slab_slots, self.num_slots)
@@ -215,7 +217,6 @@ class DiskSpace:
         for home in self._stale():
             _log.info("disk tier: deleting %s, which another model or setting left", home)
             _empty(self._files, home)
-            self._files.unlink(home / _JSON)
             try:
                 self._files.rmdir(home)
             except OSError as error:  # somebody's file is in it; the rest is gone

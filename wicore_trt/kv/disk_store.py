@@ -222,8 +222,10 @@ class DiskStore:
         return Outcome.OK
 
     def _end(self) -> None:
-        self._index.close()
-        self._space.close()
+        try:
+            self._index.close()
+        finally:
+            self._space.close()
 
     def _next_id(self) -> int:
         with self._numbering:

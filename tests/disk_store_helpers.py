@@ -1,0 +1,73 @@
+"""Small disk stores for tests: blocking calls, random pages, a page's bytes from a number."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.disk_store import DiskStore, Outcome
+from wicore_trt.kv.page import Page
+
+SLOT = 4096
+SPACE = Namespace("engine", "torch", 16, {"global": 2 * SLOT, "local": SLOT}, "bfloat16")
+
+
+def open_store(path: Path, **changes: Any) -> DiskStore:
+    settings: dict[str, Any] = {
+        "namespace": SPACE,
+        "slot_bytes": SLOT,
+        "limit_bytes": 2 << 20,
+        "free_bytes": 0,
+        "threads": 2,
+        "queue_limit": 64,
+        "timeout_s": 30.0,
+        "slab_bytes": 16 * 2 * SLOT,
+    }
+    return DiskStore(path, **{**settings, **changes})
+
+
+def make_page(number: int, group: str = "local") -> Page:
+    """The same page for the same numbers, in every process."""
+    key = blake2b(f"{group} {number}".encode(), digest_size=32).digest()
+    parent = blake2b(key).digest()[:32] if number % 3 else None
+    return Page(key, group, number, parent, bytes([number % 7]) * 16)
+
+
+def content(number: int, part: int, version: int = 0, nbytes: int = SLOT) -> bytes:
+    return random.Random(f"{number} {part} {version}").randbytes(nbytes)
+
+
+def buffers(parts: Sequence[bytes]) -> list[memoryview]:
+    made = [aligned_buffer(len(part)) for part in parts]
+    for buffer, part in zip(made, parts, strict=True):
+        buffer[:] = part
+    return made
+
+
+def wait_for(call: Callable[..., bool], *args: Any, timeout_s: float = 30.0) -> Outcome:
+    """Run one operation and wait for its first outcome."""
+    event, found = threading.Event(), []
+
+    def done(outcome: Outcome) -> None:
+        found.append(outcome)
+        event.set()
+
+    assert call(*args, done), "refused"
+    assert event.wait(timeout_s), "no outcome"
+    return found[0]
+
+
+def put(store: DiskStore, page: Page, slots: Sequence[int], parts: Sequence[bytes]) -> Outcome:
+    return wait_for(store.write, page, slots, buffers(parts))
+
+
+def get(store: DiskStore, page: Page, slots: Sequence[int], nbytes: int = SLOT) -> tuple[Outcome, list[bytes]]:
+    found = [aligned_buffer(nbytes) for _ in slots]
+    outcome = wait_for(store.read, page, slots, found)
+    return outcome, [bytes(buffer) for buffer in found]

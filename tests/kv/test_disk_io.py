@@ -1,0 +1,161 @@
+"""The I/O threads: order, bounds, deadlines, and that every operation is answered."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from wicore_trt.kv.disk_io import IoPool, Operation, Outcome
+
+
+def make(threads: int = 1, queue_limit: int = 4, timeout_s: float = 30.0, chore: Callable = lambda: None) -> IoPool:
+    pool = IoPool(threads, queue_limit, timeout_s, chore=chore, end=lambda: None)
+    return pool
+
+
+class Hang:
+    """An operation that blocks until it is let go. `seen` collects what `done` was told."""
+
+    def __init__(self) -> None:
+        self.started, self.go, self.told = threading.Event(), threading.Event(), threading.Condition()
+        self.seen: list[Outcome] = []
+
+    def run(self, op: Operation) -> Outcome:
+        self.started.set()
+        assert self.go.wait(30)
+        return Outcome.OK
+
+    def done(self, outcome: Outcome) -> None:
+        with self.told:
+            self.seen.append(outcome)
+            self.told.notify_all()
+
+    def wait(self, count: int) -> list[Outcome]:
+        with self.told:
+            assert self.told.wait_for(lambda: len(self.seen) >= count, 10), self.seen
+        return self.seen
+
+
+def test_reads_pass_writes() -> None:
+    pool, first, order = make(), Hang(), []
+    pool.submit(first.run, first.done)
+    first.started.wait(10)
+    finished = threading.Semaphore(0)
+    for name, urgent in (("write 1", False), ("write 2", False), ("read 1", True), ("read 2", True)):
+        assert pool.submit(
+            lambda op, name=name: order.append(name) or Outcome.OK, lambda o: finished.release(), urgent=urgent
+        )
+    first.go.set()
+    for _ in range(4):
+        assert finished.acquire(timeout=10)
+    assert order == ["read 1", "read 2", "write 1", "write 2"]
+    pool.close(10)
+
+
+def test_a_full_queue_refuses_and_reads_have_their_own() -> None:
+    pool, hangs = make(queue_limit=2), [Hang() for _ in range(6)]
+    assert pool.submit(hangs[0].run, hangs[0].done)
+    hangs[0].started.wait(10)
+    assert pool.submit(hangs[1].run, hangs[1].done) and pool.submit(hangs[2].run, hangs[2].done)
+    assert not pool.submit(hangs[3].run, hangs[3].done)
+    assert pool.submit(hangs[4].run, hangs[4].done, urgent=True)
+    assert pool.depth == 4
+    for hang in hangs:
+        hang.go.set()
+    for hang in (hangs[0], hangs[1], hangs[2], hangs[4]):
+        assert hang.wait(1) == [Outcome.OK]
+    assert hangs[3].seen == []
+    pool.close(10)
+
+
+def test_a_hang_times_out_then_returns_and_the_queue_behind_it_too() -> None:
+    pool, running, queued = make(timeout_s=0.15), Hang(), Hang()
+    start = time.monotonic()
+    pool.submit(running.run, running.done)
+    running.started.wait(10)
+    time.sleep(0.05)
+    pool.submit(queued.run, queued.done)
+    assert running.wait(1) == [Outcome.TIMEOUT]
+    assert time.monotonic() - start < 5 and pool.stalled
+    refused = Hang()
+    assert not pool.submit(refused.run, refused.done), "all threads hang"
+    assert queued.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED] and not queued.started.is_set()
+    assert running.seen == [Outcome.TIMEOUT] and pool.depth == 1
+    running.go.set()
+    assert running.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED]
+    again = Hang()
+    again.go.set()
+    assert not pool.stalled and pool.submit(again.run, again.done) and again.wait(1) == [Outcome.OK]
+    assert pool.depth == 0
+    pool.close(10)
+
+
+def test_a_hanging_chore_stalls_the_pool_as_well() -> None:
+    go = threading.Event()
+    pool = make(timeout_s=0.05, chore=lambda: go.wait(30))
+    pool.nudge()
+    deadline = time.monotonic() + 10
+    while not pool.stalled:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    go.set()
+    pool.close(10)
+
+
+def test_close_does_not_wait_for_a_hang() -> None:
+    pool, running, queued = make(), Hang(), Hang()
+    pool.submit(running.run, running.done)
+    running.started.wait(10)
+    pool.submit(queued.run, queued.done)
+    start = time.monotonic()
+    pool.close(0.1)
+    assert time.monotonic() - start < 5
+    assert queued.seen == [Outcome.FAILED] and running.seen == [Outcome.TIMEOUT]
+    assert not pool.submit(queued.run, queued.done)
+    running.go.set()
+    assert running.wait(2)[-1] is Outcome.RETURNED
+    pool.close(10)
+
+
+def test_an_exception_is_a_failure_and_the_thread_lives_on() -> None:
+    pool, after = make(), Hang()
+
+    def broken(op: Operation) -> Outcome:
+        raise KeyError("bug")
+
+    def bad_callback(outcome: Outcome) -> None:
+        after.done(outcome)
+        raise KeyError("bug")
+
+    assert pool.submit(broken, bad_callback) and after.wait(1) == [Outcome.FAILED]
+    after.go.set()
+    assert pool.submit(after.run, after.done) and after.wait(2)[-1] is Outcome.OK
+    pool.close(10)
+
+
+def test_close_finishes_what_was_accepted() -> None:
+    pool, seen = make(threads=2, queue_limit=100), []
+    for _ in range(50):
+        assert pool.submit(lambda op: time.sleep(0.001) or Outcome.OK, seen.append)
+    pool.close(10)
+    assert seen == [Outcome.OK] * 50
+
+
+def test_every_operation_is_answered_once_whatever_its_duration() -> None:
+    """Durations around the deadline, so that finishing and expiring race."""
+    pool = make(threads=4, queue_limit=1000, timeout_s=0.02)
+    answers: list[list[Outcome]] = []
+    for _ in range(300):
+        seen: list[Outcome] = []
+        nap = random.uniform(0.017, 0.022) if random.random() < 0.3 else 0
+        if pool.submit(lambda op, nap=nap: time.sleep(nap) or Outcome.OK, seen.append, urgent=random.random() < 0.5):
+            answers.append(seen)
+        if random.random() < 0.2:
+            time.sleep(0.005)
+    pool.close(30)
+    assert len(answers) > 50
+    for seen in answers:
+        assert seen in ([Outcome.OK], [Outcome.TIMEOUT, Outcome.RETURNED]), seen
+    assert pool.depth == 0
