@@ -23,6 +23,11 @@ def conversations(rng: random.Random, count: int, system: int = 12) -> list[list
     return [shared + [rng.randrange(2, 97) for _ in range(rng.randint(4, 12))] for _ in range(count)]
 
 
+def prefer_loads(core) -> None:
+    """Let the planner believe that computing is slow; FakeExecutor is faster than any copy."""
+    core.scheduler.prefill.observe([(0, 64)], 64.0)
+
+
 def run(core, requests: list[GenerateRequest], *, check=True) -> dict[str, list[int]]:
     """Step until all requests ended; tokens by request id."""
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
@@ -78,6 +83,7 @@ def test_conversations_that_outgrow_the_device_are_right(tmp_path, write_policy,
         tenant_quota=rng.choice([1.0, 0.7]),
     )
     core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, window=rng.choice([5, 8, 11]), max_context=120)
+    prefer_loads(core)
     replay(core, rng, conversations(rng, 10), 4)
     stats = core.stats().kv
     assert sum(tier.hit_tokens for tier in stats.tiers[1:]) > 0 or write_policy == "selective"

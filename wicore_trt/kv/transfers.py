@@ -24,6 +24,8 @@ from wicore_trt.kv.tier_index import TierCopy, TierIndex
 Arrival = Callable[[TierCopy | None], None]
 """Called on the engine thread with an acquired copy whose bytes were verified, or None when the page cannot be had."""
 
+SAVING_SHARE = 4
+"""At most this fraction (1 / SAVING_SHARE) of the host's slots is held by writes to disk, or stores would find no room."""
 BAD_WRITES, PAUSE_S = 8, 30.0
 """After this many failed disk writes in a row, write nothing for a while."""
 
@@ -93,6 +95,7 @@ class Transfers:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
         self._waiters: dict[tuple[str, bytes], list[Arrival]] = {}
         self._to_save: OrderedDict[TierCopy, None] = OrderedDict()
+        self._saving_slots = 0
         self._bad_writes = 0
         self._no_writes_before = 0.0
         self.outstanding = 0
@@ -206,6 +209,8 @@ class Transfers:
         while self._to_save:
             copy = next(iter(self._to_save))
             if copy.ready and not copy.saved and index.get(*copy.page.name) is None:
+                if self._saving_slots > self.host.index.num_slots // SAVING_SHARE:
+                    return
                 target = index.reserve(copy.page)
                 if target is None:
                     self.disk_traffic.failures["no room"] += 1
@@ -216,6 +221,7 @@ class Transfers:
                         return
                     self.host.index.acquire(copy)
                     self.outstanding += 1
+                    self._saving_slots += len(copy.slots)
             del self._to_save[copy]
             if copy.ready:
                 self.host.index.mark_saved(copy)
@@ -232,6 +238,7 @@ class Transfers:
             self._write_failed()
             return  # RETURNED will follow
         self.outstanding -= 1
+        self._saving_slots -= len(copy.slots)
         self.host.index.release(copy)
         if outcome is Outcome.RETURNED:
             store.erase(target.slots)
