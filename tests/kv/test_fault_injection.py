@@ -172,7 +172,7 @@ def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom disk_campaign import open_store\n"
         "store = open_store(Path(sys.argv[1]))\nprint('open', flush=True)\nsys.stdin.read()\nstore.close()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parents[1])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "open\n"
         with pytest.raises(EnvironmentUnfitError, match=f"process {process.pid}"):

@@ -32,6 +32,9 @@ KEY_BYTES = 32
 NONCE_BYTES = 24
 TAG_BYTES = 16
 
+TAG_FAULT = "encryption tag: changed, or another key"
+"""Message of the ValueError for a part that does not open."""
+
 _TENANTS = 1024  # derived keys kept; deriving one takes some 10 us
 _BLOCK = 16  # AES; the library wants this much room behind the output of update_into
 
@@ -94,7 +97,7 @@ class AesGcmPageCipher:
         try:
             unseal.finalize()
         except InvalidTag:
-            raise ValueError("the page was changed, or sealed with another key") from None
+            raise ValueError(TAG_FAULT) from None
 
 
 class _TenantKey:

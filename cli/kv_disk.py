@@ -1,0 +1,150 @@
+"""`wicore kv inspect`, `verify` and `purge`: the directory of a disk tier, without a server."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.disk_tools import DirectoryReport
+
+DirectoryArgument = Annotated[Path, typer.Argument(help="Directory of the disk tier (kv.disk_path).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
+    """Show what a disk cache holds: namespaces, pages, bytes, tenants. Only reads, also while a server runs."""
+    from dataclasses import asdict
+
+    from wicore_trt.cli._ui import print_json
+    from wicore_trt.kv.disk_tools import inspect as look
+
+    report = look(path)
+    if json:
+        print_json(asdict(report))
+    else:
+        _print_directory(report)
+
+
+def verify(
+    path: DirectoryArgument,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="Key of encrypted pages; without it their tags are not checked.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report damage, but leave everything as it is.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Read and check every page of a disk cache, and take damaged ones out. No server may use it meanwhile.
+
+    Exit code 0: all is well; 1: something was damaged; 3: the key is wrong; 4: a server holds the directory.
+    """
+    from dataclasses import asdict
+
+    from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
+    from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
+    from wicore_trt.kv.disk_scrub import verify as scrub
+
+    cipher = AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None
+    with progress(quiet=json) as report_progress:
+        report = scrub(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
+    if json:
+        print_json({"path": str(path), "dry_run": dry_run, **asdict(report)})
+    else:
+        rows: list[tuple[Any, ...]] = [("pages read", report.pages), ("good", report.good)]
+        rows += [("of them encrypted, tag not checked (--key-file)", report.unopened)] if report.unopened else []
+        rows += [(f"damaged: {cause}", count) for cause, count in report.faults.most_common()]
+        rows += [("pages that were being written", report.leftovers), ("records cleared", report.erased_records)]
+        print_table(f"{path}: {human_bytes(report.bytes)} read", ("", "count"), rows)
+    if report.faults:
+        raise typer.Exit(1)
+
+
+def purge(
+    path: DirectoryArgument,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", help="Only this namespace: its name, or how that begins.")
+    ] = None,
+    salt: Annotated[str | None, typer.Option("--salt", help="Only pages of requests with this cache_salt.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant, by its tag from inspect.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Delete the pages of a disk cache: all, or those of a namespace or a tenant. No server may use it meanwhile.
+
+    A tenant's slots are overwritten with zeros, also those of pages that were evicted earlier.
+    """
+    from dataclasses import asdict
+
+    from wicore_trt.cli._ui import human_bytes, print_json
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.disk_scrub import purge as clear
+    from wicore_trt.kv.disk_tools import namespace_homes
+    from wicore_trt.kv.page import tenant_tag
+
+    if salt is not None and tenant is not None:
+        raise ConfigError("--salt and --tenant both name a tenant.", fix="Give one of them.")
+    tag = tenant_tag(salt) if salt is not None else _tag(tenant)
+    namespace_homes(path)  # not a disk cache: say so before asking
+    if not yes:
+        what = "everything" if namespace is None else f"namespace {namespace}"
+        what = f"one tenant's pages in {what}" if tag is not None else what
+        typer.confirm(f"Delete {what} under {path}?", abort=True, err=True)
+    report = clear(path, namespace=namespace, tenant=tag)
+    if json:
+        print_json({"path": str(path), **asdict(report)})
+        return
+    how = "overwritten" if tag is not None else "deleted"
+    print(f"Removed {report.pages} pages ({human_bytes(report.bytes)}); {report.slots} slots {how}.")
+    for name in report.namespaces:
+        print(f"  in namespace {name}")
+
+
+def _tag(text: str | None) -> bytes | None:
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.page import TENANT_BYTES
+
+    if text is None:
+        return None
+    try:
+        tag = bytes.fromhex(text)
+    except ValueError:
+        tag = b""
+    if len(tag) != TENANT_BYTES:
+        fix = f"It has {2 * TENANT_BYTES} hexadecimal digits; see wicore kv inspect."
+        raise ConfigError(f"--tenant {text!r} is not a tenant's tag.", fix=fix)
+    return tag
+
+
+def _print_directory(report: DirectoryReport) -> None:
+    from wicore_trt.cli._ui import human_bytes, print_table
+
+    print(f"{report.path}: {human_bytes(report.total_bytes)} on disk")
+    if report.used_by is not None:
+        print(f"In use by process {report.used_by or '(of another container)'}: numbers may be in motion.")
+    for found in report.namespaces:
+        print()
+        if found.problem is not None:
+            print(f"Namespace {found.name} cannot be used: {found.problem}")
+            continue
+        rows: list[tuple[Any, ...]] = [(name, value) for name, value in found.made_for.items() if name != "layout"]
+        rows += [
+            ("slots used", f"{found.used_slots} of {found.allocated_slots}"),
+            ("bytes used", human_bytes(found.used_slots * found.slot_bytes)),
+            ("bytes allocated", human_bytes(found.allocated_bytes)),
+            ("encrypted pages", f"{found.encrypted_pages} of {found.pages}"),
+            ("written by servers started", f"{_when(found.oldest)} to {_when(found.newest)}"),
+        ]
+        print_table(f"Namespace {found.name}", ("made for", ""), rows)
+        groups = [(name, use.pages, human_bytes(use.bytes)) for name, use in found.groups.items()]
+        print_table("Layer groups", ("group", "pages", "bytes"), groups)
+        tenants = sorted(found.tenants.items(), key=lambda item: -item[1].bytes)
+        print_table(
+            "Tenants", ("tag", "pages", "bytes"), [(tag, use.pages, human_bytes(use.bytes)) for tag, use in tenants]
+        )
+
+
+def _when(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
