@@ -20,6 +20,7 @@ from wicore_trt.kv.disk_files import Files, aligned_buffer, read_all, write_all
 from wicore_trt.kv.disk_format import (
     FLAG_PARENT,
     FLAG_SEALED,
+    KEY_BYTES,
     RECORD_BODY_BYTES,
     RECORD_BYTES,
     RECORD_FIELDS,
@@ -46,10 +47,7 @@ class FoundPages:
         parts, counts = _complete(records, _candidates(records, namespace, flags))
         first = np.cumsum(counts) - counts
         heads = records[parts[first]] if len(parts) else records[:0]
-        keys, groups = heads["key"].tolist(), heads["group"].tolist()
-        newest: dict[tuple[int, bytes], int] = {name: at for at, name in enumerate(zip(groups, keys, strict=True))}
-        keep = np.fromiter(newest.values(), dtype=np.int64, count=len(newest))
-        keep.sort()
+        keep = _newest(heads)
         self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
         self._parts = parts
         self._groups = namespace.groups
@@ -210,3 +208,15 @@ def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDAr
         good &= column == column[first]
     whole = np.logical_and.reduceat(good, starts)
     return order[np.repeat(whole, counts)], counts[whole]
+
+
+def _newest(heads: NDArray[np.void]) -> NDArray[np.int64]:
+    """Positions, ascending, of the last record of each (group, key)."""
+    words = np.ascontiguousarray(heads["key"]).view("<u8")[:: KEY_BYTES // 8]
+    _, which, counts = np.unique(words ^ heads["group"], return_inverse=True, return_counts=True)
+    keep = counts[which] == 1  # most are alone; only the others are compared in full
+    rest = np.flatnonzero(~keep)
+    names = zip(heads["group"][rest].tolist(), heads["key"][rest].tolist(), strict=True)
+    last = {name: at for at, name in zip(rest.tolist(), names, strict=True)}
+    keep[list(last.values())] = True
+    return np.flatnonzero(keep)
