@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.cli import kv_disk
+from wicore_trt.cli.kv_plan import plan
+
 if TYPE_CHECKING:
     from wicore_trt.kv.simulate import SimulationReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
 
+app.command()(plan)
+app.command()(kv_disk.inspect)
+app.command()(kv_disk.verify)
+app.command()(kv_disk.purge)
+
+
 @app.callback()
 def root() -> None:
-    """Simulate KV cache tiers and eviction policies."""
+    """Size KV cache tiers, simulate eviction policies, look after disk caches."""
 
 
 @app.command()

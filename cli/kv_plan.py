@@ -1,0 +1,234 @@
+"""`wicore kv plan`: how large the KV tiers must be for some conversations, as recipe lines to paste."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.sizing import Geometry, SessionSize
+    from wicore_trt.model.spec import Gemma3Spec
+
+GIB = 1 << 30
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", help="Engine, checkpoint, or a name such as gemma3-27b (270m, 1b, 4b, 12b).")
+    ],
+    context: Annotated[
+        str, typer.Option("--context", help="Tokens of a conversation (32K is 32,768); several with commas.")
+    ] = "32K",
+    users: Annotated[int, typer.Option("--users", min=1, help="Conversations to keep.")] = 50,
+    active: Annotated[
+        int | None, typer.Option("--active", min=1, help="Of these, computed at the same time. Default: 8 at most.")
+    ] = None,
+    reply_tokens: Annotated[int, typer.Option("--reply-tokens", min=0, help="Length of the latest reply.")] = 128,
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", help="float32, bfloat16, float16 or fp8. Default: the engine's.")
+    ] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option("--page-tokens", min=1, help="Tokens per KV page. Default: the engine's, or 32.")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option("--max-batch-tokens", min=1, help="scheduler.max_batch_tokens. Default: its default.")
+    ] = None,
+    host_bytes: Annotated[
+        str | None, typer.Option("--host-bytes", help="Host memory that there is, e.g. 100GB.")
+    ] = None,
+    disk_bytes: Annotated[str | None, typer.Option("--disk-bytes", help="Disk space that there is, e.g. 1TB.")] = None,
+    disk_rate: Annotated[
+        str | None, typer.Option("--disk-rate", help="What the disk reads per second, e.g. 4GB.")
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option("--prefill-tokens-per-s", min=1e-3, help="How fast the engine computes prompts.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Size the KV tiers for conversations that share no prefix: bytes of each, and what the tiers hold."""
+    from wicore_trt.cli._ui import print_json
+    from wicore_trt.config import SchedulerSettings
+    from wicore_trt.kv.sizing import SessionSize
+
+    geometry, longest = _geometry(model, page_tokens, kv_dtype)
+    sizes = [
+        SessionSize(geometry, _tokens(text, longest, geometry.page_tokens), reply_tokens) for text in context.split(",")
+    ]
+    host, disk, rate = (_bytes(text) for text in (host_bytes, disk_bytes, disk_rate))
+    rows = [_row(size, host, disk, prefill_tokens_per_s, rate) for size in sizes]
+    together = min(users, active or 8)
+    batch = max_batch_tokens or SchedulerSettings().max_batch_tokens
+    recipe = _recipe(max(sizes, key=lambda size: size.tokens), users, together, batch, host, disk)
+    if json:
+        print_json({"model": model, **_about(geometry), "sessions": rows, "recipe": recipe})
+        return
+    _print(f"{model}, {geometry.kv_dtype}, {geometry.page_tokens} tokens per page", rows)
+    print(f"\n# {recipe.pop('comment')}")
+    for section, values in recipe.items():
+        print(f"{section}:")
+        for name, value in values.items():
+            print(f"  {name}: {value}")
+
+
+def _geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
+    """Geometry of a model's pages, and its longest context."""
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.sizing import KV_DTYPE_BYTES, Geometry
+
+    spec, own_dtype, own_page_tokens, longest = _open(model)
+    dtype = kv_dtype or own_dtype
+    if dtype not in KV_DTYPE_BYTES:
+        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(KV_DTYPE_BYTES)}.")
+    return Geometry.of(spec, page_tokens or own_page_tokens, dtype), longest
+
+
+def _open(model: str) -> tuple[Gemma3Spec, str, int, int]:
+    """(spec, KV dtype, page size, longest context) of an engine, a checkpoint, a model's files or a name."""
+    from pathlib import Path
+
+    from wicore_trt.checkpoint.format import open_checkpoint
+    from wicore_trt.checkpoint.source import open_source
+    from wicore_trt.engine.build import is_unified_checkpoint
+    from wicore_trt.engine.directory import open_engine
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.sizing import MODELS, builtin_spec
+    from wicore_trt.recipe import did_you_mean
+
+    path = Path(model).expanduser()
+    if (path / "engine.json").exists():
+        manifest = open_engine(path, verify=False).manifest
+        return manifest.spec, manifest.kv_dtype, manifest.page_tokens, manifest.max_context
+    if path.exists():
+        spec = open_checkpoint(path).spec if is_unified_checkpoint(path) else open_source(path).spec
+    elif model in MODELS:
+        spec = builtin_spec(model)
+    else:
+        raise ConfigError(
+            f"--model {model}: no such directory, and no model of that name.", fix=did_you_mean(model, MODELS)
+        )
+    return spec, "bfloat16", 32, spec.max_position_embeddings
+
+
+def _tokens(text: str, longest: int, least: int) -> int:
+    """Tokens of "32K" or "32768"."""
+    from wicore_trt.errors import ConfigError
+
+    number, factor = (text.strip()[:-1], 1024) if text.strip()[-1:] in ("K", "k") else (text.strip(), 1)
+    tokens = int(number) * factor if number.isdecimal() else 0
+    if not least <= tokens <= longest:
+        raise ConfigError(
+            f"--context {text!r} is not a number of tokens from {least} (one page) to {longest} (the model's longest).",
+            fix="Write 32K or 32768.",
+        )
+    return tokens
+
+
+def _bytes(text: str | None) -> int | None:
+    from wicore_trt.config import parse_bytes
+    from wicore_trt.errors import ConfigError
+
+    try:
+        count = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
+    if count == 0:
+        raise ConfigError(f"{text!r} is nothing at all.", fix="Leave the option out.")
+    assert count is None or isinstance(count, int)
+    return count
+
+
+def _about(geometry: Geometry) -> dict[str, Any]:
+    return {
+        "kv_dtype": geometry.kv_dtype,
+        "page_tokens": geometry.page_tokens,
+        "page_bytes": dict(geometry.page_bytes),
+        "slot_bytes": geometry.slot_bytes,
+        "slots_per_page": dict(geometry.slots_per_page),
+    }
+
+
+def _row(
+    size: SessionSize, host: int | None, disk: int | None, prefill: float | None, rate: int | None
+) -> dict[str, Any]:
+    """Figures of one conversation, with those of the tiers and rates that were given."""
+    from wicore_trt.model.spec import GLOBAL, LOCAL
+
+    geometry = size.geometry
+    row: dict[str, Any] = {
+        "context": size.tokens,
+        "global_bytes": size.bytes_of(GLOBAL),
+        "window_bytes": size.bytes_of(LOCAL),
+        "session_bytes": size.host_bytes,
+        "tokens_per_gb": int(size.tokens * 1e9 / size.host_bytes),
+        "all_layers_bytes": size.all_layers_bytes,
+        "saving": round(size.saving, 2),
+    }
+    if host is not None:
+        row["sessions_in_host"] = geometry.host_slots(host) // size.slots
+    if disk is not None:
+        row["sessions_on_disk"] = geometry.disk_slots(disk) // size.slots
+    if prefill is not None:
+        row["recompute_s"] = round(size.tokens / prefill, 3)
+        row["break_even_disk_rate"] = int(size.break_even_rate(prefill))
+    if rate is not None:
+        row["disk_read_s"] = round(size.resume_bytes / rate, 3)
+    return row
+
+
+def _recipe(
+    size: SessionSize, users: int, active: int, max_batch_tokens: int, host: int | None, disk: int | None
+) -> dict[str, Any]:
+    """Settings that keep `users` conversations: `active` on the device, all of them below, since pages are copied down
+    when they are made. What the host cannot hold is left to the disk."""
+    geometry, slots = size.geometry, users * size.slots
+    need = slots * geometry.slot_bytes
+    held = users if host is None else min(users, geometry.host_slots(host) // size.slots)
+    comment = f"{users} conversations of {size.tokens:,} tokens: {active} on the device, {held} in host memory"
+    kv: dict[str, Any] = {
+        "page_tokens": geometry.page_tokens,
+        "device_bytes": _size(geometry.device_bytes(active, size.tokens, max_batch_tokens)),
+        "host_bytes": _size(need if host is None else min(need, host), down=host is not None and host < need),
+    }
+    limit = geometry.disk_bytes(slots)
+    on_disk = users if disk is None else min(users, geometry.disk_slots(disk) // size.slots)
+    kv["disk_bytes"] = _size(limit if disk is None else min(limit, disk), down=disk is not None and disk < limit)
+    comment += f", {on_disk} on disk (with kv.disk_path)"
+    scheduler = {"max_sequences": active, "max_batch_tokens": max_batch_tokens, "max_context": size.tokens}
+    return {"comment": comment, "kv": kv, "scheduler": scheduler}
+
+
+def _size(count: int, *, down: bool = False) -> str:
+    """Bytes as a recipe writes them, rounded up (or down) to less than 1 % off."""
+    unit, name = (GIB, "GiB") if count >= 100 * GIB else (1 << 20, "MiB")
+    units = count // unit if down else -(-count // unit)
+    return f"{units}{name}"
+
+
+def _print(title: str, rows: list[dict[str, Any]]) -> None:
+    from wicore_trt.cli._ui import human_bytes, print_table
+
+    heads = {
+        "context": "tokens",
+        "global_bytes": "global",
+        "window_bytes": "windows",
+        "session_bytes": "in all",
+        "tokens_per_gb": "tokens/GB",
+        "all_layers_bytes": "all layers",
+        "saving": "saving",
+        "sessions_in_host": "in host",
+        "sessions_on_disk": "on disk",
+        "recompute_s": "recompute s",
+        "break_even_disk_rate": "break-even disk",
+        "disk_read_s": "disk read s",
+    }
+    names = [name for name in heads if name in rows[0]]
+
+    def cell(name: str, value: Any) -> str:
+        if name == "break_even_disk_rate":
+            return f"{value / 1e9:.2f} GB/s"
+        if name.endswith("_bytes"):
+            return human_bytes(value)
+        return f"{value}x" if name == "saving" else f"{value:,}"
+
+    print_table(title, [heads[name] for name in names], [[cell(name, row[name]) for name in names] for row in rows])

@@ -1,0 +1,115 @@
+"""`wicore kv plan`: what it prints is what the arithmetic says, pastes as a recipe, and holds what it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+from tiny_source import write_tiny_source
+
+from wicore_trt.cli.main import run
+from wicore_trt.config import load_settings, parse_bytes
+from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
+from wicore_trt.model.spec import GLOBAL
+from wicore_trt.runtime.pool_plan import plan_pools
+
+
+def plan(capsys, *options: str) -> str:
+    code = run(["kv", "plan", *options])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def plan_json(capsys, *options: str) -> dict:
+    return json.loads(plan(capsys, *options, "--json"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_recipe_lines_load_and_hold_what_the_comment_says(capsys, tmp_path, name):
+    out = plan(capsys, "--model", name, "--users", "20", "--active", "3", "--context", "8K,16K")
+    recipe = tmp_path / "plan.yaml"
+    recipe.write_text(out[out.index("\n# ") :])
+    settings = load_settings(str(recipe))
+    assert "20 conversations of 16,384 tokens: 3 on the device, 20 in host memory, 20 on disk" in out
+    spec, geometry = builtin_spec(name), Geometry.of(builtin_spec(name), 32, "bfloat16")
+    slots = SessionSize(geometry, 16_384, 128).slots
+    assert geometry.host_slots(settings.kv.host_bytes) // slots == 20
+    assert geometry.disk_slots(settings.kv.disk_bytes) // slots == 20
+    scheduler = settings.scheduler
+    pools = plan_pools(
+        spec, settings.kv.page_tokens, 2, settings.kv.device_bytes, scheduler.max_context,
+        max_batch_tokens=scheduler.max_batch_tokens, max_sequences=scheduler.max_sequences,
+    )  # fmt: skip
+    assert pools[GLOBAL] >= 3 * 16_384 // 32
+
+
+def test_the_figures_of_27b(capsys):
+    options = ("--host-bytes", "100GB", "--disk-bytes", "1TB", "--disk-rate", "4GB", "--prefill-tokens-per-s", "9600")
+    report = plan_json(capsys, "--model", "gemma3-27b", "--context", "8K,32K,128K", *options)
+    rows = {row["context"]: row for row in report["sessions"]}
+    row = rows[32_768]
+    assert row["global_bytes"] == 81_920 * 32_768 and row["all_layers_bytes"] == 507_904 * 32_768
+    assert row["saving"] >= 5.0 and row["session_bytes"] == row["global_bytes"] + row["window_bytes"]
+    assert row["tokens_per_gb"] == int(32_768e9 / row["session_bytes"])
+    assert row["sessions_in_host"] == 10**11 // 2_621_440 * 2_621_440 // row["session_bytes"]
+    assert 0.99 < row["sessions_on_disk"] * row["session_bytes"] / 1e12 < 1.0
+    assert row["break_even_disk_rate"] * row["recompute_s"] == pytest.approx(4e9 * row["disk_read_s"], rel=0.001)
+    assert rows[8192]["saving"] < row["saving"] < rows[131_072]["saving"] < 6.2
+    assert report["slots_per_page"] == {"global": 1, "local": 6}
+
+
+def test_dtype_page_size_and_length_of_the_reply_count(capsys):
+    base = ("--model", "gemma3-4b", "--context", "16384")
+
+    def session_bytes(*options: str) -> int:
+        return plan_json(capsys, *base, *options)["sessions"][0]["session_bytes"]
+
+    assert session_bytes("--kv-dtype", "float32") == 2 * session_bytes()
+    assert session_bytes("--reply-tokens", "2000") > session_bytes("--reply-tokens", "10")
+    assert plan_json(capsys, *base, "--page-tokens", "16")["page_bytes"]["global"] == 5 * 2 * 16 * 4 * 256 * 2
+
+
+def test_given_tiers_bound_the_plan(capsys):
+    out = plan(capsys, "--model", "gemma3-27b", "--host-bytes", "32GiB", "--disk-bytes", "64GiB", "--users", "50")
+    assert re.search(r"50 conversations of 32,768 tokens: 8 on the device, 10 in host memory, 21 on disk", out)
+    lines = yaml.safe_load(out[out.index("\nkv:") :])["kv"]
+    assert parse_bytes(lines["host_bytes"]) <= 32 << 30 and parse_bytes(lines["disk_bytes"]) <= 64 << 30
+    small = plan_json(capsys, "--model", "gemma3-270m", "--users", "2", "--host-bytes", "1TB")["recipe"]
+    assert parse_bytes(small["kv"]["host_bytes"]) < 1 << 30 and small["scheduler"]["max_sequences"] == 2
+
+
+def test_a_model_directory_and_an_engine_are_taken_as_they_are(capsys, tmp_path):
+    source = write_tiny_source(tmp_path / "source")
+    assert run(["build", str(source), str(tmp_path / "engine"), "--dtype", "float32", "--page-tokens", "8"]) == 0
+    assert run(["convert", str(source), str(tmp_path / "checkpoint")]) == 0
+    capsys.readouterr()
+    report = plan_json(capsys, "--model", str(tmp_path / "engine"), "--context", "32")
+    assert (report["kv_dtype"], report["page_tokens"]) == ("float32", 8)
+    for path in (source, tmp_path / "checkpoint"):
+        other = plan_json(capsys, "--model", str(path), "--context", "32", "--page-tokens", "8")
+        assert other["kv_dtype"] == "bfloat16"
+        assert other["page_bytes"] == {group: count // 2 for group, count in report["page_bytes"].items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--model", "gemma3-27"), "gemma3-27b"),
+        (("--model", "engines/nothing"), "no such directory"),
+        (("--model", "gemma3-270m", "--context", "128K"), "32768"),
+        (("--model", "gemma3-270m", "--context", "8K,"), "--context ''"),
+        (("--model", "gemma3-270m", "--context", "31"), "one page"),
+        (("--model", "gemma3-270m", "--context", "-5"), "--context '-5'"),
+        (("--model", "gemma3-270m", "--context", "²"), "--context"),
+        (("--model", "gemma3-270m", "--kv-dtype", "int4"), "--kv-dtype 'int4'"),
+        (("--model", "gemma3-270m", "--host-bytes", "many"), "'many' is not a size"),
+        (("--model", "gemma3-270m", "--disk-rate", "0"), "'0' is nothing"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_fix(capsys, options, what):
+    assert run(["kv", "plan", *options]) == 3
+    error = capsys.readouterr().err
+    assert what in error and error.startswith("error: ") and error.count("\n") == 1

@@ -1,0 +1,181 @@
+"""The arithmetic of `wicore kv plan` against what the pools, the tiers' books and the disk really do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from disk_store_helpers import SPACE
+from fakes import make_core, tiny_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wicore_trt.config import KVSettings
+from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk_space import SLAB_BYTES, DiskSpace
+from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
+from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.runtime.pool_plan import pages_per_sequence, plan_pools
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+KIB, MIB = 1 << 10, 1 << 20
+
+geometries = st.builds(
+    Geometry.of,
+    st.sampled_from([builtin_spec(name) for name in MODELS] + [tiny_spec(6, (LOCAL, LOCAL)), tiny_spec(6, (GLOBAL,))]),
+    st.sampled_from([1, 8, 16, 32, 48]),
+    st.sampled_from(["float32", "bfloat16", "fp8"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "all_kib", "global_kib", "window_mib"),
+    [
+        ("gemma3-270m", 18, 3, 7.5),
+        ("gemma3-1b", 26, 4, 11),
+        ("gemma3-4b", 136, 20, 116),
+        ("gemma3-12b", 384, 64, 320),
+        ("gemma3-27b", 496, 80, 416),
+    ],
+)
+def test_bytes_of_the_published_sizes(name, all_kib, global_kib, window_mib):
+    """KV per token is 2 (K, V) x KV heads x head size x 2 bytes x layers."""
+    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    assert geometry.page_bytes[GLOBAL] == 32 * global_kib * KIB
+    assert sum(geometry.page_bytes.values()) == 32 * all_kib * KIB
+    window = builtin_spec(name).sliding_window // 32
+    assert geometry.page_bytes[LOCAL] * window == window_mib * MIB
+
+
+def test_27b_at_32k_takes_a_fifth_of_all_layers():
+    geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
+    size = SessionSize(geometry, 32_768, 128)
+    assert size.all_layers_bytes == 496 * KIB * 32_768 and size.saving >= 5.0
+    # 10 global layers; 37 pages of windows, each 13 MiB in 6 slots of 2.5 MiB
+    assert size.host_bytes == 80 * KIB * 32_768 + 37 * 15 * MIB
+    assert list(size.pages[LOCAL]) == list(range(1024 - 37, 1024))
+    one_window = SessionSize(geometry, 32_768, 0)
+    assert one_window.pages[LOCAL] == list(range(1023 - 32, 1024))
+    assert SessionSize(geometry, 131_072, 128).saving > 5.8
+
+
+def index_of(geometry: Geometry, slots: int) -> TierIndex:
+    primary = GLOBAL if GLOBAL in geometry.page_bytes else LOCAL
+    return TierIndex(slots, dict(geometry.slots_per_page), make_policy("lru", max(1, slots)), primary=primary)
+
+
+def store(index: TierIndex, session: int, group: str, number: int) -> None:
+    key, parent = (b"%d/%d" % (session, n) for n in (number, number - 1))
+    copy = index.reserve(Page(key, group, number, parent if number else None, b"t"))
+    assert copy is not None
+    index.commit(copy)
+
+
+def fill(index: TierIndex, size: SessionSize, session: int) -> None:
+    """Put a session's pages into a tier, chain first, with windows of earlier turns that nobody needs any more."""
+    primary = index.primary
+    for number in size.pages[primary]:
+        store(index, session, primary, number)
+    if primary == LOCAL:
+        return
+    for number in size.pages.get(LOCAL, ()):
+        store(index, session, LOCAL, number)
+    for number in sorted(set(size.pages[GLOBAL]) - set(size.pages.get(LOCAL, ())))[-3:]:
+        if LOCAL in size.pages and index.num_slots - index.used_slots >= index.slots_per_page[LOCAL]:
+            store(index, session, LOCAL, number)
+            index.spare(LOCAL, b"%d/%d" % (session, number))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    geometry=geometries, pages=st.integers(1, 60), rest=st.integers(0, 7), reply=st.integers(0, 400),
+    count=st.integers(1, 4),
+)  # fmt: skip
+def test_a_tier_of_the_planned_bytes_holds_the_sessions_and_not_one_more(geometry, pages, rest, reply, count):
+    size = SessionSize(geometry, pages * geometry.page_tokens + min(rest, geometry.page_tokens - 1), reply)
+    index = index_of(geometry, geometry.host_slots(count * size.host_bytes))
+    for session in range(count):
+        fill(index, size, session)
+    index.check_integrity()
+    assert not index.evictions["capacity"] and index.used_slots <= index.num_slots == count * size.slots
+    needed = {group: len(found) * count for group, found in size.pages.items()}
+    assert all(index.pages[group] >= held for group, held in needed.items())
+    fill(index, size, count)
+    assert index.evictions["capacity"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(geometry=geometries, sessions=st.integers(1, 40), tokens=st.integers(1, 20_000), batch=st.integers(1, 8192))
+def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens, batch):
+    spec, size = geometry.spec, {"float32": 4, "bfloat16": 2, "fp8": 1}[geometry.kv_dtype]
+    budget = geometry.device_bytes(sessions, tokens, batch)
+    pools = plan_pools(
+        spec, geometry.page_tokens, size, budget, tokens, max_batch_tokens=batch, max_sequences=sessions
+    )  # fmt: skip
+    for group, pages in pools.items():
+        need = sessions * pages_per_sequence(spec, group, geometry.page_tokens, tokens)
+        assert need <= pages <= need + -(-batch // geometry.page_tokens)
+    assert sum(pools[group] * geometry.page_bytes[group] for group in pools) == budget
+
+
+@pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b"])
+@pytest.mark.parametrize("slots", [1, 50, 3000, 40_000, 400_000])
+def test_the_disk_limit_holds_the_slots(tmp_path, name, slots):
+    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    limit = geometry.disk_bytes(slots)
+    space = DiskSpace(
+        tmp_path / "kv", SPACE, geometry.slot_bytes,
+        limit_bytes=limit, free_bytes=0, slab_bytes=SLAB_BYTES, files=Files(),
+    )  # fmt: skip
+    assert slots <= space.num_slots <= slots * 1.001 + 1
+    assert slots - 1 <= geometry.disk_slots(limit) <= space.num_slots
+    space.close()
+    assert slots * (4096 + geometry.slot_bytes) < limit < 1.005 * slots * (4096 + geometry.slot_bytes) + MIB
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
+    """Of a conversation of several turns the host needs these pages; all others are free to leave first."""
+    rng = random.Random(seed)
+    window, page_tokens = rng.randint(2, 20), 4
+    core = make_core(
+        pages={GLOBAL: 64, LOCAL: 64}, window=window, page_tokens=page_tokens, kv=KVSettings(host_bytes=8 * MIB)
+    )
+    tokens = [rng.randrange(2, 97) for _ in range(rng.randint(1, 40))]
+    for turn in range(rng.randint(1, 4)):
+        reply = rng.randint(1, 20)
+        params = SamplingParams(max_tokens=reply, temperature=0, ignore_eos=True)
+        core.add(GenerateRequest(str(turn), tuple(tokens), params))
+        while core.has_work:
+            for output in core.step():
+                assert output.error is None
+                tokens += output.token_ids
+        held = len(tokens) - 1  # the last token was sampled, not computed
+        tokens += [rng.randrange(2, 97) for _ in range(rng.randint(1, 9))]
+    tiers = core.scheduler.manager.tiers
+    assert tiers.transfers.wait_idle(5)
+    geometry = Geometry.of(tiny_spec(window), page_tokens, "float32")
+    size = SessionSize(geometry, held, reply - 1)
+    found = {GLOBAL: set(), LOCAL: set()}
+    for copy in tiers.host.copies():
+        if copy.page.group == GLOBAL or copy.page.key not in tiers.host._spare:
+            found[copy.page.group].add(copy.page.index)
+    assert found[GLOBAL] == set(size.pages[GLOBAL]) and found[LOCAL] <= set(size.pages[LOCAL])
+    published = held // page_tokens * page_tokens
+    if geometry.first_visible_page(held) == geometry.first_visible_page(
+        published
+    ):  # else its window had begun to leave
+        assert found[LOCAL] == set(size.pages[LOCAL])
+    core.close()
+
+
+def test_break_even_is_where_reading_takes_as_long_as_computing():
+    geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
+    size = SessionSize(geometry, 32_768, 128)
+    assert size.resume_bytes == (1024 + 32 * 6) * (4096 + 2_621_440)
+    rate = size.break_even_rate(9600.0)
+    assert size.resume_bytes / rate == pytest.approx(32_768 / 9600)
+    assert 0.9e9 < rate < 1.0e9

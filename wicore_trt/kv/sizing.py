@@ -1,0 +1,163 @@
+"""How many bytes conversations take in each KV tier: the arithmetic behind `wicore kv plan`.
+
+Counts what the tiers' books count: full pages, whole slots, the disk's headers. It must not know engines that run.
+Invariant: a host or disk tier with the bytes said here holds the sessions said here, without an eviction; what no
+arithmetic can know (prefixes that sessions share) only makes room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wicore_trt.kv.disk_format import BLOCK_BYTES
+from wicore_trt.kv.disk_space import MAX_SLABS, SLAB_BYTES, Space
+from wicore_trt.kv.host_tier import slot_geometry
+from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
+
+_DIRECTORY_BYTES = 64 << 10  # the disk tier's directories and its lock file count too
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+# (layers, hidden, query heads, KV heads, head size, intermediate, window, longest context), from the config.json of
+# google/gemma-3-270m, -1b-pt, -4b-pt, -12b-pt and -27b-pt.
+_SIZES = {
+    "gemma3-270m": (18, 640, 4, 1, 256, 2048, 512, 32_768),
+    "gemma3-1b": (26, 1152, 4, 1, 256, 6912, 512, 32_768),
+    "gemma3-4b": (34, 2560, 8, 4, 256, 10_240, 1024, 131_072),
+    "gemma3-12b": (48, 3840, 16, 8, 256, 15_360, 1024, 131_072),
+    "gemma3-27b": (62, 5376, 32, 16, 128, 21_504, 1024, 131_072),
+}
+MODELS = tuple(_SIZES)
+"""Names that `builtin_spec` knows."""
+
+
+def builtin_spec(name: str) -> Gemma3Spec:
+    """The published sizes of a Gemma 3 model; KeyError for a name that is not in MODELS."""
+    layers, hidden, heads, kv_heads, head_dim, intermediate, window, longest = _SIZES[name]
+    return Gemma3Spec.from_hf_config(
+        {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "intermediate_size": intermediate,
+            "sliding_window": window,
+            "max_position_embeddings": longest,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How pages of one model are stored: bytes of a page by layer group, bytes of a slot, slots of a page by group."""
+
+    spec: Gemma3Spec
+    page_tokens: int
+    kv_dtype: str
+    page_bytes: Mapping[str, int]
+    slot_bytes: int
+    slots_per_page: Mapping[str, int]
+
+    @classmethod
+    def of(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> Geometry:
+        size = KV_DTYPE_BYTES[kv_dtype]
+        page_bytes = {g: spec.page_bytes(g, page_tokens, size) for g in GROUPS if spec.layers_of(g)}
+        return cls(spec, page_tokens, kv_dtype, page_bytes, *slot_geometry(page_bytes))
+
+    @property
+    def stored_bytes(self) -> Mapping[str, int]:
+        """Bytes of host memory that a page of each group takes."""
+        return {group: count * self.slot_bytes for group, count in self.slots_per_page.items()}
+
+    def first_visible_page(self, tokens: int) -> int:
+        """First page that the token at position `tokens` looks at in local layers."""
+        return max(0, tokens - self.spec.sliding_window + 1) // self.page_tokens
+
+    def host_slots(self, nbytes: int) -> int:
+        """Slots of a host tier of `nbytes`."""
+        return nbytes // self.slot_bytes
+
+    def disk_slots(self, nbytes: int) -> int:
+        """Slots that a disk tier limited to `nbytes` holds."""
+        return self._space(nbytes).slots_within(nbytes - _DIRECTORY_BYTES)
+
+    def disk_bytes(self, slots: int) -> int:
+        """A limit under which a disk tier holds `slots` slots."""
+        return self._space(SLAB_BYTES).bytes_of(slots) + _DIRECTORY_BYTES
+
+    def _space(self, limit: int) -> Space:
+        slab_bytes = max(SLAB_BYTES, limit // (MAX_SLABS // 2))
+        return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)))
+
+    def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int) -> int:
+        """A budget from which `runtime.pool_plan` makes pools for so many sequences of `tokens` tokens, when
+        scheduler.max_sequences is `sessions`."""
+        whole = -(-tokens // self.page_tokens)
+        window = min(whole, -(-self.spec.sliding_window // self.page_tokens) + 1)
+        spare = min(-(-max_batch_tokens // self.page_tokens), whole - window)
+        return (
+            sessions * whole * self.page_bytes.get(GLOBAL, 0)
+            + (sessions * window + spare) * self.page_bytes.get(LOCAL, 0)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSize:
+    """What one conversation of `tokens` tokens leaves in a lower tier while it waits for its next turn.
+
+    `local` are the page indices of the windows at its two resume points: the end of the last prompt (for another
+    answer to it) and the end of the last reply, which is `reply_tokens` long. Windows of earlier turns leave first.
+    """
+
+    geometry: Geometry
+    tokens: int
+    reply_tokens: int
+
+    @property
+    def pages(self) -> Mapping[str, range | list[int]]:
+        """Page indices by layer group."""
+        held: dict[str, range | list[int]] = {}
+        size, count = self.geometry.page_tokens, self.tokens // self.geometry.page_tokens
+        if GLOBAL in self.geometry.page_bytes:
+            held[GLOBAL] = range(count)
+        if LOCAL in self.geometry.page_bytes:
+            ends = (max(0, self.tokens - self.reply_tokens - 1) // size, count)
+            held[LOCAL] = sorted({i for n in ends for i in range(self.geometry.first_visible_page(n * size), n)})
+        return held
+
+    @property
+    def slots(self) -> int:
+        return sum(len(pages) * self.geometry.slots_per_page[group] for group, pages in self.pages.items())
+
+    @property
+    def host_bytes(self) -> int:
+        return self.slots * self.geometry.slot_bytes
+
+    def bytes_of(self, group: str) -> int:
+        """Bytes of host memory for the pages of one group."""
+        return len(self.pages.get(group, ())) * self.geometry.stored_bytes.get(group, 0)
+
+    @property
+    def all_layers_bytes(self) -> int:
+        """What it would take to keep all layers of all its full pages."""
+        return self.tokens // self.geometry.page_tokens * sum(self.geometry.page_bytes.values())
+
+    @property
+    def saving(self) -> float:
+        """How many times more tokens a tier holds than one that keeps the pages of all layers."""
+        return self.all_layers_bytes / self.host_bytes if self.host_bytes else 1.0
+
+    @property
+    def resume_bytes(self) -> int:
+        """Bytes that the disk reads when the conversation goes on: headers too, and one window."""
+        size, count = self.geometry.page_tokens, self.tokens // self.geometry.page_tokens
+        window = count - self.geometry.first_visible_page(count * size)
+        slots = count * self.geometry.slots_per_page.get(GLOBAL, 0)
+        slots += window * self.geometry.slots_per_page.get(LOCAL, 0)
+        return slots * (BLOCK_BYTES + self.geometry.slot_bytes)
+
+    def break_even_rate(self, prefill_tokens_per_s: float) -> float:
+        """Bytes per second at which reading from disk takes as long as computing again."""
+        return self.resume_bytes * prefill_tokens_per_s / self.tokens
