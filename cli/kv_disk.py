@@ -41,8 +41,6 @@ def verify(
 
     Exit code 0: all is well; 1: something was damaged; 3: the key is wrong; 4: a server holds the directory.
     """
-    from dataclasses import asdict
-
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
     from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
     from wicore_trt.kv.disk_scrub import verify as scrub
@@ -51,7 +49,7 @@ def verify(
     with progress(quiet=json) as report_progress:
         report = scrub(path, cipher=cipher, dry_run=dry_run, progress=report_progress)
     if json:
-        print_json({"path": str(path), "dry_run": dry_run, **asdict(report)})
+        print_json({"path": str(path), "dry_run": dry_run, **vars(report)})
     else:
         rows: list[tuple[Any, ...]] = [("pages read", report.pages), ("good", report.good)]
         rows += [("of them encrypted, tag not checked (--key-file)", report.unopened)] if report.unopened else []

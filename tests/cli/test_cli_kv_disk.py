@@ -1,0 +1,144 @@
+"""`wicore kv inspect`, `verify`, `purge` as a user meets them: output, questions, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from disk_campaign import SLOT, Campaign, namespace, open_store
+
+from wicore_trt.cli.main import run
+from wicore_trt.kv.disk_cipher import AesGcmPageCipher
+from wicore_trt.kv.disk_damage import Damage, Vandal
+from wicore_trt.kv.fault_injection import FaultPlan
+from wicore_trt.kv.page import tenant_tag
+
+NAME = namespace().digest.hex()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A disk cache of tenant "t"."""
+    path = tmp_path / "cache"
+    campaign = Campaign(path, FaultPlan(), seed=1)
+    campaign.run(3)
+    campaign.store.close()
+    return path
+
+
+def pages(path: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    assert run(["kv", "inspect", str(path), "--json"]) == 0
+    return sum(found["pages"] for found in json.loads(capsys.readouterr().out)["namespaces"])
+
+
+def test_inspect(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = pages(cache, capsys)
+    assert count > 10
+    assert run(["kv", "inspect", str(cache)]) == 0
+    text = capsys.readouterr().out
+    for word in (NAME, "engine", "page_tokens", "global", "local", tenant_tag("t").hex(), f"0 of {count}"):
+        assert word in text
+    assert "in motion" not in text
+    store = open_store(cache)
+    assert run(["kv", "inspect", str(cache)]) == 0
+    assert f"process {os.getpid()}: numbers may be in motion" in capsys.readouterr().out
+    store.close()
+    (cache / NAME / "namespace.json").write_text("{}")
+    assert run(["kv", "inspect", str(cache)]) == 0
+    assert "cannot be used" in capsys.readouterr().out
+
+
+def test_verify(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = pages(cache, capsys)
+    assert run(["kv", "verify", str(cache)]) == 0
+    captured = capsys.readouterr()
+    assert f"good                           {count}" in captured.out and captured.err == f"Checking {NAME[:8]} ...\n"
+    assert Vandal(cache / NAME, SLOT).do(Damage.STALE_INDEX) is False
+    slab = cache / NAME / "slab-00000"
+    slab.write_bytes(bytes(slab.stat().st_size))
+    assert run(["kv", "verify", str(cache), "--dry-run", "--json"]) == 1
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["faults"] == {"header checksum": report["pages"] - report["good"]} and not captured.err
+    assert pages(cache, capsys) == count
+    assert run(["kv", "verify", str(cache)]) == 1
+    assert "damaged: header checksum" in capsys.readouterr().out
+    assert pages(cache, capsys) == report["good"] < count
+    assert run(["kv", "verify", str(cache)]) == 0
+
+
+def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign(tmp_path / "cache", FaultPlan(), seed=1, cipher=AesGcmPageCipher(b"k" * 32))
+    campaign.run(1)
+    campaign.store.close()
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    verify = ["kv", "verify", str(tmp_path / "cache")]
+    assert run([*verify, "--key-file", str(key)]) == 3
+    assert f"chmod 600 {key}" in capsys.readouterr().err
+    key.chmod(0o600)
+    assert run([*verify, "--key-file", str(key)]) == 0
+    assert "--key-file" not in capsys.readouterr().out
+    assert run(verify) == 0
+    assert "tag not checked (--key-file)" in capsys.readouterr().out
+    key.write_bytes(b"x" * 32)
+    assert run([*verify, "--key-file", str(key)]) == 3
+    assert "Nothing was cleared" in capsys.readouterr().err
+
+
+def test_purge_asks(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    count = pages(cache, capsys)
+    for answer in ("n\n", "\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert run(["kv", "purge", str(cache)]) == 130
+        assert "Delete everything" in capsys.readouterr().err
+    assert pages(cache, capsys) == count
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run(["kv", "purge", str(cache)]) == 0
+    assert f"Removed {count} pages" in capsys.readouterr().out
+    assert pages(cache, capsys) == 0 and not (cache / NAME).exists()
+
+
+@pytest.mark.parametrize("how", [["--salt", "t"], ["--tenant", tenant_tag("t").hex()], ["--namespace", NAME[:8]]])
+def test_purge_a_part(cache: Path, capsys: pytest.CaptureFixture[str], how: list[str]) -> None:
+    count = pages(cache, capsys)
+    assert run(["kv", "purge", str(cache), "--yes", "--json", "--salt", "nobody"]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"] == 0 < count == pages(cache, capsys)
+    assert run(["kv", "purge", str(cache), "--yes", *how]) == 0
+    text = capsys.readouterr().out
+    assert f"Removed {count} pages" in text and NAME in text
+    assert ("deleted" in text) is (how[0] == "--namespace")
+    assert pages(cache, capsys) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["inspect", "{none}"], 1, "kv.disk_path"),
+        (["verify", "{none}"], 1, "kv.disk_path"),
+        (["purge", "{none}", "--yes"], 1, "kv.disk_path"),
+        (["purge", "{none}"], 1, "kv.disk_path"),  # said before the question
+        (["purge", "{cache}", "-y", "--salt", "a", "--tenant", "b"], 3, "Give one"),
+        (["purge", "{cache}", "-y", "--tenant", "b"], 3, "32 hexadecimal digits"),
+        (["purge", "{cache}", "-y", "--namespace", "zz"], 1, "wicore kv inspect"),
+        (["verify", "{cache}", "--key-file", "{none}"], 3, "umask 077"),
+    ],
+)
+def test_mistakes_are_told_with_the_fix(
+    cache: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str
+) -> None:
+    where = {"none": str(cache / "none"), "cache": str(cache)}
+    assert run(["kv", *(arg.format(**where) for arg in args)]) == code
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_server_keeps_its_directory(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache)
+    for args in (["verify", str(cache)], ["purge", str(cache), "--yes"]):
+        assert run(["kv", *args]) == 4
+        assert f"process {os.getpid()}. Stop the server first" in capsys.readouterr().err
+    store.close()
