@@ -24,7 +24,7 @@ from wicore_trt.kv.tier_index import CopyState, TierCopy, TierIndex
 
 LAYOUTS = ({"global": 2, "local": 3}, {"global": 1}, {"local": 1})
 TENANTS = (b"A", b"B", b"C")
-PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 TENANT, PICK = st.sampled_from(TENANTS), st.integers(0, 1 << 16)
 SPACE = ("window", "capacity", "quota")
 
@@ -54,7 +54,7 @@ class Tier(RuleBasedStateMachine):
     @initialize(
         layout=st.sampled_from(LAYOUTS),
         policy=st.sampled_from(["lru", "a2cr", "cost"]),
-        slots=st.integers(4, 40),
+        slots=st.integers(4, 24),
         quota=st.sampled_from([1.0, 1.0, 0.5, 0.8]),
         pin_share=st.sampled_from([0.0, 0.3, 1.0]),
     )
@@ -171,11 +171,14 @@ class Tier(RuleBasedStateMachine):
         if page.name not in self.model.copies:
             self.reserve_page(page)
 
-    @rule(tenant=TENANT, path=PATHS, windows=st.booleans(), seen=st.booleans())
-    def store_chain(self, tenant: bytes, path: list[int], windows: bool, seen: bool) -> None:
-        keys = chain(tenant, path)
-        if seen:
-            self.touch(tenant, path, None)
+    @rule(tenant=TENANT, paths=st.lists(PATHS, min_size=1, max_size=6), windows=st.booleans(), seen=st.booleans())
+    def store_chains(self, tenant: bytes, paths: list[list[int]], windows: bool, seen: bool) -> None:
+        for path in paths:
+            if seen:
+                self.touch(tenant, path, None)
+            self.store_chain(chain(tenant, path), windows)
+
+    def store_chain(self, keys: list[bytes], windows: bool) -> None:
         for key in keys:
             for group in self.groups if windows or key == keys[-1] else self.groups[:1]:
                 if (group, key) not in self.model.copies and (copy := self.reserve_page(page_of(key, group))):
@@ -362,12 +365,12 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTier.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.long
 def test_tier_long() -> None:
-    run_state_machine_as_test(Tier, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None))
+    run_state_machine_as_test(Tier, settings=settings(max_examples=2000, stateful_step_count=80, deadline=None))
 
 
 STATES = list(itertools.product(CopyState, CopyState))

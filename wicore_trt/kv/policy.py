@@ -128,6 +128,8 @@ class ChainPolicy(ABC):
                 node = self._create(key, above)
                 node.last = self._clock
                 self._adopt(node)
+            elif above is not None and node.parent is not above:
+                self._reparent(node, above)
             if not node.resident:
                 del self._ghosts[key]
                 node.resident = True
