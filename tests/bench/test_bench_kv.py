@@ -235,8 +235,8 @@ def test_an_answer_without_a_counterpart_counts_as_different():
         (runs(), new_traffic(1.01), ["cost of tiers without reuse: +1.01 %"]),
         (runs(), new_traffic(-3.0), []),
         (runs(), new_traffic(differing=1), ["token ids as with an unlimited device pool"]),
-        (runs(), new_traffic(tiers=("device", "host")), ["tiers at work: without reuse: no disk"]),
-        ([*runs()[:2], run(DISK, 0, 2.0), *runs()[3:]], new_traffic(), ["tiers at work: + host + disk: no host"]),
+        (runs(), new_traffic(tiers=("device", "host")), ["tiers are reported: without reuse: no disk"]),
+        ([*runs()[:2], run(DISK, 0, 2.0), *runs()[3:]], new_traffic(), ["tiers are reported: + host + disk: no host"]),
     ],
 )
 def test_requirements(arms, traffic, missed):

@@ -186,7 +186,7 @@ def requirements(
         if tier not in by_arm[arm]["hit_tokens"]
     ]  # fmt: skip
     absent += [f"without reuse: no {tier}" for tier in EXPECTED[DISK] if no_reuse and tier not in no_reuse.tiers]
-    found.append(Requirement("tiers at work", ", ".join(absent) or "all that the settings name", not absent))
+    found.append(Requirement("tiers are reported", ", ".join(absent) or "all that the settings name", not absent))
     if (with_tiers := by_arm.get(DISK)) and with_tiers["share_percent"] is not None:
         share = with_tiers["share_percent"]
         text = f"{share:.1f} % of unlimited, at least {SHARE_GOAL_PERCENT:.0f} %"
