@@ -228,7 +228,7 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
         if name == "break_even_disk_rate":
             return f"{value / 1e9:.2f} GB/s"
         if name.endswith("_bytes"):
-            return human_bytes(value)
+            return str(human_bytes(value))
         return f"{value}x" if name == "saving" else f"{value:,}"
 
     print_table(title, [heads[name] for name in names], [[cell(name, row[name]) for name in names] for row in rows])

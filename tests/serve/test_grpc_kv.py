@@ -95,7 +95,7 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
     kv = KVStats(tiers, {"load": 5, "split": 2**40}, parked=7, resumed=6, event_sequence=2**60)
     engine = make_engine()
     async with serving(engine) as running:
-        assert not (await running.stub.GetStats(pb2.GetStatsRequest())).kv.tiers
+        assert [t.tier for t in (await running.stub.GetStats(pb2.GetStatsRequest())).kv.tiers] == ["device"]
         now = dataclasses.replace(engine.stats(), kv=kv)
         engine.stats = lambda: now
         got = (await running.stub.GetStats(pb2.GetStatsRequest())).kv
@@ -116,7 +116,7 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def with_events(log: KVEventLog | None, **kwargs) -> TextEngine:
+def with_events(log: KVEventLog, **kwargs) -> TextEngine:
     """An engine whose event log is the given one."""
     engine = make_engine(**kwargs)
     engine.__class__ = type("EngineWithEvents", (TextEngine,), {"kv_events": log})
@@ -200,7 +200,7 @@ class Subscriber:
             return
         change = getattr(event, kind)
         if kind == "removed":
-            assert change.cause == "capacity"
+            assert change.cause
             gone = [(change.tier, change.group, key) for key in change.keys]
         else:
             gone = [name for name in self.held if name[0] == change.tier]
@@ -282,11 +282,27 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
         call.cancel()
 
 
-async def test_without_an_event_log_the_call_says_what_to_do():
-    async with serving(with_events(None)) as running:
-        code, message, details = await failure(running.stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest()))
-        assert code is grpc.StatusCode.FAILED_PRECONDITION and "kv.prefix_cache" in message
-        assert details["ErrorInfo"].reason == "ENVIRONMENT_UNFIT"
+async def test_events_of_an_engine_that_serves_and_sleeps():
+    """The engine's own log: an idle engine draws the snapshot, and each request's pages come as events."""
+    async with serving(make_engine()) as running:
+        stub, subscriber = running.stub, Subscriber()
+        await anext(aiter(stub.Generate(request("before", 20))))
+        await until(lambda: not running.engine._loop.live)
+        call = stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest())
+        subscriber.take(await asyncio.wait_for(call.read(), 5))
+        assert subscriber.snapshots == 1 and subscriber.held
+        for prompt in ("several words", "several words more", "before"):
+            assert [r async for r in stub.Generate(request(prompt, 30))]
+        stats = (await stub.GetStats(pb2.GetStatsRequest())).kv
+        while subscriber.sequence < stats.event_sequence:
+            subscriber.take(await asyncio.wait_for(call.read(), 5))
+        manager = running.engine._loop._core.scheduler.manager
+        true = {(t, p.group, p.key): (p.parent or b"", p.index, p.tenant) for t, p in manager.snapshot()}
+        assert subscriber.held == true and {name[:2] for name in true} == {("device", "global"), ("device", "local")}
+        call.cancel()
+
+
+async def test_a_subscription_needs_an_engine():
     async with serving(attach=False) as running:
         code, _, _ = await failure(running.stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest()))
         assert code is grpc.StatusCode.UNAVAILABLE

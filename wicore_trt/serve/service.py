@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.errors import DeadlineError, EnvironmentUnfitError, InvalidRequestError, NotFoundError, UnavailableError
+from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -204,8 +204,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def SubscribeKVEvents(self, request: pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext) -> None:
         log = self._ready().kv_events
-        if log is None:
-            raise EnvironmentUnfitError("This server has no KV events.", fix="Serve with kv.prefix_cache: true.")
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def on_event() -> None:  # on the engine's thread

@@ -134,7 +134,7 @@ class InferenceServiceServicer:
     def SubscribeKVEvents(self, request, context):
         """Streams what the KV tiers gain and lose, for routers and observers, until the client cancels. Nothing is lost or
         sent twice: a subscriber that is new, comes from another server process or reads too slowly is sent a snapshot of
-        all pages, then every event after it. FAILED_PRECONDITION when this server keeps no prefix cache.
+        all pages, then every event after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
