@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk_cipher import TAG_FAULT
 from wicore_trt.kv.disk_claim import lock_directory
@@ -250,8 +248,7 @@ def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport, f
     slots = _Slots(stored, files)
     try:
         held = set(slots.holding(tenant))
-        named = set(np.flatnonzero(stored.records["tenant"] == np.void(tenant)).tolist())
-        stored.erase(sorted(named | {slot for slot in held if slot < len(stored.records)}))
+        stored.erase(sorted({*stored.records_of(tenant), *(slot for slot in held if slot < len(stored.records))}))
         for slot in sorted(held):
             slots.overwrite(slot)
     finally:

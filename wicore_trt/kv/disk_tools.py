@@ -103,6 +103,10 @@ class StoredNamespace:
         """The complete pages in the index: those written with encryption, or those without."""
         return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0)
 
+    def records_of(self, tenant: bytes) -> list[int]:
+        """Slots whose index record names the tenant, also those that are not part of a complete page."""
+        return [int(slot) for slot in np.flatnonzero(self.records["tenant"] == np.void(tenant))]
+
     def _load(self) -> NDArray[np.void]:
         try:
             fd = self._files.open(self.home / "index", os.O_RDONLY)
