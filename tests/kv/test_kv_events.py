@@ -7,12 +7,16 @@ import threading
 import time
 
 import pytest
+from fakes import make_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wicore_trt.config import KVSettings
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
+from wicore_trt.kv.manager import GLOBAL, LOCAL
 from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.types import GenerateRequest, SamplingParams
 
 TIERS, GROUPS = ("device", "host", "disk"), ("global", "local")
 TENANT = tenant_tag("")
@@ -236,3 +240,36 @@ def test_listeners_are_told_once_per_step_until_they_leave():
 def test_epochs_differ_and_are_never_zero():
     epochs = {KVEventLog(1).epoch for _ in range(100)}
     assert len(epochs) == 100 and all(0 < epoch < 2**64 for epoch in epochs)
+
+
+@pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
+def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
+    """After each step the events say what the tiers hold; a second engine starts with what the first left on disk."""
+    rng = random.Random()
+    prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(6, 20))] for _ in range(8)]
+    kv = KVSettings(
+        host_bytes=rng.choice([24, 60]) << 12, disk_path=str(tmp_path / "kv"), disk_bytes=3 << 20, disk_free_bytes=0,
+        write_policy=write_policy,
+    )  # fmt: skip
+    seen = set()
+    for life in range(2):
+        core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, max_context=120)
+        core.scheduler.prefill.observe([(0, 64)], 64.0)  # computing is slow: pages are loaded
+        manager, log = core.scheduler.manager, core.scheduler.manager.events
+        replica, first = Replica(log), log.request_snapshot()
+        log.publish()
+        replica.load(first.result(0))
+        seen |= {f"{tier} {life}" for tier, _, _ in replica.held}
+        for turn in range(3):
+            for i in rng.sample(range(8), 8):
+                params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+                core.add(GenerateRequest(f"{turn}/{i}", tuple(prompts[i]), params))
+                while core.has_work and (i % 2 or i == 0):
+                    for output in core.step():
+                        prompts[int(output.request_id.split("/")[1])] += output.token_ids
+                    log.publish()
+                    replica.apply(log.since(replica.position))
+                    assert replica.held == {(tier, p.group, p.key) for tier, p in manager.snapshot()}
+                    seen |= {tier for tier, _, _ in replica.held}
+        core.close()
+    assert write_policy != "through" or seen == {*TIERS, "disk 1"}
