@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -207,6 +208,8 @@ class Weak(Files):
         self.read_error: int | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.gated_bytes: int | None = None  # only writes whose first buffer has this length wait at the gate
+        self.seen: list[int] = []
 
     def _cut(self, buffers: Sequence) -> list:
         if not self.short:
@@ -220,7 +223,9 @@ class Weak(Files):
         return super().preadv(fd, self._cut(buffers), offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        self.gate.wait(30)
+        self.seen.append(len(buffers[0]))
+        if self.gated_bytes in (None, len(buffers[0])):
+            self.gate.wait(30)
         if self.error is not None and len(buffers) > 1:
             raise OSError(self.error, os.strerror(self.error))
         return super().pwritev(fd, self._cut(buffers), offset)
@@ -256,8 +261,44 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path) -> None:
+def test_no_record_names_what_is_being_overwritten(tmp_path: Path) -> None:
     files = Weak()
+    store, old = open_store(tmp_path, files=files, threads=1), make_page(1)
+    assert put(store, old, (3,), PARTS[:1]) is Outcome.OK
+    index = tmp_path / SPACE.digest.hex() / "index"
+    assert index.read_bytes().strip(b"\0")
+    files.gate.clear()
+    ended, files.seen = threading.Semaphore(0), []
+    assert store.write(make_page(2), (9,), buffers(PARTS[:1]), lambda outcome: ended.release())  # keeps the thread busy
+    store.erase((3,))
+    files.gated_bytes = SLOT
+    assert store.write(make_page(5), (3,), buffers(PARTS[1:]), lambda outcome: ended.release())
+    while not files.seen:
+        time.sleep(0.001)
+    gate, files.gate = files.gate, threading.Event()
+    gate.set()
+    while files.seen.count(SLOT) < 2:
+        time.sleep(0.001)
+    assert not index.read_bytes()[3 * 128 : 4 * 128].strip(b"\0"), "the data of slot 3 changes now"
+    files.gate.set()
+    assert ended.acquire(timeout=10) and ended.acquire(timeout=10)
+    store.close()
+
+
+def test_a_page_of_which_one_slot_was_erased_is_gone(tmp_path: Path) -> None:
+    store, page = open_store(tmp_path), make_page(1, "global")
+    for gone in (3, 4):
+        assert put(store, page, (3, 4), PARTS) is Outcome.OK
+        store.erase((gone,))
+        assert get(store, page, (3, 4))[0] is Outcome.CORRUPT
+    store.close()
+
+
+@pytest.mark.parametrize("gated_bytes", [SLOT, 128])
+def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path, gated_bytes: int) -> None:
+    """It hangs in the write of the slot, or in that of the record."""
+    files = Weak()
+    files.gated_bytes = gated_bytes
     store, page = open_store(tmp_path, files=files, timeout_s=0.2, threads=1), make_page(1)
     assert put(store, make_page(2), (0,), PARTS[:1]) is Outcome.OK
     files.gate.clear()

@@ -11,10 +11,9 @@ import errno
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk_files import Files, aligned_buffer, read_all, write_all
@@ -91,7 +90,7 @@ class DiskStore:
         self._slot_bytes = slot_bytes
         # The write that each slot holds; 0 for none. A read is checked against it, so that an older version of a page,
         # left by a write that the disk lost, is not taken for the newest.
-        self._written = np.zeros(self.num_slots, dtype=np.uint64)
+        self._written = array("Q", bytes(8 * self.num_slots))
         self._numbering = threading.Lock()
         self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
         self._scratch = threading.local()
@@ -124,7 +123,7 @@ class DiskStore:
             self._log_once("recover", error)
             return iter(())
         self._last_id = max(self._last_id, found.last_write())
-        ids = found.slot_write_ids(self._space.allocated)
+        ids = array("Q", found.slot_write_ids(self._space.allocated).tobytes())
         self._written[: len(ids)] = ids
         self._index.forget(found.stale)
         return iter(found)
@@ -202,8 +201,8 @@ class DiskStore:
         return Outcome.OK
 
     def _read(self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
-        write_id = int(self._written[slots[0]])
-        if not write_id or any(int(self._written[slot]) != write_id for slot in slots):
+        write_id = self._written[slots[0]]
+        if not write_id or any(self._written[slot] != write_id for slot in slots):
             return Outcome.CORRUPT
         blocks, _ = self._buffers(len(slots))
         try:

@@ -1,0 +1,154 @@
+"""The index against a slow and simple reading of the same records; and the order of clearing and writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disk_store_helpers import SPACE, make_page
+
+from wicore_trt.bench.disk_index import SHAPES, measure
+from wicore_trt.kv.disk_cipher import AesGcmPageCipher
+from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk_format import RECORD_BYTES, SlotFormat
+from wicore_trt.kv.disk_index import SlotIndex, adjacent
+from wicore_trt.kv.page import Page
+
+PLAIN = SlotFormat(SPACE, None)
+
+
+def open_index(path: Path, records: int = 64, files: Files | None = None) -> SlotIndex:
+    index = SlotIndex(path / "index", SPACE, PLAIN, files or Files())
+    index.grow(records)
+    return index
+
+
+def pages(index: SlotIndex) -> list[tuple[Page, tuple[int, ...]]]:
+    return list(index.load())
+
+
+def simply(records: dict[int, tuple[Page, int, int, int]]) -> list[tuple[Page, tuple[int, ...]]]:
+    """What must be found, from slot -> (page, part, parts, write id)."""
+    writes: dict[int, list[tuple[int, Page, int, int]]] = defaultdict(list)
+    for slot, (page, part, parts, write_id) in records.items():
+        writes[write_id].append((part, page, parts, slot))
+    newest: dict[tuple[str, bytes], tuple[int, Page, tuple[int, ...]]] = {}
+    for write_id, found in sorted(writes.items()):
+        found.sort(key=lambda entry: entry[0])
+        numbers, owners, counts, slots = zip(*found, strict=True)
+        if len(set(owners)) == 1 and set(counts) == {len(found)} and numbers == tuple(range(len(found))):
+            newest[owners[0].name] = (write_id, owners[0], slots)
+    return [(page, slots) for _, page, slots in sorted(newest.values(), key=lambda entry: entry[0])]
+
+
+@pytest.mark.parametrize("round_", range(40))
+def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
+    choose, records = random.Random(), {}
+    for write_id in choose.sample(range(1, 60), choose.randint(0, 25)):
+        page = make_page(choose.randrange(8), choose.choice(["local", "global"]))
+        parts = choose.choice([1, 1, 2, 3, 5])
+        for part, slot in enumerate(choose.sample(range(64), parts)):
+            kind = choose.random()
+            if kind < 0.03:
+                continue  # lost
+            if kind < 0.05:
+                part = choose.randrange(parts)
+            if kind > 0.97:
+                page = dataclasses.replace(page, index=page.index + 1)
+            records[slot] = (page, part, parts, write_id)
+    data = bytearray(64 * RECORD_BYTES)
+    for slot, (page, part, parts, write_id) in records.items():
+        data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = PLAIN.record(page, part, parts, slot, write_id)
+    for slot in choose.sample(range(64), 2):  # damage
+        data[slot * RECORD_BYTES + choose.randrange(112)] ^= 1 << choose.randrange(8)
+        records.pop(slot, None)
+    (tmp_path / "index").write_bytes(data)
+    index = open_index(tmp_path)
+    found = index.load()
+    expected = simply(records)
+    assert list(found) == expected
+    used = {slot for _, slots in expected for slot in slots}
+    assert not used & set(found.stale) and set(records) <= used | set(found.stale)
+    ids = found.slot_write_ids(64)
+    for slot in range(64):
+        assert ids[slot] == (records[slot][3] if slot in used else 0)
+    index.close()
+
+
+def test_records_for_another_slot_cipher_or_with_absurd_write_ids_are_damage(tmp_path: Path) -> None:
+    other = SlotFormat(SPACE, AesGcmPageCipher(b"k" * 32))
+    page, data = make_page(1), bytearray(8 * RECORD_BYTES)
+    bad = [PLAIN.record(page, 0, 1, 5, 9), other.record(page, 0, 1, 1, 9)]
+    bad += [PLAIN.record(page, 0, 1, 2, 1 << 63), PLAIN.record(page, 0, 1, 3, 0), PLAIN.record(page, 1, 1, 4, 9)]
+    data[: len(bad) * RECORD_BYTES] = b"".join(bad)
+    (tmp_path / "index").write_bytes(data)
+    index = open_index(tmp_path, 8)
+    found = index.load()
+    assert not list(found) and found.stale == [0, 1, 2, 3, 4]
+    index.close()
+
+
+def test_a_record_written_after_a_forget_stays(tmp_path: Path) -> None:
+    index, page = open_index(tmp_path), make_page(1, "global")
+    index.put(make_page(2), [3], 1)
+    index.forget([3, 4, 9])
+    index.put(page, [4, 3], 2)
+    index.flush()
+    assert pages(index) == [(page, (4, 3))]
+    index.forget([3])
+    assert pages(index) == [(page, (4, 3))], "only noted"
+    index.close()
+    index = open_index(tmp_path)
+    assert not pages(index), "closing writes it"
+    index.close()
+
+
+def test_a_clear_that_failed_is_tried_again(tmp_path: Path) -> None:
+    class Failing(Files):
+        fails = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            if self.fails:
+                raise OSError(errno.EIO, "bad disk")
+            return super().pwritev(fd, buffers, offset)
+
+    files = Failing()
+    index = open_index(tmp_path, files=files)
+    index.put(make_page(1), [3], 1)
+    index.put(make_page(2), [5], 2)
+    index.forget([3])
+    files.fails = True
+    with pytest.raises(OSError):
+        index.flush()
+    files.fails = False
+    index.flush()
+    assert pages(index) == [(make_page(2), (5,))]
+    index.close()
+
+
+def test_growing_keeps_and_cutting_drops(tmp_path: Path) -> None:
+    index = open_index(tmp_path, 4)
+    index.put(make_page(1), [3], 1)
+    index.grow(8)
+    index.put(make_page(2), [7], 2)
+    assert len(pages(index)) == 2
+    index.cut(5)
+    assert pages(index) == [(make_page(1), (3,))]
+    index.close()
+    assert (tmp_path / "index").stat().st_size == 5 * RECORD_BYTES
+
+
+def test_adjacent() -> None:
+    assert list(adjacent([3, 4, 5, 9, 8, 1, 2])) == [(0, 3), (3, 4), (4, 5), (5, 7)]
+    assert list(adjacent([])) == [] and list(adjacent([7])) == [(0, 1)]
+
+
+def test_the_measurement_finds_all_pages() -> None:
+    for shape in SHAPES:
+        found = measure(shape, 0.3)
+        assert found["records"] == int(0.3e9) // (4096 + shape.slot_bytes) > 100
