@@ -21,6 +21,14 @@ from wicore_trt.kv.tier_copy import TRANSITIONS, CopyState, TierCopy, TierNode
 __all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
 
 
+class _Recency(LRUPolicy):
+    """One tenant's pages, least recently used or stored first: look-ups of pages that are not here do not reach it."""
+
+    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
+        self._clock += 1
+        super().add(keys, parent)
+
+
 @dataclass(slots=True)
 class _Tenant:
     """What one tenant has here: slots, spare copies that may leave, oldest first, and at its quota the order of its
@@ -28,7 +36,7 @@ class _Tenant:
 
     slots: int = 0
     spare: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    order: LRUPolicy | None = None
+    order: _Recency | None = None
 
 
 class TierIndex:
@@ -264,7 +272,7 @@ class TierIndex:
         tenant = self._tenants.get(tag)
         if tenant is None:
             limited = self._quota_slots < self.num_slots
-            tenant = self._tenants[tag] = _Tenant(order=LRUPolicy(self._quota_slots) if limited else None)
+            tenant = self._tenants[tag] = _Tenant(order=_Recency(self._quota_slots) if limited else None)
         return tenant
 
     def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
