@@ -69,6 +69,7 @@ class FakeExecutor:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
         self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 8 * page_tokens))
         self.copier = self
+        self.slice_tokens = page_tokens
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
@@ -181,7 +182,13 @@ def make_core(
         manager, loader = make_cache(
             kv, executor.layout, window, engine=engine, kernels="fake", copier=executor.copier, files=files
         )
-    scheduler = Scheduler(manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, loader=loader)
+    scheduler = Scheduler(
+        manager,
+        max_batch_tokens=max_batch_tokens,
+        max_sequences=max_sequences,
+        loader=loader,
+        slice_tokens=executor.slice_tokens,
+    )
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
 
 

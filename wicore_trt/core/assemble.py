@@ -61,6 +61,7 @@ def load_engine(settings: Settings) -> LoadedEngine:
         max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_sequences=settings.scheduler.max_sequences,
         loader=loader,
+        slice_tokens=executor.slice_tokens,
     )
     warm_up(executor)
     core = EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)

@@ -33,7 +33,8 @@ TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
 @dataclass(slots=True, eq=False)
 class TierCopy:
     """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
-    it; `saved`: the next tier has had it, or is not to have it."""
+    it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
+    since, for the statistics."""
 
     page: Page
     slots: tuple[int, ...]
@@ -41,6 +42,7 @@ class TierCopy:
     readers: int = 0
     checksum: bytes = b""
     saved: bool = False
+    origin: str = ""
 
     @property
     def ready(self) -> bool:

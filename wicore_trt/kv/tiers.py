@@ -125,8 +125,7 @@ class LowerTiers:
                 if item is None:
                     break
                 load.in_flight += 1
-                tier = self.where(item.page.group, item.page.key) or "host"
-                if self.transfers.fetch(item.page, partial(self._arrived, load, item, tier)):
+                if self.transfers.fetch(item.page, partial(self._arrived, load, item)):
                     continue
                 if self.transfers.outstanding:
                     load.in_flight -= 1
@@ -136,19 +135,19 @@ class LowerTiers:
                 break
         self._loads = [load for load in self._loads if not load.finished]
 
-    def _arrived(self, load: PrefixLoad, item: LoadItem, tier: str, copy: TierCopy | None) -> None:
+    def _arrived(self, load: PrefixLoad, item: LoadItem, copy: TierCopy | None) -> None:
         if copy is None:
             load.fail(item)
         elif load.cancelled or item.slot < 0:
-            load.arrive(item, tier)
+            load.arrive(item, "host")
             self.host.release(copy)
         else:
-            done = partial(self._on_device, load, item, tier, copy)
-            self.transfers.to_device(copy, item.slot, done)
+            self.transfers.to_device(copy, item.slot, partial(self._on_device, load, item, copy))
 
-    def _on_device(self, load: PrefixLoad, item: LoadItem, tier: str, copy: TierCopy) -> None:
+    def _on_device(self, load: PrefixLoad, item: LoadItem, copy: TierCopy) -> None:
         self.host.release(copy)
-        load.arrive(item, tier)
+        load.arrive(item, copy.origin or "host")
+        copy.origin = ""
 
     def _relieve(self) -> None:
         surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)

@@ -25,7 +25,7 @@ Arrival = Callable[[TierCopy | None], None]
 """Called on the engine thread with an acquired copy whose bytes were verified, or None when the page cannot be had."""
 
 SAVING_SHARE = 4
-"""At most this fraction (1 / SAVING_SHARE) of the host's slots is held by writes to disk, or stores would find no room."""
+"""Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
 BAD_WRITES, PAUSE_S = 8, 30.0
 """After this many failed disk writes in a row, write nothing for a while."""
 
@@ -323,6 +323,7 @@ class Transfers:
         if copy is None:
             return False
         index.acquire(source)
+        copy.origin = "disk"
         done = partial(self._post_read, copy, source, time.perf_counter(), self.reading_bytes)
         if not store.read(page, source.slots, self.host.buffers(copy), done):
             index.release(source)

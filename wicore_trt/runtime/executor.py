@@ -31,12 +31,14 @@ class KVLayout:
 
 class Executor(Protocol):
     """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
-    different ones differ in their last bits. `copier` moves pages between its pools and host memory."""
+    different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
+    fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same."""
 
     spec: Gemma3Spec
     kernels: str
     layout: KVLayout
     max_batch_tokens: int
+    slice_tokens: int
     copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:

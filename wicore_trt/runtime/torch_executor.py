@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
+CPU_SLICE_TOKENS, GPU_SLICE_TOKENS = 32, 256
 StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 
@@ -75,6 +76,7 @@ class TorchExecutor:
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)
+        self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)

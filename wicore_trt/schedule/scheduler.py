@@ -36,7 +36,8 @@ class Scheduler:
     """Continuous batching with chunked prefill over a KVCacheManager.
 
     `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
-    prefixes up from lower tiers; the engine tells `prefill` how long steps took.
+    prefixes up from lower tiers; the engine tells `prefill` how long steps took. `slice_tokens`: with fewer tokens a
+    step gets no shorter, because the device reads its weights all the same.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         loader: PrefixLoader | None = None,
+        slice_tokens: int = 256,
     ) -> None:
         self.manager = manager
         self.loader = loader
         self.prefill = PrefillMeter()
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
+        self.slice_tokens = slice_tokens
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -229,7 +232,7 @@ class Scheduler:
     def _compute_rate(self) -> ComputeRate:
         """What a newcomer's prefill gets: the step's budget is shared with what runs and waits ahead of it."""
         ahead = sum(s.remaining for s in self.running if s.remaining > 1 and s.pages.load is None)
-        slice_tokens = min(256, self.max_batch_tokens)
+        slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         rate = self.prefill.rate(slice_tokens=slice_tokens)
         return self.prefill.rate(delay_s=rate.alone(0, ahead) if ahead else 0.0, slice_tokens=slice_tokens)
 
