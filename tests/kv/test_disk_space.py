@@ -154,6 +154,7 @@ def test_a_smaller_limit_cuts_the_slabs(tmp_path: Path) -> None:
     store.close()
     store = open_store(tmp_path, limit_bytes=500_000)
     assert used(tmp_path) <= 500_000 and store.num_slots < count
+    assert sum(path.stat().st_size for path in tmp_path.rglob("slab-*")) == store.num_slots * 2 * SLOT
     found = dict(store.recover())
     assert sorted(found.values()) == [(slot,) for slot in range(store.num_slots)]
     for page, slots in found.items():
