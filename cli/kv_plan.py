@@ -229,6 +229,6 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
             return f"{value / 1e9:.2f} GB/s"
         if name.endswith("_bytes"):
             return str(human_bytes(value))
-        return f"{value}x" if name == "saving" else f"{value:,}"
+        return f"{value:.2f}x" if name == "saving" else f"{value:,}"
 
     print_table(title, [heads[name] for name in names], [[cell(name, row[name]) for name in names] for row in rows])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 from tiny_source import write_tiny_source
 
+from wicore_trt.cli._ui import human_bytes
 from wicore_trt.cli.main import run
 from wicore_trt.config import load_settings, parse_bytes
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
+from wicore_trt.recipe import resolve_recipe
 from wicore_trt.runtime.pool_plan import plan_pools
 
 
@@ -59,6 +62,28 @@ def test_the_figures_of_27b(capsys):
     assert row["break_even_disk_rate"] * row["recompute_s"] == pytest.approx(4e9 * row["disk_read_s"], rel=0.001)
     assert rows[8192]["saving"] < row["saving"] < rows[131_072]["saving"] < 6.2
     assert report["slots_per_page"] == {"global": 1, "local": 6}
+
+
+def test_the_table_in_the_readme_is_what_the_commands_beside_it_print(capsys):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Size the KV tiers\n")[2].partition("\n## ")[0]
+    shown = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| 2")]
+    printed = []
+    for command in re.findall(r"^wicore kv plan (.*)$", section, re.M):
+        model = command.split()[1].removeprefix("gemma3-").upper()
+        for row in plan_json(capsys, *command.split())["sessions"]:
+            sizes = [human_bytes(row[name]) for name in ("session_bytes", "all_layers_bytes")]
+            counts = [f"{row[name]:,}" for name in ("sessions_in_host", "sessions_on_disk")]
+            printed.append([model, f"{row['context'] // 1024}K", *sizes, f"{row['saving']:.2f}", *counts])
+    assert [[row[0], row[1].split()[0], *row[2:]] for row in shown] == printed and len(printed) == 5
+
+
+@pytest.mark.parametrize("name", ["fp16-h100", "fp8-h100", "fp8-l20"])
+def test_the_recipes_say_how_many_conversations_their_host_tier_holds(capsys, name):
+    recipe = f"gemma3-27b-{name}"
+    host = str(load_settings(recipe).kv.host_bytes)
+    row = plan_json(capsys, "--model", "gemma3-27b", "--host-bytes", host)["sessions"][0]
+    assert f"holds {row['sessions_in_host']} (wicore kv plan)" in resolve_recipe(recipe).read_text()
 
 
 def test_dtype_page_size_and_length_of_the_reply_count(capsys):

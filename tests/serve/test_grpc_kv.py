@@ -18,6 +18,7 @@ from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Snapshot, Stored
 from wicore_trt.kv.page import Page, tenant_tag
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.types import CacheHints, CachePriority, KVStats, TierStats
 
 DAY_S = 86_400
@@ -42,15 +43,15 @@ def record_requests(engine: TextEngine) -> list:
 async def test_hints_arrive_at_the_engine_and_unset_ones_are_the_defaults_of_the_plain_type():
     engine = make_engine()
     seen = record_requests(engine)
-    low, high = pb2.CACHE_PRIORITY_LOW, pb2.CACHE_PRIORITY_HIGH
+    low, high = kv_pb2.CACHE_PRIORITY_LOW, kv_pb2.CACHE_PRIORITY_HIGH
     cases = [
         (None, CacheHints()),
-        (pb2.CacheHints(), CacheHints()),
-        (pb2.CacheHints(priority=pb2.CACHE_PRIORITY_NORMAL), CacheHints()),
-        (pb2.CacheHints(priority=low), CacheHints(priority=CachePriority.LOW)),
-        (pb2.CacheHints(session="ü" * 256, priority=high, ttl=Duration(seconds=2, nanos=500_000_000)),
+        (kv_pb2.CacheHints(), CacheHints()),
+        (kv_pb2.CacheHints(priority=kv_pb2.CACHE_PRIORITY_NORMAL), CacheHints()),
+        (kv_pb2.CacheHints(priority=low), CacheHints(priority=CachePriority.LOW)),
+        (kv_pb2.CacheHints(session="ü" * 256, priority=high, ttl=Duration(seconds=2, nanos=500_000_000)),
          CacheHints("ü" * 256, CachePriority.HIGH, 2.5)),
-        (pb2.CacheHints(session="a", ttl=Duration(seconds=30 * DAY_S)), CacheHints("a", ttl_s=30.0 * DAY_S)),
+        (kv_pb2.CacheHints(session="a", ttl=Duration(seconds=30 * DAY_S)), CacheHints("a", ttl_s=30.0 * DAY_S)),
     ]  # fmt: skip
     async with serving(engine) as running:
         for cache, _ in cases:
@@ -62,13 +63,13 @@ async def test_hints_arrive_at_the_engine_and_unset_ones_are_the_defaults_of_the
 @pytest.mark.parametrize(
     ("field", "cache"),
     [
-        ("cache.session", pb2.CacheHints(session="s" * 257)),
-        ("cache.priority", pb2.CacheHints(priority=4)),
-        ("cache.priority", pb2.CacheHints(priority=-1)),
-        ("cache.ttl", pb2.CacheHints(ttl=Duration())),
-        ("cache.ttl", pb2.CacheHints(ttl=Duration(seconds=-5))),
-        ("cache.ttl", pb2.CacheHints(ttl=Duration(nanos=2 * 10**9))),
-        ("cache.ttl", pb2.CacheHints(ttl=Duration(seconds=30 * DAY_S, nanos=1))),
+        ("cache.session", kv_pb2.CacheHints(session="s" * 257)),
+        ("cache.priority", kv_pb2.CacheHints(priority=4)),
+        ("cache.priority", kv_pb2.CacheHints(priority=-1)),
+        ("cache.ttl", kv_pb2.CacheHints(ttl=Duration())),
+        ("cache.ttl", kv_pb2.CacheHints(ttl=Duration(seconds=-5))),
+        ("cache.ttl", kv_pb2.CacheHints(ttl=Duration(nanos=2 * 10**9))),
+        ("cache.ttl", kv_pb2.CacheHints(ttl=Duration(seconds=30 * DAY_S, nanos=1))),
     ],
 )
 async def test_a_bad_hint_is_named_by_its_path(field, cache):
@@ -101,8 +102,8 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
         got = (await running.stub.GetStats(pb2.GetStatsRequest())).kv
     times = {"read_seconds": "read_time", "write_seconds": "write_time"}
     names = {times.get(f.name, f.name) for f in dataclasses.fields(TierStats)}
-    assert {f.name for f in pb2.TierStats.DESCRIPTOR.fields} == names
-    assert {f.name for f in pb2.KVStats.DESCRIPTOR.fields} == {f.name for f in dataclasses.fields(KVStats)}
+    assert {f.name for f in kv_pb2.TierStats.DESCRIPTOR.fields} == names
+    assert {f.name for f in kv_pb2.KVStats.DESCRIPTOR.fields} == {f.name for f in dataclasses.fields(KVStats)}
     assert (dict(got.decisions), got.parked, got.resumed, got.event_sequence) == (dict(kv.decisions), 7, 6, 2**60)
     for sent, tier in zip(got.tiers, tiers, strict=True):
         for name, value in dataclasses.asdict(tier).items():
@@ -170,7 +171,7 @@ class Subscriber:
         self.held: dict[tuple[str, str, bytes], tuple] = {}
         self.sequence, self.epoch, self.snapshots, self.whole = 0, 0, 0, False
 
-    def take(self, message: pb2.SubscribeKVEventsResponse) -> None:
+    def take(self, message: kv_pb2.SubscribeKVEventsResponse) -> None:
         assert self.epoch in (0, message.epoch)
         self.epoch = message.epoch
         if message.HasField("snapshot"):
@@ -188,12 +189,12 @@ class Subscriber:
             assert message.sequence == self.sequence
         self.sequence = message.sequence
 
-    def add(self, pages: pb2.KVPages) -> None:
+    def add(self, pages: kv_pb2.KVPages) -> None:
         new = {(pages.tier, pages.group, p.key): (p.parent, p.index, p.tenant) for p in pages.pages}
         assert len(new) == len(pages.pages) and not new.keys() & self.held.keys(), "a duplicate"
         self.held |= new
 
-    def apply(self, event: pb2.KVEvent) -> None:
+    def apply(self, event: kv_pb2.KVEvent) -> None:
         self.sequence, kind = event.sequence, event.WhichOneof("change")
         if kind == "stored":
             self.add(event.stored)
@@ -224,12 +225,12 @@ async def test_late_and_slow_subscribers_end_with_the_true_pages_and_hold_nobody
     async with serving(with_events(log, step_s=0.001), options=small_buffers) as running:
         stub = running.stub
         fast, late, slow = Subscriber(), Subscriber(), Subscriber()
-        calls = [stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest()) for _ in range(2)]
+        calls = [stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest()) for _ in range(2)]
         publisher.start()
         work = [asyncio.ensure_future(fast.follow(calls[0], publisher))]
         slow.take(await calls[1].read())
         await until(lambda: log.sequence > 200)
-        calls.append(stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest()))
+        calls.append(stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest()))
         work.append(asyncio.ensure_future(late.follow(calls[2], publisher)))
         got = [r async for r in stub.Generate(request("beside the events", 20))]
         assert got[-1].HasField("finish")
@@ -255,8 +256,8 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
     log.wake = log.publish  # an idle engine
     async with serving(with_events(log)) as running:
 
-        async def first(**fields) -> pb2.SubscribeKVEventsResponse:
-            call = running.stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest(**fields))
+        async def first(**fields) -> kv_pb2.SubscribeKVEventsResponse:
+            call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(**fields))
             message = await asyncio.wait_for(call.read(), 5)
             call.cancel()
             return message
@@ -273,7 +274,7 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
             subscriber = Subscriber()
             subscriber.take(message)
             assert subscriber.is_right(publisher) and subscriber.sequence == end
-        call = running.stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest(from_sequence=end + 1, epoch=log.epoch))
+        call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(from_sequence=end + 1, epoch=log.epoch))
         log.append_cleared("host")
         await asyncio.sleep(0.05)
         log.publish()
@@ -288,7 +289,7 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
         stub, subscriber = running.stub, Subscriber()
         await anext(aiter(stub.Generate(request("before", 20))))
         await until(lambda: not running.engine._loop.live)
-        call = stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest())
+        call = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest())
         subscriber.take(await asyncio.wait_for(call.read(), 5))
         assert subscriber.snapshots == 1 and subscriber.held
         for prompt in ("several words", "several words more", "before"):
@@ -304,7 +305,7 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
 
 async def test_a_subscription_needs_an_engine():
     async with serving(attach=False) as running:
-        code, _, _ = await failure(running.stub.SubscribeKVEvents(pb2.SubscribeKVEventsRequest()))
+        code, _, _ = await failure(running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest()))
         assert code is grpc.StatusCode.UNAVAILABLE
 
 

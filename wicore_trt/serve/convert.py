@@ -16,6 +16,7 @@ from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
 from wicore_trt.kv.page import Page
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.types import (
     CacheHints,
     CachePriority,
@@ -41,8 +42,8 @@ _OPTIONAL_SAMPLING = tuple(
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _FINISH = {reason: getattr(pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
-_PRIORITY = {pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
-    getattr(pb2, f"CACHE_PRIORITY_{priority.name}"): priority for priority in CachePriority
+_PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
+    getattr(kv_pb2, f"CACHE_PRIORITY_{priority.name}"): priority for priority in CachePriority
 }
 
 
@@ -74,7 +75,7 @@ def positive_seconds(message: Duration, field: str) -> float:
     return seconds
 
 
-def cache_hints(message: pb2.CacheHints) -> CacheHints:
+def cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
     """Raises InvalidRequestError for values out of range."""
     if len(message.session) > MAX_SESSION:
         raise InvalidRequestError(f"session takes at most {MAX_SESSION} characters.", field="cache.session")
@@ -178,8 +179,8 @@ def stats(now: EngineStats, streams_open: int) -> pb2.GetStatsResponse:
     )
 
 
-def _kv_stats(kv: KVStats) -> pb2.KVStats:
-    return pb2.KVStats(
+def _kv_stats(kv: KVStats) -> kv_pb2.KVStats:
+    return kv_pb2.KVStats(
         tiers=map(_tier_stats, kv.tiers),
         decisions=kv.decisions,
         parked=kv.parked,
@@ -188,18 +189,18 @@ def _kv_stats(kv: KVStats) -> pb2.KVStats:
     )
 
 
-def _tier_stats(tier: TierStats) -> pb2.TierStats:
+def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
     """The fields have the same names, but for the two times."""
     given = dataclasses.asdict(tier)
     read_time, write_time = duration(given.pop("read_seconds")), duration(given.pop("write_seconds"))
-    return pb2.TierStats(**given, read_time=read_time, write_time=write_time)
+    return kv_pb2.TierStats(**given, read_time=read_time, write_time=write_time)
 
 
-def kv_snapshot(snapshot: Snapshot) -> Iterator[pb2.SubscribeKVEventsResponse]:
+def kv_snapshot(snapshot: Snapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """A snapshot as messages: at least one, the first and the last marked."""
     entries = snapshot.entries
     for start in range(0, max(1, len(entries)), MAX_PAGES_PER_MESSAGE):
-        message = pb2.SubscribeKVEventsResponse(epoch=snapshot.epoch, sequence=snapshot.sequence)
+        message = kv_pb2.SubscribeKVEventsResponse(epoch=snapshot.epoch, sequence=snapshot.sequence)
         part = message.snapshot
         part.first, part.last = start == 0, start + MAX_PAGES_PER_MESSAGE >= len(entries)
         groups: dict[tuple[str, str], list[Page]] = {}
@@ -210,18 +211,18 @@ def kv_snapshot(snapshot: Snapshot) -> Iterator[pb2.SubscribeKVEventsResponse]:
         yield message
 
 
-def kv_events(epoch: int, events: list[Event]) -> Iterator[pb2.SubscribeKVEventsResponse]:
+def kv_events(epoch: int, events: list[Event]) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """Events as messages of about MAX_PAGES_PER_MESSAGE pages; an event is never cut."""
-    message, size = pb2.SubscribeKVEventsResponse(epoch=epoch), 0
+    message, size = kv_pb2.SubscribeKVEventsResponse(epoch=epoch), 0
     for event in events:
         size += _fill_event(message.events.events.add(sequence=event.sequence), event)
         message.sequence = event.sequence
         if size >= MAX_PAGES_PER_MESSAGE or event is events[-1]:
             yield message
-            message, size = pb2.SubscribeKVEventsResponse(epoch=epoch), 0
+            message, size = kv_pb2.SubscribeKVEventsResponse(epoch=epoch), 0
 
 
-def _fill_event(message: pb2.KVEvent, event: Event) -> int:
+def _fill_event(message: kv_pb2.KVEvent, event: Event) -> int:
     """Returns about how many pages the message is worth."""
     if isinstance(event, Stored):
         _fill_pages(message.stored, event.tier, event.group, event.pages)
@@ -234,7 +235,7 @@ def _fill_event(message: pb2.KVEvent, event: Event) -> int:
     return 1
 
 
-def _fill_pages(message: pb2.KVPages, tier: str, group: str, pages: Iterable[Page]) -> None:
+def _fill_pages(message: kv_pb2.KVPages, tier: str, group: str, pages: Iterable[Page]) -> None:
     message.tier, message.group = tier, group
     for page in pages:
         message.pages.add(key=page.key, parent=page.parent or b"", index=page.index, tenant=page.tenant)

@@ -23,7 +23,7 @@ from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError,
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.serve.interceptors import CURRENT_CALL, VALID_ID, Call
 from wicore_trt.types import FinishReason, TextRequest
 
@@ -202,7 +202,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
         return convert.stats(self._ready().stats(), self._open)
 
-    async def SubscribeKVEvents(self, request: pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext) -> None:
+    async def SubscribeKVEvents(
+        self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         log = self._ready().kv_events
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 

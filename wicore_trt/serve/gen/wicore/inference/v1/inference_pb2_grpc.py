@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as wicore_dot_inference_dot_v1_dot_inference__pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2 as wicore_dot_inference_dot_v1_dot_kv__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -72,8 +73,8 @@ class InferenceServiceStub:
                 _registered_method=True)
         self.SubscribeKVEvents = channel.unary_stream(
                 '/wicore.inference.v1.InferenceService/SubscribeKVEvents',
-                request_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.SerializeToString,
-                response_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.FromString,
+                request_serializer=wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsRequest.SerializeToString,
+                response_deserializer=wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -180,8 +181,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
             ),
             'SubscribeKVEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKVEvents,
-                    request_deserializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.FromString,
-                    response_serializer=wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.SerializeToString,
+                    request_deserializer=wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsRequest.FromString,
+                    response_serializer=wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,8 +400,8 @@ class InferenceService:
             request,
             target,
             '/wicore.inference.v1.InferenceService/SubscribeKVEvents',
-            wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsRequest.SerializeToString,
-            wicore_dot_inference_dot_v1_dot_inference__pb2.SubscribeKVEventsResponse.FromString,
+            wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsRequest.SerializeToString,
+            wicore_dot_inference_dot_v1_dot_kv__pb2.SubscribeKVEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,
