@@ -92,6 +92,14 @@ class LowerTiers:
         for index in self.indexes.values():
             index.drop_key(key, cause)
 
+    def drop_private(self, page: Page) -> None:
+        """Forget a `private` page in host memory, also one that is still being stored: nobody waits for it."""
+        copy = self.host.get(*page.name)
+        if copy is not None and copy.ready:
+            self.host.drop(copy, "resumed")
+        elif copy is not None:
+            self.host.abort(copy, "resumed", touched=True)
+
     def clear(self) -> None:
         """Forget every page that is not in use."""
         for index in self.indexes.values():
