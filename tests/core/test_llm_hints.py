@@ -1,0 +1,27 @@
+"""Cache hints that are given to an LLM arrive at its engine."""
+
+from __future__ import annotations
+
+import itertools
+
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+
+from wicore_trt.llm import LLM
+from wicore_trt.types import CacheHints, CachePriority, SamplingParams
+
+
+def test_generate_stream_and_chat_pass_hints_on():
+    llm = LLM.__new__(LLM)  # without an engine directory
+    llm.info, llm.tokenizer, llm._core = FAKE_INFO, FakeTokenizer(), make_core()
+    llm._ids, llm._inboxes = map(str, itertools.count()), {}
+    seen, add = [], llm._core.add
+    llm._core.add = lambda request: (seen.append(request.cache), add(request))
+    params, hints = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), CacheHints("s", CachePriority.HIGH, 5)
+    results = llm.generate(["one", "two"], params, cache=hints)
+    assert [list(r[0].token_ids) for r in results] == [
+        greedy(llm.tokenizer.encode(text), 4, ignore_eos=True) for text in ("one", "two")
+    ]
+    assert list(llm.stream("three", params, cache=hints))
+    assert list(llm.chat([{"role": "user", "content": "four"}], params, cache=hints))
+    assert list(llm.stream([5, 6], params))
+    assert seen == [hints] * 4 + [CacheHints()]
