@@ -46,12 +46,13 @@ class FoundPages:
     def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int) -> None:
         parts, counts = _complete(records, _candidates(records, namespace, flags))
         first = np.cumsum(counts) - counts
-        heads = records[parts[first]] if len(parts) else records[:0]
-        keep = _newest(heads)
+        heads = parts[first]
+        keep = _newest(records["key"][heads], records["group"][heads])
+        self._records = records
         self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
         self._parts = parts
         self._groups = namespace.groups
-        self.write_ids: NDArray[np.uint64] = self._heads["write_id"]
+        self.write_ids: NDArray[np.uint64] = records["write_id"][self._heads]
         taken = np.zeros(len(records), dtype=bool)
         for column in range(int(self._counts.max(initial=0))):
             taken[parts[self._first[self._counts > column] + column]] = True
@@ -70,19 +71,12 @@ class FoundPages:
         return ids
 
     def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
-        heads, groups, slots = self._heads, self._groups, self._parts.tolist()
-        columns = (
-            heads["key"].tolist(),
-            heads["group"].tolist(),
-            heads["index"].tolist(),
-            heads["parent"].tolist(),
-            heads["tenant"].tolist(),
-            (heads["flags"] & FLAG_PARENT).tolist(),
-            self._first.tolist(),
-            self._counts.tolist(),
-        )
-        for key, group, index, parent, tenant, has_parent, first, count in zip(*columns, strict=True):
-            page = Page(key, groups[group], index, parent if has_parent else None, tenant)
+        groups, slots = self._groups, self._parts.tolist()
+        fields = [self._records[name][self._heads] for name in ("key", "group", "index", "parent", "tenant")]
+        has_parent = self._records["flags"][self._heads] & FLAG_PARENT
+        columns = [column.tolist() for column in (*fields, has_parent, self._first, self._counts)]
+        for key, group, index, parent, tenant, child, first, count in zip(*columns, strict=True):
+            page = Page(key, groups[group], index, parent if child else None, tenant)
             yield page, tuple(slots[first : first + count])
 
 
@@ -197,26 +191,26 @@ def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDAr
     order = slots[np.lexsort((records["part"][slots], records["write_id"][slots]))]
     if not len(order):
         return order, order
-    found = records[order]
-    write_ids = found["write_id"]
+    write_ids = records["write_id"][order]
     starts = np.flatnonzero(np.concatenate(([True], write_ids[1:] != write_ids[:-1])))
     counts = np.diff(np.append(starts, len(order)))
     first = np.repeat(starts, counts)
-    good = (found["part"] == np.arange(len(order)) - first) & (found["parts"] == np.repeat(counts, counts))
+    good = records["part"][order] == np.arange(len(order)) - first
+    good &= records["parts"][order] == np.repeat(counts, counts)
     for name in _SAME_IN_ALL_PARTS:
-        column = found[name]
+        column = records[name][order]
         good &= column == column[first]
     whole = np.logical_and.reduceat(good, starts)
     return order[np.repeat(whole, counts)], counts[whole]
 
 
-def _newest(heads: NDArray[np.void]) -> NDArray[np.int64]:
-    """Positions, ascending, of the last record of each (group, key)."""
-    words = np.ascontiguousarray(heads["key"]).view("<u8")[:: KEY_BYTES // 8]
-    _, which, counts = np.unique(words ^ heads["group"], return_inverse=True, return_counts=True)
+def _newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """Positions, ascending, of the last of each (group, key)."""
+    words = np.ascontiguousarray(keys).view("<u8")[:: KEY_BYTES // 8]
+    _, which, counts = np.unique(words ^ groups, return_inverse=True, return_counts=True)
     keep = counts[which] == 1  # most are alone; only the others are compared in full
     rest = np.flatnonzero(~keep)
-    names = zip(heads["group"][rest].tolist(), heads["key"][rest].tolist(), strict=True)
+    names = zip(groups[rest].tolist(), keys[rest].tolist(), strict=True)
     last = {name: at for at, name in zip(rest.tolist(), names, strict=True)}
     keep[list(last.values())] = True
     return np.flatnonzero(keep)
