@@ -280,7 +280,7 @@ class PrefixLoader:
         if parked.tokens % self._manager.page_tokens:
             last = self._manager.pages_for(parked.tokens) - 1
             for group in parked.pages:
-                self.tiers.drop(parked.pages[group][last].key, "resumed")
+                self.tiers.drop_private(parked.pages[group][last])
         pages.parked = None
 
     def resume(self, pages: SequencePages) -> bool:

@@ -46,6 +46,9 @@ class PageStore(Protocol):
     @property
     def queue_depth(self) -> int: ...
 
+    @property
+    def stalled(self) -> bool: ...
+
     def write(
         self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
     ) -> bool: ...
@@ -315,7 +318,7 @@ class Transfers:
 
     def _read(self, page: Page, arrival: Arrival) -> bool:
         source = self.disk[0].get(page.group, page.key) if self.disk is not None else None
-        if self.disk is None or source is None or not source.ready:
+        if self.disk is None or source is None or not source.ready or self.disk[1].stalled:
             arrival(None)
             return True
         index, store = self.disk
