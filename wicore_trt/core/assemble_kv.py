@@ -74,7 +74,6 @@ def make_cache(
     if tiers is not None:
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
         tiers.transfers.disk_rate = loader.disk_read
-        tiers.transfers.host_rate = loader.host_read
     return manager, loader
 
 

@@ -23,6 +23,7 @@ from wicore_trt.kv.tiers import LowerTiers
 
 MAX_CANDIDATES = 4
 """Resume points that a plan chooses among, the longest first."""
+MEASURED_BYTES = 4 << 20
 JUMP, WAIT, DROP = Step("jump"), Step("wait"), Step("drop")
 
 
@@ -63,6 +64,7 @@ class PrefixLoader:
         self._clock = clock
         self._host_meter = TierMeter(HOST_PRIOR)
         self._disk_meter = TierMeter(DISK_PRIOR)
+        self._host_read = (0, 0.0)
         self._begun: dict[PrefixLoad, _Begun] = {}
 
     # --- look-up and plan ----------------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ class PrefixLoader:
                     manager.publish(pages, group, i, slot, saved=True)
             manager.done_computing(pages.keys[i], owner)
         pages.published = max(pages.published, full)
+        self._measure_host()
         if pages.parked is not None:
             self.let_go(pages)
         else:
@@ -239,9 +242,13 @@ class PrefixLoader:
         """A disk read of `count` bytes ended after `seconds` behind `queued` bytes."""
         self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
 
-    def host_read(self, count: int, seconds: float) -> None:
-        """A copy of `count` bytes from host to device took `seconds`."""
-        self._host_meter.observe(count, seconds, now=self._clock())
+    def _measure_host(self) -> None:
+        """Copies to the device since the last load: one page alone says little, a busy machine may stop it half-way."""
+        traffic = self.tiers.transfers.host_traffic
+        count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
+        if count >= MEASURED_BYTES:
+            self._host_read = (traffic.read_bytes, traffic.read_seconds)
+            self._host_meter.observe(count, seconds, now=self._clock())
 
     # --- parking -------------------------------------------------------------------------------------------------
 

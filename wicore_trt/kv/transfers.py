@@ -74,7 +74,7 @@ class Traffic:
 class Transfers:
     """`disk` is the index and the store of the disk tier, or None. `save_early`: copy host pages to disk as soon as
     they are stored, not only when the host fills up. `stored` is told of each page that a tier gained.
-    `disk_rate(bytes, seconds, bytes ahead)` and `host_rate(bytes, seconds)` hear how long reads took."""
+    `disk_rate(bytes, seconds, bytes ahead)` hears how long a read took."""
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class Transfers:
         self._save_early = save_early
         self._stored = stored
         self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
-        self.host_rate: Callable[[int, float], None] = lambda count, seconds: None
         self.reading_bytes = 0
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
@@ -302,10 +301,8 @@ class Transfers:
         self.copier.to_device(copy.page.group, slot, self.host.payload(copy), partial(self._placed, copy, begun, done))
 
     def _placed(self, copy: TierCopy, begun: float, done: Callable[[], None]) -> None:
-        count, seconds = self.host.bytes_of(copy.page), time.perf_counter() - begun
-        self.host_traffic.read_seconds += seconds
-        self.host_traffic.read_bytes += count
-        self.host_rate(count, seconds)
+        self.host_traffic.read_seconds += time.perf_counter() - begun
+        self.host_traffic.read_bytes += self.host.bytes_of(copy.page)
         done()
 
     def wait(self, timeout_s: float) -> None:
