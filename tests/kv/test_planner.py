@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.kv.planner import BAND, MARGIN, Candidate, ComputeRate, LoadPlan, TierRate, advance, plan
+from wicore_trt.kv.plan_simulation import Noise, grid, run_cell, run_stalls
+from wicore_trt.kv.planner import BAND, CAUTION, MARGIN, Candidate, ComputeRate, LoadPlan, TierRate, advance, plan
 
 PAGE = 32
 LINEAR = ComputeRate(1e-3, slice_tokens=64)
@@ -28,15 +29,16 @@ def test_an_even_split_of_two_equal_rates():
     made = plan(1280, 0, [candidate(1024)], LINEAR, tiers)
     assert made.decision == "split" and made.stop == 1024
     assert made.seconds == pytest.approx(0.512 + 0.256) and made.compute_seconds == pytest.approx(1.28)
-    # 20 % faster: meets at 1024 * 0.8 / 1.8 = 455.1; slower: 1024 * 1.2 / 2.2 = 558.5. Both at the better page.
-    assert (made.start, made.late) == (448, 576)
+    # A third faster: meets at 1024 * 0.65 / 1.65 = 403.4, better at page 416.
+    assert (made.start, made.meet) == (416, 512)
+    assert made.wait_s == pytest.approx(0.064)  # one slice
 
 
 def test_a_fast_host_is_loaded_alone_and_a_slow_disk_not_at_all():
     tiers = {"host": TierRate(1e9), "disk": TierRate(1e4)}
     made = plan(1280, 0, [candidate(1024, "host")], LINEAR, tiers)
     assert (made.decision, made.stop, made.start) == ("load", 1024, 0)
-    assert made.deadline_s == pytest.approx(1.5 * 0.001024)
+    assert made.wait_s == pytest.approx(0.001024 + 0.064)
     assert plan(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
 
 
@@ -126,53 +128,55 @@ def test_predicted_time_is_the_best_of_all_splits(problem):
     # Off the optimum by no more than the margin, a page at the meeting point and a slice that is too small to compute.
     page = compute.seconds(problem[0] - PAGE, problem[0])
     slices = compute.seconds(problem[0] - compute.slice_tokens, problem[0])
-    assert made.seconds <= max(best / (1 - MARGIN), best + page + slices) + 1e-9
+    assert made.seconds <= max(CAUTION * best / (1 - MARGIN), CAUTION * best + page + slices) + 1e-9
     if made.decision == "compute":
         assert made.stop == 0 and made.start == problem[1]
     else:
         assert made.seconds <= (1 - MARGIN) * recompute
-        assert problem[1] <= made.start <= made.late < made.stop
+        assert problem[1] <= made.start <= made.meet < made.stop
         assert made.start == problem[1] or made.start % PAGE == 0
 
 
-@given(problems(), st.floats(0.01, 1))
-def test_more_of_the_device_never_makes_it_slower(problem, factor):
-    total, start, candidates, compute, tiers = problem
-    slower = ComputeRate(
-        compute.per_token_s, compute.per_key_s, compute.share * factor, compute.delay_s, compute.slice_tokens
-    )
-    fast = plan(total, start, candidates, compute, tiers).seconds
-    slack = compute.seconds(total - PAGE - compute.slice_tokens, total)
-    assert plan(total, start, candidates, slower, tiers).seconds >= (1 - MARGIN) * fast - slack - 1e-9
-
-
-SPLIT = LoadPlan(1024, 512, 0.7, 1.3, "split", late=640, load_seconds=0.5, slice_tokens=100)
+SPLIT = LoadPlan(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wait_s=0.1, slice_tokens=100)
 
 
 @pytest.mark.parametrize(
-    ("computed", "ready", "action", "tokens"),
+    ("computed", "ready", "idle", "action", "tokens"),
     [
-        (0, math.inf, "compute", 512),
-        (500, 1024, "compute", 12),
-        (500, 500, "jump", 0),
-        (512, 544, "compute", 100),  # between start and late: small slices, so that the meeting is not missed by much
-        (600, 700, "compute", 40),
-        (640, 700, "compute", 384),  # late: as if there were no load
-        (700, 700, "jump", 0),
-        (1024, 512, "drop", 0),
+        (0, 2048, 0.0, "compute", 512),
+        (500, 1024, 0.0, "compute", 100),  # no less than a slice
+        (500, 500, 0.0, "jump", 0),
+        (512, 544, 0.0, "compute", 144),  # all that is requested may be there soon: half the way to the meeting point
+        (700, 710, 0.0, "compute", 100),
+        (760, 800, 0.0, "wait", 0),  # half a slice before the meeting point
+        (760, 800, 0.1, "compute", 100),  # waited long enough
+        (1000, 1020, 0.1, "compute", 100),
+        (1000, 1000, 0.1, "jump", 0),
+        (1024, 512, 0.0, "drop", 0),
     ],
 )
-def test_running_a_split(computed, ready, action, tokens):
-    step = advance(SPLIT, computed, ready, elapsed_s=99.0)
+def test_running_a_split(computed, ready, idle, action, tokens):
+    step = advance(SPLIT, computed, ready, idle)
     assert (step.action, step.max_tokens) == (action, tokens)
 
 
+def test_late_slices_grow():
+    long = LoadPlan(10_000, 512, 0.7, 1.3, "split", meet=800, slice_tokens=100)
+    assert [advance(long, n, 10_001, 0.0).max_tokens for n in (800, 900, 1400, 4000)] == [100, 100, 300, 1600]
+
+
 def test_running_a_load():
-    load = LoadPlan(1024, 0, 0.3, 1.3, "load", late=0, load_seconds=0.02, deadline_s=0.03)
+    load = LoadPlan(1024, 0, 0.3, 1.3, "load", load_seconds=0.02, wait_s=0.03)
     assert advance(load, 0, 2048, 0.029).action == "wait"
     assert advance(load, 0, 0, 0.029).action == "jump"
     assert advance(load, 0, 512, 0.03).action == "compute"
-    assert advance(load, 512, 512, 0.5).action == "jump"
+    assert advance(load, 512, 512, 0.03).action == "jump"
+
+
+def test_nobody_waits_for_a_split_while_others_fill_the_step():
+    tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
+    made = plan(1280, 0, [candidate(1024)], ComputeRate(1e-3, share=0.5, slice_tokens=64), tiers)
+    assert made.decision == "split" and made.wait_s == 0.0
 
 
 @given(problems())
@@ -182,25 +186,53 @@ def test_a_load_that_never_comes_costs_only_the_wait(problem):
     made = plan(*problem)
     if made.decision == "compute":
         return
-    now, computed, idle = compute.delay_s, start, 0.0
-    while True:
-        step = advance(made, computed, made.stop + 1, now)
-        if step.action == "drop":
-            break
+    computed, idle = start, 0.0
+    while (step := advance(made, computed, made.stop + 1, idle)).action != "drop":
         if step.action == "wait":
-            idle = made.deadline_s - now
-            now = made.deadline_s
-            continue
-        assert step.action == "compute" and step.max_tokens > 0
-        now += compute.seconds(computed, computed + step.max_tokens)
-        computed += step.max_tokens
-    now += compute.seconds(computed, total)
-    assert now <= made.compute_seconds + idle + 1e-9
-    assert idle <= 1.5 * compute.seconds(start, start + compute.slice_tokens + PAGE) + 1e-9
+            assert idle == 0.0
+            idle = made.wait_s
+        else:
+            assert step.action == "compute" and step.max_tokens >= made.slice_tokens
+            computed += step.max_tokens
+    slices = compute.seconds(problem[0] - compute.slice_tokens, problem[0])
+    page = compute.seconds(problem[0] - PAGE, problem[0])
+    assert idle <= made.wait_s <= 2 * slices + page + 1e-9
+
+
+@given(problems())
+def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
+    made = plan(*problem)
+    for computed in range(problem[1], made.stop):
+        if advance(made, computed, made.stop + 1, 0.0).action == "wait":
+            assert made.start <= computed
+            break
 
 
 def test_the_band_brackets_the_meeting_point():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
     made = plan(4096, 0, [candidate(3840)], LINEAR, tiers)
-    assert made.start < made.load_seconds * 1000 < made.late
-    assert made.late - made.start < 2.5 * BAND * made.start
+    assert made.start < made.load_seconds * 1000 <= made.meet + PAGE
+    assert made.meet - made.start < BAND * made.meet
+
+
+@pytest.mark.parametrize(
+    ("noise", "seed"), [(0.0, 0), (0.08, 1), *(pytest.param(0.08, i, marks=pytest.mark.long) for i in (0, 2, 3, 4, 5))]
+)
+def test_the_whole_grid_is_near_the_oracle_and_never_slower_than_recomputing(noise, seed):
+    rng = random.Random(seed)
+    outcomes = [run_cell(cell, Noise(noise), rng) for cell in grid()]
+    assert len(outcomes) == 1300 and {o.plan.decision for o in outcomes} == {"compute", "load", "split"}
+    for outcome in outcomes:
+        assert outcome.over_oracle <= 1.10, outcome
+        assert outcome.over_recompute <= 1.03, outcome
+
+
+def test_estimates_that_are_far_off_cost_little_against_recomputing():
+    rng = random.Random(5)
+    assert max(run_cell(cell, Noise(0.3, 0.7), rng).over_recompute for cell in grid(longest=4096)) <= 1.15
+
+
+def test_a_disk_that_stalls_for_ever_costs_a_bounded_factor():
+    rng = random.Random(3)
+    worst = max(o.over_recompute for cell in grid(longest=2048) for o in run_stalls(cell, Noise(), rng))
+    assert 1.0 < worst <= 1.25

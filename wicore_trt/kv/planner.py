@@ -5,11 +5,11 @@ point `stop` and a page boundary `start`: pages [start, stop) of the global laye
 windows first and then pages from back to front, while the device computes from the front. Where both meet the sequence
 jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break nothing.
 
-Invariant (`advance`): a sequence with a load waits idle only in a load-only plan, and only until `deadline_s`; else it
-computes from the front as if there were no load. So whatever the load does, time to first token <= recompute +
-deadline_s. Proof: prefill seconds add up, so computing [start of the prompt, total) in any slices costs what recompute
-costs; a jump only removes work; all that is added is idle time, which ends at deadline_s. A load-only plan is made only
-if its load ends within a slice (`slice_tokens`) and a page after the sequence could begin; it idles WAIT longer.
+Invariant (`advance`): a sequence with a load idles at most `wait_s`; else it computes from the front, as without the
+load. So whatever the load does, time to first token <= recompute + wait_s. Proof: prefill seconds add up over slices of
+`slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes work; what is added is
+idle time. wait_s is at most a slice and a quarter of what the load should save, and in a load-only plan the load's
+own time too, which ends within a slice and a page.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Literal
 DEVICE, HOST, DISK = "device", "host", "disk"
 
 MARGIN = 0.05
-"""A load must be predicted to save this share of the recompute time; less is within the noise of the rates."""
-BAND = 0.2
-"""Relative error of a load's time that a split allows for: pages that far before the expected meeting point are
-requested as well, and up to that far behind it the device computes in small slices."""
-WAIT = 0.5
-"""How much longer than predicted a load-only plan waits before computing begins: this share of its load or, if that is
-less, of one slice."""
+"""A load must be predicted to save this share of the recompute time; less is not worth the reads."""
+BAND = 0.35
+"""How much faster than predicted a load may be without running out of requested pages: a split requests more pages
+than it expects to need."""
+CAUTION = 1.1
+"""In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
+STAKE = 0.24
+"""Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class ComputeRate:
     """Prefill time of one sequence: `per_token_s` (c0) for each token, `per_key_s` (c1) more per key it attends to.
 
     `share` in (0, 1] is the part of the step budget that the sequence gets under the present load, `delay_s` the time
-    until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens` is the smallest number of tokens
-    that is worth a step.
+    until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens`: with fewer tokens of this
+    sequence a step gets no shorter, because of the weights to read or because other sequences fill it.
     """
 
     per_token_s: float
@@ -95,9 +96,9 @@ Decision = Literal["compute", "load", "split"]
 class LoadPlan:
     """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
 
-    `start`: pages [start, stop) are loaded; tokens up to `start` are computed meanwhile. `late`: by then the load
-    should have met the computation. `load_seconds`: the load alone, from the expected meeting point.
-    `slice_tokens` as in ComputeRate.
+    `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
+    load-only plan has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`: the
+    longest that the sequence may idle. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -105,9 +106,9 @@ class LoadPlan:
     seconds: float
     compute_seconds: float
     decision: Decision
-    late: int = 0
+    meet: int = 0
     load_seconds: float = 0.0
-    deadline_s: float = 0.0
+    wait_s: float = 0.0
     slice_tokens: int = 256
 
 
@@ -117,7 +118,7 @@ class Step:
 
     action: Literal["jump", "drop", "compute", "wait"]
     max_tokens: int = 0
-    """For "compute": tokens to compute at most before asking again."""
+    """For "compute": tokens to compute at most before asking again; they may pass plan.stop."""
 
 
 def plan(
@@ -139,43 +140,53 @@ def plan(
         assert start < candidate.tokens < total and candidate.tokens % candidate.page_tokens == 0
         pages = sums.setdefault(id(candidate.global_pages), _page_sums(candidate.global_pages))
         load = _Load(candidate, start, pages, compute, tiers)
-        meeting = load.meeting(1.0)
-        if meeting - start < compute.slice_tokens:
-            meeting = start
-        front = compute.delay_s + compute.seconds(start, meeting)
-        seconds = max(front, load.seconds(meeting)) + compute.seconds(candidate.tokens, total)
-        if best is None or seconds < best[0]:
-            best = (seconds, load, meeting)
-    if best is None or best[0] > (1 - MARGIN) * recompute:
+        meet = load.meeting(1.0)
+        if meet - start < compute.slice_tokens:
+            meet = start
+        front = compute.delay_s + compute.seconds(start, meet)
+        score = max(front, CAUTION * load.seconds(meet)) + compute.seconds(candidate.tokens, total)
+        if best is None or score < best[0]:
+            best = (score, load, meet)
+    if best is None:
         return LoadPlan(0, start, recompute, recompute, "compute")
-    seconds, load, meeting = best
-    stop = load.candidate.tokens
-    load_s = load.seconds(meeting)
-    if meeting == start:
-        deadline = load_s + WAIT * min(load_s, compute.seconds(start, start + compute.slice_tokens))
-        return LoadPlan(stop, start, seconds, recompute, "load", start, load_s, deadline, compute.slice_tokens)
-    first, late = load.meeting(1 - BAND), load.meeting(1 + BAND)
-    return LoadPlan(stop, first, seconds, recompute, "split", late, load_s, 0.0, compute.slice_tokens)
+    _, load, meet = best
+    load_s = load.seconds(meet)
+    seconds = max(compute.delay_s + compute.seconds(start, meet), load_s)
+    seconds += compute.seconds(load.candidate.tokens, total)
+    if seconds > (1 - MARGIN) * recompute:
+        return LoadPlan(0, start, recompute, recompute, "compute")
+    wait_s = min(STAKE * (recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
+    if compute.share < 1:
+        wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
+    stop, slices = load.candidate.tokens, compute.slice_tokens
+    if meet == start:
+        wait_s += max(0.0, load_s - compute.delay_s)
+        return LoadPlan(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
+    first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
+    return LoadPlan(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
 
 
-def advance(plan: LoadPlan, computed: int, ready_from: int, elapsed_s: float) -> Step:
-    """What a sequence does at a step boundary, `elapsed_s` after its load was requested and not failed.
+def advance(plan: LoadPlan, computed: int, ready_from: int, idle_s: float) -> Step:
+    """What a sequence whose load is under way does at a step boundary, or when its load is done.
 
     `computed` tokens are on the device. `ready_from`: smallest token such that the windows of plan.stop and all pages
-    [ready_from, plan.stop) are there; anything above plan.stop while not even the windows are. After a failed load the
-    caller drops it and computes on.
+    [ready_from, plan.stop) are there; anything above plan.stop while not even the windows are. `idle_s`: how long the
+    sequence has waited after "wait" so far. When the load fails the caller drops it and computes on.
     """
     if computed >= plan.stop:
         return Step("drop")
     if ready_from <= computed:
         return Step("jump")
-    if computed < plan.start:
-        return Step("compute", plan.start - computed)
-    if plan.decision == "load" and elapsed_s < plan.deadline_s:
-        return Step("wait")
-    if computed < plan.late:
-        return Step("compute", min(plan.slice_tokens, plan.late - computed))
-    return Step("compute", plan.stop - computed)
+    left = plan.meet - computed
+    if left < plan.slice_tokens / 2:
+        if idle_s < plan.wait_s:
+            return Step("wait")
+        left = -left // 2  # the load is late: slices that grow, as short ones may be less efficient
+    elif computed >= plan.start:
+        left //= 2  # the load may be there any time: slices that get smaller
+    else:
+        left = plan.start - computed
+    return Step("compute", max(left, plan.slice_tokens))
 
 
 _Sums = tuple[list[int], list[int]]
@@ -238,6 +249,9 @@ class _Load:
         if low and factor * self.seconds(self._boundary(low - 1)) <= self._front(low):
             low -= 1
         return self._boundary(low)
+
+    def boundary_before(self, token: int) -> int:
+        return self._boundary((token - self._first) // self.candidate.page_tokens)
 
     def _front(self, page: int) -> float:
         return self._compute.delay_s + self._compute.seconds(self._start, self._boundary(page))

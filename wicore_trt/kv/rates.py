@@ -52,7 +52,7 @@ class _PositiveSum:
 
     def update(self, x: Sequence[float], seconds: float) -> None:
         expected = self.predict(x)
-        error = math.log(seconds / expected)
+        error = math.log(max(seconds, 1e-9) / expected)
         self.observed += 1
         if self.observed == 1:
             self._scale([error] * len(self.p))
