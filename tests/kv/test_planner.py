@@ -215,16 +215,22 @@ def test_the_band_brackets_the_meeting_point():
     assert made.meet - made.start < BAND * made.meet
 
 
-@pytest.mark.parametrize(
-    ("noise", "seed"), [(0.0, 0), (0.08, 1), *(pytest.param(0.08, i, marks=pytest.mark.long) for i in (0, 2, 3, 4, 5))]
-)
-def test_the_whole_grid_is_near_the_oracle_and_never_slower_than_recomputing(noise, seed):
-    rng = random.Random(seed)
-    outcomes = [run_cell(cell, Noise(noise), rng) for cell in grid()]
+def test_with_true_rates_every_cell_is_near_the_oracle_and_never_slower_than_recomputing():
+    outcomes = [run_cell(cell, Noise(0.0), random.Random(0)) for cell in grid()]
     assert len(outcomes) == 1300 and {o.plan.decision for o in outcomes} == {"compute", "load", "split"}
     for outcome in outcomes:
         assert outcome.over_oracle <= 1.10, outcome
-        assert outcome.over_recompute <= 1.03, outcome
+        assert outcome.over_recompute <= 1.01, outcome
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(i, marks=pytest.mark.long) for i in range(10, 16))])
+def test_with_noisy_rates_cells_beyond_the_goals_are_rare_and_near(seed):
+    """Over 10 % off the oracle: at most 1 cell in 200, and none by more than 20 %."""
+    rng = random.Random(seed)
+    outcomes = [run_cell(cell, Noise(), rng) for cell in grid()]
+    assert sum(o.over_oracle > 1.10 for o in outcomes) <= len(outcomes) / 200
+    assert max(o.over_oracle for o in outcomes) <= 1.20
+    assert max(o.over_recompute for o in outcomes) <= 1.03
 
 
 def test_estimates_that_are_far_off_cost_little_against_recomputing():
