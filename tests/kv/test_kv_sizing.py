@@ -54,8 +54,9 @@ def test_27b_at_32k_takes_a_fifth_of_all_layers():
     geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
     assert size.all_layers_bytes == 496 * KIB * 32_768 and size.saving >= 5.0
-    # 10 global layers; 37 pages of windows, each 13 MiB in 6 slots of 2.5 MiB
-    assert size.host_bytes == 80 * KIB * 32_768 + 37 * 15 * MIB
+    # slots of a third of 2.5 MiB, rounded up to 4 KiB: 3 for the page of 10 global layers, 16 for one of 52 local ones
+    assert geometry.slot_bytes == 876_544
+    assert size.host_bytes == (1024 * 3 + 37 * 16) * 876_544
     assert list(size.pages[LOCAL]) == list(range(1024 - 37, 1024))
     one_window = SessionSize(geometry, 32_768, 0)
     assert one_window.pages[LOCAL] == list(range(1023 - 32, 1024))
@@ -175,7 +176,7 @@ def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
 def test_break_even_is_where_reading_takes_as_long_as_computing():
     geometry = Geometry.of(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
-    assert size.resume_bytes == (1024 + 32 * 6) * (4096 + 2_621_440)
+    assert size.resume_bytes == (1024 * 3 + 32 * 16) * (4096 + 876_544)
     rate = size.break_even_rate(9600.0)
     assert size.resume_bytes / rate == pytest.approx(32_768 / 9600)
     assert 0.9e9 < rate < 1.0e9

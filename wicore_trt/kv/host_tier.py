@@ -16,10 +16,25 @@ from wicore_trt.kv.tier_index import TierCopy, TierIndex
 ALIGNMENT = 4096
 
 
+MAX_WASTE = 0.04
+MAX_PARTS = 8
+
+
 def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """Bytes of a slot (the smallest page, rounded up to 4,096) and the slots that a page of each group takes."""
-    slot_bytes = -(-min(page_bytes.values()) // ALIGNMENT) * ALIGNMENT
-    return slot_bytes, {group: -(-count // slot_bytes) for group, count in page_bytes.items()}
+    """Bytes of a slot and the slots that a page of each group takes.
+
+    A slot is the smallest page or an equal part of it, rounded up to 4,096 bytes: the largest with which no group's page
+    leaves more than MAX_WASTE of its last slot empty, relative to the page; failing that, the one that wastes least.
+    """
+    choices = []
+    for parts in range(1, MAX_PARTS + 1):
+        slot_bytes = -(-min(page_bytes.values()) // (parts * ALIGNMENT)) * ALIGNMENT
+        slots = {group: -(-count // slot_bytes) for group, count in page_bytes.items()}
+        waste = max(slots[group] * slot_bytes / count - 1 for group, count in page_bytes.items())
+        if waste <= MAX_WASTE:
+            return slot_bytes, slots
+        choices.append((waste, slot_bytes, slots))
+    return min(choices, key=lambda choice: choice[0])[1:]
 
 
 class HostTier:
