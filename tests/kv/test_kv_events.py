@@ -33,7 +33,6 @@ class Tiers:
         self.log, self.rng, self.keys = log, rng, keys
         self.held: set[tuple[str, Page]] = set()
         self.history = {0: frozenset()}  # by sequence number after a step
-        log.snapshot_source = lambda: list(self.held)
 
     def change(self) -> None:
         tier, group = self.rng.choice(TIERS), self.rng.choice(GROUPS)
@@ -65,8 +64,8 @@ class Replica:
 
     def load(self, snapshot: events.Snapshot) -> None:
         assert snapshot.epoch == self.log.epoch and snapshot.sequence > self.position
-        self.held = {(tier, p.group, p.key) for tier, p in snapshot.entries}
-        assert len(self.held) == len(snapshot.entries)
+        self.held = {(tier, group, p.key) for (tier, group), pages in snapshot.pages.items() for p in pages}
+        assert all(p.group == group for (_, group), pages in snapshot.pages.items() for p in pages)
         self.position = snapshot.sequence
         self.snapshots += 1
 
@@ -105,16 +104,16 @@ def test_late_and_slow_subscribers_hold_the_true_pages(seed, limit, pace):
                 continue
             found = log.since(replica.position)
             if found is None:
-                wanted = log.request_snapshot()
-                for _ in range(0 if wanted.done() else rng.randrange(3)):
-                    tiers.change()  # a step's changes so far; the snapshot waits for its end
+                for _ in range(rng.randrange(3)):
+                    tiers.change()  # of a step that is not over
+                replica.load(log.snapshot())
+                assert replica.is_at(tiers.history)
                 log.publish()
                 tiers.history[log.sequence] = frozenset(tiers.held)
-                replica.load(wanted.result(0))
                 found = log.since(replica.position)
-                assert found is not None, "a fresh snapshot was already too old"
-            replica.apply(found)
-            assert replica.position == log.sequence and replica.is_at(tiers.history)
+            replica.apply(found or [])
+            if found is not None:
+                assert replica.position == log.sequence and replica.is_at(tiers.history)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,7 +132,7 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
             while not over.is_set() or replica.position < log.sequence:
                 found = log.since(replica.position)
                 if found is None:
-                    replica.load(log.request_snapshot().result(10))
+                    replica.load(log.snapshot())
                 elif found:
                     replica.apply(found)
                 else:
@@ -151,9 +150,8 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
         tiers.step()
         time.sleep(0.0005)
     over.set()
-    while any(thread.is_alive() for thread in threads):
-        log.publish()
-        time.sleep(0.001)
+    for thread in threads:
+        thread.join(20)
     assert not failures, failures
     true = {n: frozenset((t, p.group, p.key) for t, p in held) for n, held in tiers.history.items()}
     assert all(true[position] == held for position, held in seen) and len(seen) > 100
@@ -193,34 +191,18 @@ def test_what_is_kept_is_bounded_by_pages_and_an_event_by_its_own_limit(monkeypa
     assert [p.index for e in kept for p in e.pages] == list(range(910, 1000))
 
 
-def test_a_recent_snapshot_is_given_out_again_until_events_after_it_are_dropped():
-    log, drawn, woken = KVEventLog(20), [], []
-    log.snapshot_source = lambda: drawn.append(1) or []
-    log.wake = lambda: woken.append(log.snapshot_wanted)
+def test_the_first_publish_tells_of_what_is_there_already():
+    log = KVEventLog(5000)
+    there = [("disk", page(key)) for key in range(3000)]
+    log.snapshot_source = lambda: iter(there)
+    log.append_stored("disk", page(0))  # told while the tiers were opened
+    assert log.snapshot().pages == {} and log.snapshot().sequence == 0
     log.publish()
-    assert not drawn and not log.snapshot_wanted
-    several = [log.request_snapshot() for _ in range(3)]
-    assert woken == [True] * 3 and several[0].cancel()
+    assert log.sequence == 3 and [p.index for e in log.since(0) for p in e.pages] == list(range(3000))
+    assert log.snapshot().pages == {("disk", "global"): tuple(p for _, p in there)}
+    there.append(("disk", page(9999)))
     log.publish()
-    assert len(drawn) == 1 and several[1].result(0) is several[2].result(0)
-    for key in range(10):
-        log.append_stored("host", page(key))
-        log.publish()
-        assert log.request_snapshot().result(0) is several[1].result(0)
-    log.append_stored("host", page(10))
-    log.publish()
-    again = log.request_snapshot()
-    log.publish()
-    assert len(drawn) == 2 and again.result(0).sequence == 11
-
-
-def test_a_snapshot_that_cannot_be_drawn_is_the_subscribers_trouble():
-    log = KVEventLog(20)
-    log.snapshot_source = lambda: 1 // 0
-    wanted = log.request_snapshot()
-    log.publish()
-    with pytest.raises(ZeroDivisionError):
-        wanted.result(0)
+    assert log.sequence == 3
 
 
 def test_listeners_are_told_once_per_step_until_they_leave():
@@ -256,9 +238,9 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
         core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, max_context=120)
         core.scheduler.prefill.observe([(0, 64)], 64.0)  # computing is slow: pages are loaded
         manager, log = core.scheduler.manager, core.scheduler.manager.events
-        replica, first = Replica(log), log.request_snapshot()
         log.publish()
-        replica.load(first.result(0))
+        replica = Replica(log)
+        replica.load(log.snapshot())
         seen |= {f"{tier} {life}" for tier, _, _ in replica.held}
         for turn in range(3):
             for i in rng.sample(range(8), 8):

@@ -132,7 +132,6 @@ class Publisher(threading.Thread):
         self.log, self.keys, self.changes = log, keys, changes
         self.rng, self.over, self.ended = random.Random(), False, False
         self.held: set[tuple[str, Page]] = set()
-        log.snapshot_source = lambda: list(self.held)
 
     def run(self) -> None:
         while not self.over:
@@ -253,26 +252,28 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
     for _ in range(30):
         publisher.change()
         log.publish()
-    log.wake = log.publish  # an idle engine
     async with serving(with_events(log)) as running:
 
-        async def first(**fields) -> kv_pb2.SubscribeKVEventsResponse:
+        async def first(**fields) -> list[kv_pb2.SubscribeKVEventsResponse]:
+            """The first message, or all parts of a snapshot."""
             call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(**fields))
-            message = await asyncio.wait_for(call.read(), 5)
+            messages = [await asyncio.wait_for(call.read(), 5)]
+            while messages[-1].HasField("snapshot") and not messages[-1].snapshot.last:
+                messages.append(await asyncio.wait_for(call.read(), 5))
             call.cancel()
-            return message
+            return messages
 
         end = log.sequence
-        known = await first(from_sequence=end - 3, epoch=log.epoch)
+        [known] = await first(from_sequence=end - 3, epoch=log.epoch)
         assert [e.sequence for e in known.events.events] == [end - 3, end - 2, end - 1, end]
         assert (known.epoch, known.sequence) == (log.epoch, end)
         for stale in ({}, {"from_sequence": end}, {"from_sequence": end, "epoch": log.epoch ^ 1},
                       {"from_sequence": 1, "epoch": log.epoch}, {"from_sequence": end + 2, "epoch": log.epoch},
                       {"epoch": log.epoch}, {"from_sequence": 2**64 - 1, "epoch": log.epoch}):  # fmt: skip
-            message = await first(**stale)
-            assert message.snapshot.first and message.snapshot.last, stale
-            subscriber = Subscriber()
-            subscriber.take(message)
+            messages, subscriber = await first(**stale), Subscriber()
+            assert messages[0].snapshot.first and messages[-1].snapshot.last, stale
+            for message in messages:
+                subscriber.take(message)
             assert subscriber.is_right(publisher) and subscriber.sequence == end
         call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(from_sequence=end + 1, epoch=log.epoch))
         log.append_cleared("host")
@@ -284,13 +285,14 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
 
 
 async def test_events_of_an_engine_that_serves_and_sleeps():
-    """The engine's own log: an idle engine draws the snapshot, and each request's pages come as events."""
+    """The engine's own log: a snapshot of an idle engine, and each request's pages come as events."""
     async with serving(make_engine()) as running:
         stub, subscriber = running.stub, Subscriber()
         await anext(aiter(stub.Generate(request("before", 20))))
         await until(lambda: not running.engine._loop.live)
         call = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest())
-        subscriber.take(await asyncio.wait_for(call.read(), 5))
+        while not subscriber.whole:
+            subscriber.take(await asyncio.wait_for(call.read(), 5))
         assert subscriber.snapshots == 1 and subscriber.held
         for prompt in ("several words", "several words more", "before"):
             assert [r async for r in stub.Generate(request(prompt, 30))]
@@ -312,9 +314,12 @@ async def test_a_subscription_needs_an_engine():
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
 def test_a_snapshot_of_any_size_comes_in_bounded_parts(count):
     rng = random.Random(count)
-    entries = tuple((rng.choice(("device", "disk")), page(i, rng.choice(("global", "local")))) for i in range(count))
-    messages = list(convert.kv_snapshot(Snapshot(9, 2**64 - 1, entries)))
-    assert len(messages) == max(1, -(-count // 1024)) and all(m.ByteSize() < 128_000 for m in messages)
+    pages: dict[tuple[str, str], tuple[Page, ...]] = {}
+    for i in range(count):
+        name = rng.choice(("device", "disk")), rng.choice(("global", "local"))
+        pages[name] = (*pages.get(name, ()), page(i, name[1]))
+    messages = list(convert.kv_snapshot(Snapshot(9, 2**64 - 1, pages)))
+    assert 1 <= len(messages) <= 4 + count // 1024 and all(m.ByteSize() < 128_000 for m in messages)
     assert [m.snapshot.first for m in messages] == [True] + [False] * (len(messages) - 1)
     assert [m.snapshot.last for m in messages] == [False] * (len(messages) - 1) + [True]
     subscriber = Subscriber()

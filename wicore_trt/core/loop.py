@@ -44,17 +44,12 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
-        self.kv_events.wake = self._poke
         self._thread.start()
 
     @property
     def kv_events(self) -> KVEventLog:
         """What the KV cache gains and loses; any thread may read it."""
         return self._core.scheduler.manager.events
-
-    def _poke(self) -> None:
-        with self._wake:
-            self._wake.notify()
 
     @property
     def dead(self) -> str | None:

@@ -198,16 +198,15 @@ def _tier_stats(tier: TierStats) -> kv_pb2.TierStats:
 
 def kv_snapshot(snapshot: Snapshot) -> Iterator[kv_pb2.SubscribeKVEventsResponse]:
     """A snapshot as messages: at least one, the first and the last marked."""
-    entries = snapshot.entries
-    for start in range(0, max(1, len(entries)), MAX_PAGES_PER_MESSAGE):
+    size = MAX_PAGES_PER_MESSAGE
+    slices = [(*name, i) for name, pages in snapshot.pages.items() for i in range(0, len(pages), size)]
+    for number, piece in enumerate(slices or [None]):
         message = kv_pb2.SubscribeKVEventsResponse(epoch=snapshot.epoch, sequence=snapshot.sequence)
-        part = message.snapshot
-        part.first, part.last = start == 0, start + MAX_PAGES_PER_MESSAGE >= len(entries)
-        groups: dict[tuple[str, str], list[Page]] = {}
-        for tier, page in entries[start : start + MAX_PAGES_PER_MESSAGE]:
-            groups.setdefault((tier, page.group), []).append(page)
-        for (tier, group), pages in groups.items():
-            _fill_pages(part.pages.add(), tier, group, pages)
+        message.snapshot.first, message.snapshot.last = number == 0, number >= len(slices) - 1
+        if piece is not None:
+            tier, group, start = piece
+            pages = snapshot.pages[tier, group][start : start + size]
+            _fill_pages(message.snapshot.pages.add(), tier, group, pages)
         yield message
 
 

@@ -220,7 +220,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 changed.clear()
                 events = log.since(position)
                 if events is None:
-                    snapshot = await asyncio.wrap_future(log.request_snapshot())
+                    snapshot = log.snapshot()
                     messages, position = convert.kv_snapshot(snapshot), snapshot.sequence
                 elif events:
                     messages, position = convert.kv_events(log.epoch, events), events[-1].sequence
