@@ -1,0 +1,335 @@
+"""An engine over checked memory with real tiers, its traffic, and what must hold. Shared by tests of the whole cache.
+
+Every position that a query sees is checked by FakeExecutor on every step; here every output is compared with the pure
+function that it computes, and an idle stack is checked for leaks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+from fakes import EOS, FakeExecutor, greedy
+
+from wicore_trt.config import KVSettings
+from wicore_trt.core import assemble_kv
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.disk_store import DiskStore
+from wicore_trt.kv.fault_injection import flip_bit
+from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.kv.tier_index import CopyState, TierIndex
+from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
+
+SLOT = 4096
+SLAB = 32 * 2 * SLOT
+CLEAN = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine is made of; what a restart may change."""
+
+    engine: str = "fake"
+    kernels: str = "fake"
+    kv_dtype: str = "float32"
+    page_tokens: int = 4
+    rank: int = 0
+    window: int = 8
+    pages: dict[str, int] = field(default_factory=lambda: {GLOBAL: 48, LOCAL: 32})
+    max_batch_tokens: int = 16
+    max_sequences: int = 6
+    max_context: int = 120
+
+
+class Stack:
+    """`path`: directory of the disk tier, or None. `settings` go to KVSettings; `now` is the clock of deadlines and
+    times to live. `wrong` counts outputs that differ from the run without a cache."""
+
+    def __init__(
+        self, path: Path | None, *, seed: int, shape: Shape | None = None, files: Files | None = None,
+        host_slots: int = 120, **settings: object,
+    ) -> None:  # fmt: skip
+        self.rng = random.Random(seed)
+        self.shape = shape or Shape()
+        self.files = files
+        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2} if path is not None else {}
+        self.kv = KVSettings(host_bytes=host_slots * SLOT, disk_free_bytes=0, **(disk | settings))
+        self.now = 1000.0
+        self.wrong = self.finished = self.added = 0
+        self.known: list[list[int]] = [self.tokens(12)]
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ends: Counter[FinishReason] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.open()
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        shape = self.shape
+        executor = FakeExecutor(shape.pages, shape.page_tokens, shape.window, shape.max_batch_tokens)
+        executor.layout = replace(executor.layout, kv_dtype=shape.kv_dtype)
+        ranked = partial(Namespace, rank=shape.rank, world=2)
+        slabs = partial(DiskStore, slab_bytes=SLAB)  # several files, so that runs of slots end and slabs can be swapped
+        with mock.patch.multiple(assemble_kv, Namespace=ranked, DiskStore=slabs):
+            manager, loader = assemble_kv.make_cache(
+                self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,
+                copier=executor.copier, files=self.files,
+            )  # fmt: skip
+        manager._clock = manager.retention._clock = lambda: self.now
+        scheduler = Scheduler(
+            manager, max_batch_tokens=shape.max_batch_tokens, max_sequences=shape.max_sequences, loader=loader
+        )
+        scheduler.prefill.observe([(0, 64)], 64.0)  # the planner is to load whatever it can
+        scheduler.prefill.observe = lambda *args: None
+        self.core = EngineCore(
+            executor, scheduler, eos_ids=(EOS,), max_context=shape.max_context, clock=lambda: self.now
+        )
+        self.executor, self.manager, self.tiers = executor, manager, manager.tiers
+        self.transfers = manager.tiers.transfers
+
+    def close(self) -> None:
+        for output in self.core.abort_all():
+            self._take(output)
+        self.totals.update(self.counts())
+        self.core.close()
+
+    def restart(self, **changes: object) -> None:
+        self.close()
+        self.shape = replace(self.shape, **changes)
+        self.open()
+
+    # --- traffic -------------------------------------------------------------------------------------------------
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(2, 97) for _ in range(count)]
+
+    def prompt(self, longest: int = 90) -> list[int]:
+        """A known context to go on from, at its end or where it branches off, and something new."""
+        known = self.rng.choice(self.known)
+        if self.rng.random() < 0.4:
+            known = known[: self.rng.randrange(1, len(known) + 1)]
+        if len(known) > longest - 10:
+            known = known[:12]
+        return known + self.tokens(self.rng.randint(1, 10))
+
+    def add(self, prompt: list[int] | None = None, *, answer: int = 6, n: int = 1, **request: object) -> str:
+        prompt = prompt if prompt is not None else self.prompt()
+        answer = min(answer, self.shape.max_context - len(prompt))
+        name = f"r{self.added}"
+        self.added += 1
+        params = SamplingParams(max_tokens=answer, temperature=0, n=n, ignore_eos=self.rng.random() < 0.8)
+        made = GenerateRequest(name, tuple(prompt), params, **request)
+        self.core.validate(made)
+        self.core.add(made)
+        right = greedy(prompt, answer, ignore_eos=params.ignore_eos)
+        for index in range(n):
+            self.expected[name, index], self.got[name, index] = right, []
+        self.known.append(prompt + right)
+        if len(self.known) > 24:
+            self.known.pop(self.rng.randrange(len(self.known)))
+        return name
+
+    def step(self) -> None:
+        for output in self.core.step():
+            self._take(output)
+
+    def abort(self, name: str) -> None:
+        for output in self.core.abort(name):
+            self._take(output)
+
+    def _take(self, output) -> None:
+        place = output.request_id, output.index
+        got = self.got[place]
+        got += output.token_ids
+        if output.finish_reason is None:
+            return
+        right = self.expected.pop(place)
+        self.ends[output.finish_reason] += 1
+        if output.finish_reason in CLEAN:
+            self.finished += 1
+            self.wrong += got != right
+        else:
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            self.wrong += got != right[: len(got)]
+        del self.got[place]
+
+    def settle(self, timeout_s: float = 30.0, *, check: bool = False) -> float:
+        """Step until all requests ended; returns the seconds. A request that does not end in time is stuck."""
+        begun = time.monotonic()
+        while self.core.has_work:
+            self.step()
+            if check:
+                self.core.scheduler.check_integrity()
+            assert time.monotonic() - begun < timeout_s, f"stuck: {sorted(self.expected)}"
+        assert not self.expected and not self.got, "a request ended without an output"
+        return time.monotonic() - begun
+
+    def serve(self, count: int, **request: object) -> None:
+        for _ in range(count):
+            self.add(**request)
+        self.settle()
+
+    # --- what can be done to it ----------------------------------------------------------------------------------
+
+    def forget_device(self) -> None:
+        """Drop what the device caches, and nothing below it."""
+        tiers, self.manager.tiers = self.manager.tiers, None
+        self.manager.clear()
+        self.manager.tiers = tiers
+
+    def forget_host(self) -> None:
+        for copy in list(self.tiers.host.copies()):
+            if copy.ready:
+                self.tiers.host.drop(copy, "test")
+
+    def flip_host(self, share: float = 1.0) -> int:
+        """Flip one random bit in each of this share of the host's pages; returns how many. A page that is on its way
+        to the device is left alone: nothing can notice a bit that flips between the check and the copy."""
+        flipped, moving = 0, self.transfers.outstanding > 0
+        for copy in list(self.tiers.host.copies()):
+            if copy.ready and not (moving and copy.readers) and self.rng.random() < share:
+                flip_bit(self.transfers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
+                flipped += 1
+        return flipped
+
+    def home(self) -> Path:
+        """The directory of this engine's pages on disk."""
+        (home,) = (path for path in Path(self.kv.disk_path).iterdir() if path.is_dir())
+        return home
+
+    # --- what must hold ------------------------------------------------------------------------------------------
+
+    def counts(self) -> Counter[str]:
+        """Failures and hits of this life, by tier."""
+        found: Counter[str] = Counter(
+            preempted=self.core.scheduler.preemptions, parked=self.core.scheduler.loader.parked
+        )
+        for tier in self.core.stats().kv.tiers:
+            found[f"{tier.tier} hits"] += tier.hit_tokens
+            for cause, count in tier.failures.items():
+                found[f"{tier.tier} {cause}"] += count
+        return found
+
+    def settle_transfers(self, timeout_s: float = 10.0) -> None:
+        """Wait for all that is under way. Writes that wait for a bad disk to get better are not waited for."""
+        end = time.monotonic() + timeout_s
+        while self.transfers.outstanding or self.tiers.loading:
+            self.transfers.wait(0.01)
+            self.tiers.poll()
+            assert time.monotonic() < end, f"{self.transfers.outstanding} transfers never ended"
+        if self.transfers._no_writes_before > time.monotonic():
+            self.transfers._to_save.clear()
+        assert self.transfers.wait_idle(timeout_s), "saves never ended"
+
+    def check_idle(self) -> None:
+        """Nothing is held, under way or left over when no request lives."""
+        assert not self.core.has_work
+        self.settle_transfers()
+        self.core.scheduler.check_integrity()
+        transfers, loader = self.transfers, self.core.scheduler.loader
+        assert not transfers.outstanding and not transfers._waiters and not transfers._saving_slots
+        assert not transfers.reading_bytes, "bytes on their way for ever"
+        assert not loader._begun and not self.tiers._loads and not self.manager._computing
+        assert all(pool.used == 0 for pool in self.manager.pools.values())
+        for index in self.tiers.indexes.values():
+            check_idle_index(index)
+        if transfers.disk is not None:
+            assert wait_for(lambda: transfers.disk[1].queue_depth == 0), "operations left in the store"
+
+
+def check_idle_index(index: TierIndex) -> None:
+    assert not index._lost, "slots that never came back"
+    for copy in index.copies():
+        assert copy.state is CopyState.READY and not copy.readers, "a copy is held for ever"
+        assert copy.page.parent is not None or copy.page.index == 0, "a private page was left"
+    assert all(node.busy == node.held for node in index._nodes.values())
+
+
+def wait_for(condition, timeout_s: float = 5.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+@dataclass
+class Row:
+    """Faults of one kind: done, noticed by a tier (a page refused, a write or the directory given up), and outputs
+    that were wrong. Faults that nobody met afterwards, or that changed nothing, are not noticed."""
+
+    injected: int = 0
+    detected: int = 0
+    wrong: int = 0
+
+
+class Table(dict[str, Row]):
+    def add(self, kind: str, injected: int, detected: int, wrong: int) -> None:
+        row = self.setdefault(kind, Row())
+        row.injected += injected
+        row.detected += detected
+        row.wrong += wrong
+
+    @property
+    def total(self) -> Row:
+        return Row(*(sum(getattr(row, name) for row in self.values()) for name in ("injected", "detected", "wrong")))
+
+    def __str__(self) -> str:
+        rows = [*self.items(), ("total", self.total)]
+        lines = [f"{kind:40} {row.injected:>10,} {row.detected:>10,} {row.wrong:>6,}" for kind, row in rows]
+        return "\n".join([f"{'kind':40} {'injected':>10} {'detected':>10} {'wrong':>6}", *lines])
+
+
+# --- a process that is there to be killed ----------------------------------------------------------------------------
+
+
+def crash_stack(path: Path, seed: int) -> Stack:
+    """Every life of the directory meets the same contexts, so that it finds pages of earlier lives."""
+    stack = Stack(path, seed=seed, host_slots=60, disk_bytes=2 << 20)
+    common = random.Random(7)
+    stack.known = [[common.randrange(2, 97) for _ in range(common.randrange(8, 60))] for _ in range(20)]
+    return stack
+
+
+def live(path: Path, seed: int, out: int) -> None:
+    """Serve until killed; "served <wrong> <disk hits>" after each wave."""
+    stack = crash_stack(path, seed)
+    while True:
+        stack.serve(4)
+        if stack.rng.random() < 0.3:
+            stack.forget_device()
+            stack.forget_host()
+        os.write(out, f"served {stack.wrong} {stack.counts()['disk hits']}\n".encode())
+
+
+def fork_server() -> None:
+    """Has everything imported and forks one child per line of its input, so that a kill costs milliseconds."""
+    for line in sys.stdin:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            live(Path(sys.argv[1]), int(line), write)
+        os.close(write)
+        print(child, flush=True)
+        while data := os.read(read, 1 << 16):
+            print(data.decode(), end="", flush=True)
+        os.close(read)
+        _, status = os.waitpid(child, 0)
+        print("end", os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    fork_server()

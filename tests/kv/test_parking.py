@@ -1,0 +1,206 @@
+"""Preemption with a host tier: pages wait in host memory and come back; nothing is computed twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from campaign import SLOT, Shape, Stack
+
+from wicore_trt.kv.fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
+from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.schedule.sequence import Sequence
+from wicore_trt.types import FinishReason
+
+SEED = int.from_bytes(os.urandom(4), "little")
+
+
+def crowded(path: Path | None = None, *, window: int = 8, host_slots: int = 400, seed: int = SEED, **settings) -> Stack:
+    """Four long outputs fit a pool of 40 pages only two at a time."""
+    shape = Shape(window=window, pages={GLOBAL: 40, LOCAL: 40}, max_sequences=8)
+    return Stack(path, seed=seed, shape=shape, host_slots=host_slots, **settings)
+
+
+def twice(stack: Stack) -> int:
+    """Tokens that were computed more than once, over all sequences that ended."""
+    computed: Counter[int] = Counter()
+    for step in stack.executor.steps:
+        for seq_id, count in step:
+            computed[seq_id] += count
+    return sum(computed.values()) - stack.needed
+
+
+def fill(stack: Stack, count: int = 4, *, prompt: int = 18, answer: int = 70) -> list[str]:
+    """Requests with nothing in common; `needed` sums the positions that have to be computed."""
+    names = []
+    stack.needed = 0
+    for _ in range(count):
+        tokens = stack.tokens(prompt)
+        names.append(stack.add(tokens, answer=answer))
+        stack.needed += prompt + len(stack.expected[names[-1], 0]) - 1
+    return names
+
+
+def parked(stack: Stack) -> list[Sequence]:
+    return [s for s in stack.core.scheduler.waiting if s.pages.parked is not None]
+
+
+def until_parked(stack: Stack) -> Sequence:
+    for _ in range(2000):
+        stack.step()
+        stack.core.scheduler.check_integrity()
+        if parked(stack):
+            return parked(stack)[0]
+    raise AssertionError("nothing was parked")
+
+
+@pytest.mark.parametrize("window", [2, 4, 7, 8, 9, 13, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_computed_twice(window: int, seed: int) -> None:
+    rng = random.Random(SEED + seed)
+    stack = crowded(window=window, seed=SEED + seed)
+    fill(stack, 4, prompt=rng.randint(3, 40), answer=70)
+    stack.settle(check=True)
+    counts = stack.counts()
+    assert counts["preempted"] >= 1 and counts["parked"] == counts["preempted"], (SEED, counts)
+    assert twice(stack) == 0 and stack.wrong == 0, SEED
+    stack.check_idle()
+    stack.close()
+
+
+@pytest.mark.parametrize("groups", [{GLOBAL: 40}, {LOCAL: 20}], ids=["global", "local"])
+def test_models_with_one_kind_of_layers(groups: dict[str, int]) -> None:
+    shape = Shape(window=40, pages=groups, max_sequences=8)
+    stack = Stack(None, seed=SEED, shape=shape, host_slots=400)
+    fill(stack)
+    stack.settle(check=True)
+    assert stack.counts()["parked"] >= 1 and twice(stack) == 0 and stack.wrong == 0, SEED
+    stack.check_idle()
+    stack.close()
+
+
+@pytest.mark.parametrize("tokens", range(4))
+def test_the_partly_filled_last_page_comes_back(tokens: int) -> None:
+    """Parked with 0..3 tokens in the last page: by hand, at every place in a page."""
+    stack = crowded()
+    fill(stack, 1, prompt=21, answer=30)
+    while not stack.core.scheduler.running or stack.core.scheduler.running[0].computed < 36 + tokens:
+        stack.step()
+    victim = stack.core.scheduler.running[0]
+    assert victim.computed == 36 + tokens
+    stack.core.scheduler._preempt(victim, type(stack.core.scheduler.schedule())())
+    assert victim.pages.parked.tokens == 36 + tokens
+    stack.forget_device()
+    stack.settle(check=True)
+    assert twice(stack) == 0 and stack.wrong == 0
+    stack.check_idle()
+    stack.close()
+
+
+@pytest.mark.parametrize("host_slots", [4, 12, 20, 30])
+def test_without_room_in_the_host_it_is_computed_again(host_slots: int) -> None:
+    stack = crowded(host_slots=host_slots)
+    fill(stack)
+    stack.settle(check=True)
+    counts = stack.counts()
+    assert counts["preempted"] > counts["parked"], counts
+    assert twice(stack) > 0 and stack.wrong == 0
+    stack.check_idle()
+    stack.close()
+
+
+def test_abort_and_deadline_while_parked(tmp_path: Path) -> None:
+    for how in ("abort", "deadline", "abort while it comes back"):
+        stack = crowded(tmp_path / how)
+        fill(stack)
+        victim = until_parked(stack)
+        name = victim.request.request_id
+        if how == "abort":
+            stack.abort(name)
+        elif how == "deadline":
+            stack.core._deadlines[name] = stack.now
+        else:
+            while victim.pages.load is None and stack.core.has_work:
+                stack.step()
+            assert victim.pages.parked is not None
+            stack.abort(name)
+        stack.settle(check=True)
+        assert stack.ends[FinishReason.CANCELLED] + stack.ends[FinishReason.DEADLINE] == 1
+        assert stack.wrong == 0
+        stack.check_idle()
+        stack.close()
+
+
+@pytest.mark.parametrize("which", ["all", "first", "last"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_bits_flipped_while_parked(tmp_path: Path, which: str, disk: bool) -> None:
+    """The page is read from disk where it is there, else the sequence starts over."""
+    stack = crowded(tmp_path if disk else None)
+    fill(stack)
+    victim = until_parked(stack)
+    if disk:
+        stack.settle_transfers()
+    copies = victim.pages.parked.copies
+    for copy in copies if which == "all" else copies[:1] if which == "first" else copies[-1:]:
+        flip_bit(stack.transfers.host.buffers(copy), stack.rng.randrange(SLOT * 8))
+    stack.forget_device()
+    stack.settle(check=True)
+    assert stack.wrong == 0 and stack.counts()["host corrupt"] >= 1
+    if not disk:
+        assert twice(stack) > 0
+    stack.check_idle()
+    stack.close()
+
+
+def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    """Its host copy is corrupt, the disk has the page, and every thread of the disk hangs for ever."""
+    plan = FaultPlan({Fault.READ_HANG: 1.0}, hang_s=60.0, only=lambda name: name.startswith("slab-"))
+    plan.active = False
+    stack = crowded(tmp_path, files=FaultyFiles(plan), disk_timeout_s=0.1)
+    fill(stack)
+    victim = until_parked(stack)
+    stack.settle_transfers()
+    for copy in victim.pages.parked.copies:
+        flip_bit(stack.transfers.host.buffers(copy), 5)
+    stack.forget_device()
+    plan.active = True
+    seconds = stack.settle(15.0)
+    assert stack.wrong == 0 and seconds < 10 and plan.counts[Fault.READ_HANG] >= 1
+    plan.release()
+    stack.check_idle()
+    stack.close()
+
+
+def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksums are not there in time, so the sequence gives up its host copies while they are being written."""
+    monkeypatch.setattr("wicore_trt.kv.tiers.RETAIN_S", 0.0)
+    stack = crowded()
+    stack.transfers._hashing.submit(time.sleep, 0.2)
+    fill(stack)
+    stack.settle(check=True)
+    counts = stack.counts()
+    assert counts["preempted"] > counts["parked"] and stack.wrong == 0
+    stack.check_idle()
+    stack.close()
+
+
+@pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
+@pytest.mark.parametrize("host_slots", [16, 40, 90])
+def test_nothing_private_is_left(tmp_path: Path, write_policy: str, host_slots: int) -> None:
+    """Under pressure from all sides: parks fail half-way, parked pages fill the host, saves go to disk."""
+    stack = crowded(tmp_path, host_slots=host_slots, write_policy=write_policy)
+    for _ in range(3):
+        names = fill(stack, 5, prompt=stack.rng.randint(4, 30), answer=60)
+        for _ in range(60):
+            stack.step()
+        stack.abort(stack.rng.choice(names))
+        stack.settle(check=True)
+        stack.check_idle()
+    assert stack.wrong == 0 and stack.counts()["preempted"] > 0, SEED
+    stack.restart()
+    stack.check_idle()
+    stack.close()
