@@ -136,8 +136,8 @@ class TokenLogprob:
 
 
 class CachePriority(enum.Enum):
-    """How a request's pages compete for the cache: LOW pages never leave the device and go first, HIGH ones are
-    pinned like a session's."""
+    """How a request's pages compete for the cache: LOW ones are never copied from the device to another tier, HIGH ones
+    are held like a session's."""
 
     LOW = "low"
     NORMAL = "normal"

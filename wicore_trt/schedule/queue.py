@@ -45,6 +45,10 @@ class WaitingQueue:
         self._heap = [entry for entry in self._heap if entry[1] is not sequence]
         heapq.heapify(self._heap)
 
+    def first(self) -> Sequence | None:
+        """The member to admit next, or None when empty."""
+        return self._heap[0][1] if self._heap else None
+
     def pop(self) -> Sequence | None:
         """Take out and return the member to admit next, or None when empty."""
         if self._heap:

@@ -22,6 +22,9 @@ from wicore_trt.schedule.state import SequenceState
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
 MAX_PASSED_OVER = 64
+# Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
+# behind them is prefetched when it comes first.
+PREFETCH_AHEAD = 4
 
 
 @dataclass(slots=True)
@@ -72,11 +75,16 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
-        if self.loader is not None and self.has_work:
-            hit = self.manager.lookup(sequence.pages, sequence.tokens)
-            self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
+        if self.has_work and len(self.waiting) < PREFETCH_AHEAD:
+            self._prefetch(sequence)
         self.waiting.push(sequence)
         self._too_few = []
+
+    def _prefetch(self, sequence: Sequence) -> None:
+        if self.loader is not None and not sequence.prefetched and sequence.pages.parked is None:
+            sequence.prefetched = True
+            hit = self.manager.lookup(sequence.pages, sequence.tokens)
+            self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a waiting or running sequence and release its pages; unless `keep`, what only it used is forgotten."""
@@ -198,6 +206,9 @@ class Scheduler:
                 budget -= count
         for sequence in passed_over:
             self.waiting.push(sequence)
+        following = self.waiting.first()
+        if following is not None:
+            self._prefetch(following)
 
     def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int | None:
         """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
