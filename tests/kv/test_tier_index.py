@@ -491,3 +491,20 @@ def test_what_a_full_share_could_not_hold_is_not_held_above_a_gap() -> None:
     index.unhold(first)
     filled(index, second[4:])
     assert index.held_slots == 1
+
+
+def test_a_dropped_copy_keeps_its_slots_until_its_last_reader_is_done() -> None:
+    index = TierIndex(4, {"global": 1}, make_policy("lru", 4), primary="global")
+    key = chain(b"A", [0])[0]
+    filled(index, [key])
+    copy = index.get("global", key)
+    assert copy is not None
+    index.acquire(copy)
+    index.acquire(copy)
+    index.drop(copy, "corrupt")
+    filled(index, [key])  # written anew meanwhile, elsewhere
+    index.release(copy)
+    assert copy.state is CopyState.LOST and index.used_slots == 2
+    index.release(copy)
+    assert copy.state is CopyState.FREE and index.used_slots == 1
+    index.check_integrity()
