@@ -16,8 +16,8 @@ from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk_files import Files
 from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
@@ -173,8 +173,8 @@ def make_core(
     if kv is None:
         manager, loader = (
             KVCacheManager(
-                pages, window, KeyChain(engine, page_tokens), prefix_cache=prefix_cache,
-                checkpoint_tokens=checkpoint_tokens,
+                pages, window, KeyChain(engine, page_tokens), 
+                options=CacheOptions(prefix_cache=prefix_cache, checkpoint_tokens=checkpoint_tokens),
             ),
             None,
         )  # fmt: skip

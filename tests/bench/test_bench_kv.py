@@ -34,7 +34,8 @@ from wicore_trt.bench.kv_workload import (
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import WicoreError
-from wicore_trt.kv.manager import GLOBAL, LOCAL, SequencePages
+from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.types import EngineStats, KVStats, TierStats
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager, SequencePages
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.model.spec import GLOBAL, LOCAL
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -12,7 +12,7 @@ import pytest
 from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SLOT = 4096

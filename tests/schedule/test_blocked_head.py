@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes import make_core
 
-from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 

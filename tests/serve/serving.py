@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.server import GrpcServer

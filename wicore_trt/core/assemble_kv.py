@@ -6,6 +6,7 @@ names of pages and the namespace on disk.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +19,14 @@ from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.host_tier import HostTier, slot_geometry
-from wicore_trt.kv.manager import GLOBAL, LOCAL, MAX_EVENT_LOG_PAGES, KVCacheManager
+from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
 from wicore_trt.kv.policies import make_policy
 from wicore_trt.kv.prefix_loader import PrefixLoader
 from wicore_trt.kv.retention import Retention
-from wicore_trt.kv.signals import AttentionSignals
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
 from wicore_trt.kv.tiers import LowerTiers
 from wicore_trt.kv.transfers import PageCopier, PageStore, Transfers
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout
 
 QUEUE_LIMIT = 256
@@ -61,14 +62,16 @@ def make_cache(
         layout.num_pages,
         window,
         KeyChain(f"{engine}/{kernels}", layout.page_tokens, salt=settings.salt or ""),
-        prefix_cache=settings.prefix_cache,
+        options=CacheOptions(
+            prefix_cache=settings.prefix_cache,
+            write_policy=settings.write_policy,
+            threshold=settings.device_threshold,
+            measure_attention=settings.policy == "a2cr",
+        ),
         policy=policy,
         tiers=tiers,
-        write_policy=settings.write_policy,
-        threshold=settings.device_threshold,
         events=events,
-        attention=AttentionSignals() if settings.policy == "a2cr" else None,
-        pin_s=settings.pin_s,
+        retention=Retention(settings.pin_s, time.monotonic),
     )
     loader = None
     if tiers is not None:
@@ -90,7 +93,7 @@ def _make_tiers(
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
         raise ConfigError(
-            f"kv.host_bytes = {settings.host_bytes:,} holds {num_slots} slots of {slot_bytes:,} bytes, too few to be of use.",
+            f"kv.host_bytes = {settings.host_bytes:,} holds {num_slots} slots of {slot_bytes:,} bytes: too few.",
             fix="Raise kv.host_bytes, or set it to 0; `wicore kv plan` says how much is useful.",
         )
     store: DiskStore | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from wicore_trt.errors import InvalidRequestError
-from wicore_trt.kv.manager import SequencePages
+from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.schedule.scheduler import Plan, Scheduler
@@ -30,7 +30,6 @@ from wicore_trt.types import (
     TokenOutput,
     Usage,
 )
-
 
 LOAD_WAIT_S = 0.005
 """How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
@@ -274,7 +273,7 @@ class EngineCore:
         return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let writes to the KV tiers end, at most `timeout_s` seconds, then free the device. Not to be stepped again."""
+        """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
         tiers = self.scheduler.manager.tiers
         if tiers is not None:
             tiers.transfers.close(timeout_s)

@@ -11,86 +11,45 @@ is findable only after the step that filled it has run.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
+from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.page import Page
 from wicore_trt.kv.policy import ChainPolicy
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.prefix_load import PrefixLoad
 from wicore_trt.kv.retention import Retention
+from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
 from wicore_trt.kv.signals import AttentionSignals
-from wicore_trt.kv.tiers import HYSTERESIS, LowerTiers
-from wicore_trt.types import CacheHints, CachePriority
+from wicore_trt.kv.tiers import LowerTiers
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import CachePriority
 
-if TYPE_CHECKING:
-    from wicore_trt.kv.prefix_loader import ParkedPages
-
-GLOBAL = "global"
-LOCAL = "local"
 MAX_EVENT_LOG_PAGES = 1 << 18
-WritePolicy = Literal["through", "selective", "back"]
-
-
-def _tables() -> dict[str, array[int]]:
-    """Empty page tables. They are arrays of C ints because each step copies all of them into its tensors."""
-    return {GLOBAL: array("i"), LOCAL: array("i")}
-
-
-@dataclass(slots=True)
-class SequencePages:
-    """Page tables of one sequence.
-
-    `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i. `published`
-    pages are findable. `first_local` is the first page index still held in the local table. `resume_points` are
-    page counts whose local windows stay cached when they slide out. `load` brings the prefix up from lower tiers;
-    `parked` is where the pages of a preempted sequence wait.
-    """
-
-    salt: str
-    hints: CacheHints = CacheHints()
-    keys: list[bytes] = field(default_factory=list)
-    tables: dict[str, array[int]] = field(default_factory=_tables)
-    published: int = 0
-    first_local: int = 0
-    resume_points: set[int] = field(default_factory=set)
-    load: PrefixLoad | None = None
-    parked: ParkedPages | None = None
-    tenant: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.tenant = tenant_tag(self.salt)
-
-    def page(self, group: str, index: int) -> Page:
-        """The identity of a full page; its key must be there."""
-        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Longest usable cached prefix: `tokens` computed tokens; `reachable` pages have all their global KV.
+class CacheOptions:
+    """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
+    window on the device. `write_policy` and `threshold`: see `copy_down`. `measure_attention`: keep measured attention
+    mass for the policy."""
 
-    `in_flight`: the page after the hit is being computed by a running sequence; waiting for it saves the work.
-    """
-
-    tokens: int
-    reachable: int
-    in_flight: bool
+    prefix_cache: bool = True
+    checkpoint_tokens: int = 4096
+    write_policy: WritePolicy = "through"
+    threshold: float = 0.85
+    measure_attention: bool = False
 
 
 class KVCacheManager:
     """Device pages of all layer groups of one engine.
 
     `num_pages` maps "global" and "local" to pool sizes (a model without layers of a kind has no entry for it).
-    `events` hears of every page that comes or goes; `attention` keeps measured signals for the policy; `pin_s` is how
-    long a silent session is held. `policy` orders the evictions of the group that carries the chains. `write_policy` says when a page is copied to
-    the host: "through" when it is finished, "selective" when a second request uses it, "back" when more than
-    `threshold` of a pool's pages are in use or not copied yet, or at the latest when it is evicted.
+    `policy` orders the evictions of the group that carries the chains; `events` hears of every page that comes or goes;
+    `retention` knows what clients want to keep.
     """
 
     def __init__(
@@ -99,17 +58,13 @@ class KVCacheManager:
         window: int,
         chain: KeyChain,
         *,
-        prefix_cache: bool = True,
-        checkpoint_tokens: int = 4096,
+        options: CacheOptions | None = None,
         policy: ChainPolicy | None = None,
         tiers: LowerTiers | None = None,
-        write_policy: WritePolicy = "through",
-        threshold: float = 0.85,
         events: KVEventLog | None = None,
-        attention: AttentionSignals | None = None,
-        pin_s: float = 600.0,
-        clock: Callable[[], float] = time.monotonic,
+        retention: Retention | None = None,
     ) -> None:
+        options = options or CacheOptions()
         self.chain_group = GLOBAL if GLOBAL in num_pages else LOCAL
         self.pools = {
             group: PagePool(count, policy if group == GLOBAL else None, partial(self._evicted, group))
@@ -119,18 +74,15 @@ class KVCacheManager:
         self.events = events if events is not None else KVEventLog(MAX_EVENT_LOG_PAGES)
         self.events.snapshot_source = self.snapshot
         self.hit_tokens = 0
-        self.retention = Retention(pin_s, clock)
-        self.attention = attention
-        self._clock = clock
+        self.retention = retention if retention is not None else Retention(600.0, time.monotonic)
+        self.attention = AttentionSignals() if options.measure_attention else None
         self._policy = policy
-        self._write_policy = write_policy
-        self._threshold = threshold
-        self._unsaved: dict[str, set[int]] = {group: set() for group in num_pages}
+        self._copies = CopyDown(self.pools, tiers, options.write_policy, options.threshold)
         self.window = window
         self.page_tokens = chain.page_tokens
         self._chain = chain
-        self._prefix_cache = prefix_cache
-        self._checkpoint_pages = max(1, checkpoint_tokens // chain.page_tokens)
+        self._prefix_cache = options.prefix_cache
+        self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
 
     def first_visible_page(self, position: int) -> int:
@@ -192,17 +144,11 @@ class KVCacheManager:
                 table.append(slot)
         pages.first_local = first
         pages.published = count
-        if self.tiers is not None and self._write_policy == "selective":
-            self._save_again(pages, first, count)
+        for group in self.pools:
+            self._copies.used_again(pages, group, range(first if group == LOCAL else 0, count))
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
-
-    def _save_again(self, pages: SequencePages, first: int, count: int) -> None:
-        """Second use of a prefix: copy its pages down."""
-        for group in self.pools:
-            for i in range(first if group == LOCAL else 0, count):
-                self.save(pages, group, i)
 
     def touch(self, pages: SequencePages, hit_tokens: int) -> None:
         """Tell the policies of all tiers that a request looked up this chain, and what of it the device had. Once per
@@ -219,8 +165,8 @@ class KVCacheManager:
         """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
         if self.tiers is not None:
             self.tiers.poll()
-            self.relieve()
-        for key in self.retention.due(self._clock(), self._in_use):
+            self._copies.relieve()
+        for key in self.retention.due(self.retention.now(), self._in_use):
             self.drop(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
@@ -253,12 +199,12 @@ class KVCacheManager:
         if self._prefix_cache and full > pages.published:
             self._chain.extend(pages.keys, tokens, pages.salt)
             for i in range(pages.published, full):
-                for group, pool in self.pools.items():
+                for group in self.pools:
                     slot = pages.tables[group][i]
                     if slot >= 0:
                         self.publish(pages, group, i, slot)
-                    if group == self.chain_group and self._write_policy == "through":
-                        self.save(pages, group, i)
+                    if group == self.chain_group:
+                        self._copies.finished(pages, group, i)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
         self._slide(pages, computed)
@@ -268,41 +214,19 @@ class KVCacheManager:
         page = pages.page(group, index)
         if self.pools[group].publish(slot, page):
             if not saved:
-                self._unsaved[group].add(slot)
+                self._copies.published(group, slot)
             self.events.append_stored("device", page)
 
-    def save(self, pages: SequencePages, group: str, index: int) -> None:
-        """Copy a published page down, if there is somewhere to copy it to."""
-        slot = pages.tables[group][index]
-        if self.tiers is not None and slot >= 0 and pages.hints.priority is not CachePriority.LOW:
-            self._unsaved[group].discard(slot)
-            self.tiers.store(pages.page(group, index), slot)
-
     def _evicted(self, group: str, page: Page, slot: int) -> None:
-        if self.tiers is not None and self._write_policy == "back" and slot in self._unsaved[group]:
-            self.tiers.store(page, slot)
-        self._unsaved[group].discard(slot)
+        self._copies.evicted(group, page, slot)
         self.events.append_removed("device", group, page.key, "capacity")
-
-    def relieve(self) -> None:
-        """With write policy "back": copy the coldest pages down while too many exist on the device alone."""
-        if self.tiers is None or self._write_policy != "back":
-            return
-        for group, pool in self.pools.items():
-            unsaved = self._unsaved[group]
-            surplus = pool.used + len(unsaved) - self._threshold * pool.num_pages
-            if surplus <= 0 or not unsaved:
-                continue
-            for slot in pool.coldest(min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)):
-                page = pool.page(slot)
-                if slot in unsaved and page is not None:
-                    unsaved.discard(slot)
-                    self.tiers.store(page, slot)
 
     def _slide(self, pages: SequencePages, computed: int) -> None:
         if LOCAL not in self.pools:
             return
-        first, table = self.first_visible_page(computed), pages.tables[LOCAL]
+        # what a request that starts at the last full page looks at stays, not only what the next token does
+        first = self.first_visible_page(computed // self.page_tokens * self.page_tokens)
+        table = pages.tables[LOCAL]
         self._leave(pages, pages.first_local, min(first, len(table)))
         pages.first_local = max(pages.first_local, min(first, len(table)))
 
@@ -313,7 +237,7 @@ class KVCacheManager:
             if table[i] >= 0:
                 durable = self.near(pages.resume_points, i)
                 if durable and i < pages.published:
-                    self._save_window(pages, i)
+                    self._copies.finished(pages, LOCAL, i)
                 checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
                 self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i))
                 table[i] = -1
@@ -327,10 +251,6 @@ class KVCacheManager:
         table.extend(slots)
         pages.first_local = first
 
-    def _save_window(self, pages: SequencePages, index: int) -> None:
-        if self._write_policy == "through":
-            self.save(pages, LOCAL, index)
-
     def near(self, points: Iterable[int], page: int) -> bool:
         """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
         return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
@@ -342,7 +262,7 @@ class KVCacheManager:
         if not keep:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
-                    self._unsaved[group].discard(slot)
+                    self._copies.forget(group, slot)
                     self.events.append_removed("device", group, page.key, "released")
 
     def free(self, pages: SequencePages, owner: int, *, keep: bool = True) -> None:
@@ -351,7 +271,7 @@ class KVCacheManager:
             self.done_computing(key, owner)
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
-        pages.tables = _tables()
+        pages.tables = empty_tables()
         pages.published = pages.first_local = 0
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
@@ -363,7 +283,7 @@ class KVCacheManager:
         if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
-            self._save_window(pages, i)
+            self._copies.finished(pages, LOCAL, i)
         if self.chain_group == LOCAL:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.
@@ -376,7 +296,7 @@ class KVCacheManager:
         """Forget all cached pages; those in use stay."""
         for group, pool in self.pools.items():
             pool.clear()
-            self._unsaved[group] = {slot for slot in self._unsaved[group] if pool.page(slot) is not None}
+            self._copies.cleared(group)
         self.events.append_cleared("device")
         for page in [page for tier, page in self.snapshot() if tier == "device"]:
             self.events.append_stored("device", page)
@@ -389,7 +309,7 @@ class KVCacheManager:
             slot = pool.find(key)
             pool.drop(key)
             if slot is not None and pool.find(key) is None:
-                self._unsaved[group].discard(slot)
+                self._copies.forget(group, slot)
                 self.events.append_removed("device", group, key, cause)
         if self.tiers is not None:
             self.tiers.drop(key, cause)
@@ -408,8 +328,8 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Assert the invariants of pools and tiers."""
-        for group, pool in self.pools.items():
+        for pool in self.pools.values():
             pool.check_integrity()
-            assert all(pool.page(slot) is not None for slot in self._unsaved[group]), "an unsaved slot has no page"
+        self._copies.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()

@@ -11,30 +11,23 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from wicore_trt.kv.manager import GLOBAL, LOCAL, KVCacheManager, PrefixHit, SequencePages
+from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.planner import Candidate, ComputeRate, LoadPlan, Step, TierRate, advance, plan
 from wicore_trt.kv.prefix_load import LoadItem, PrefixLoad
 from wicore_trt.kv.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
-from wicore_trt.kv.tier_index import TierCopy
+from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers import LowerTiers
+from wicore_trt.model.spec import GLOBAL, LOCAL
 
 MAX_CANDIDATES = 4
 """Resume points that a plan chooses among, the longest first."""
+LATE = 2.0
+"""A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
 JUMP, WAIT, DROP = Step("jump"), Step("wait"), Step("drop")
-
-
-@dataclass(slots=True)
-class ParkedPages:
-    """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
-    `copies` keeps them in host memory."""
-
-    tokens: int
-    pages: dict[str, dict[int, Page]] = field(default_factory=dict)
-    copies: list[TierCopy] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -42,6 +35,8 @@ class _Begun:
     """A planned load under way and how long its sequence has idled for it."""
 
     plan: LoadPlan
+    since: float
+    disk_bytes: int
     idle_s: float = 0.0
     waiting_since: float | None = None
 
@@ -156,7 +151,10 @@ class PrefixLoader:
             window=window,
             chain_group=manager.chain_group,
         )
-        self._begun[load] = _Begun(chosen)
+        disk_bytes = sum(
+            self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
+        )
+        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes)
         self.tiers.begin(load)
         return True
 
@@ -189,6 +187,9 @@ class PrefixLoader:
         if load.broken:
             return DROP
         begun, now = self._begun[load], self._clock()
+        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.plan.load_seconds:
+            self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
+            begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
         load.floor = computed // size

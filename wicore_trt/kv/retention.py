@@ -34,6 +34,10 @@ class Retention:
         self._held: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
         self._held_keys = 0
 
+    def now(self) -> float:
+        """The clock's time, in seconds."""
+        return self._clock()
+
     def used(self, keys: Sequence[bytes], hints: CacheHints, tenant: bytes) -> None:
         """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
         live ends those that its keys had."""

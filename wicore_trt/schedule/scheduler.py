@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import le
 
-from wicore_trt.kv.manager import LOCAL, KVCacheManager, PrefixHit
+from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.planner import ComputeRate
 from wicore_trt.kv.prefix_loader import PrefixLoader
 from wicore_trt.kv.rates import PrefillMeter
+from wicore_trt.kv.sequence_pages import PrefixHit
+from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.schedule.state import SequenceState
@@ -145,8 +147,10 @@ class Scheduler:
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
             sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id)
-            if not parked and not sequence.output_len:
-                sequence.cached = (sequence.cached or 0) + sequence.computed - computed
+            if not parked:
+                if not sequence.output_len:
+                    sequence.cached = (sequence.cached or 0) + sequence.computed - computed
+                self._load_more(sequence)
         elif step.action == "drop":
             if parked:  # the parked pages are lost: start over
                 self._release(sequence)
@@ -155,6 +159,14 @@ class Scheduler:
                 return 0
             self.loader.cancel(sequence.pages)
         return 0 if sequence.pages.load is not None else sequence.remaining
+
+    def _load_more(self, sequence: Sequence) -> None:
+        """After a jump: a later resume point may be worth a load of its own."""
+        assert self.loader is not None
+        here = PrefixHit(sequence.computed, 0, in_flight=False)
+        chosen = self.loader.plan(sequence.pages, len(sequence.tokens), here, self._compute_rate())
+        if chosen is not None and chosen.stop:
+            self.loader.begin(sequence.pages, chosen)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
         """Send `victim` back to the queue; returns the tokens it had in this plan."""

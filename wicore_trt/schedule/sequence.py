@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wicore_trt.kv.manager import SequencePages
+from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.schedule.state import TRANSITIONS, SequenceState
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 

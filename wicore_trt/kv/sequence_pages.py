@@ -1,0 +1,72 @@
+"""What a sequence holds of the KV cache: its page tables, the names of its pages, and where they are on their way from.
+
+Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant: `keys` name a prefix of the
+sequence's tokens, and a table never has a slot before a page that slid out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.prefix_load import PrefixLoad
+from wicore_trt.kv.tier_copy import TierCopy
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import CacheHints
+
+
+@dataclass(slots=True)
+class ParkedPages:
+    """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
+    `copies` keeps them in host memory."""
+
+    tokens: int
+    pages: dict[str, dict[int, Page]] = field(default_factory=dict)
+    copies: list[TierCopy] = field(default_factory=list)
+
+
+def empty_tables() -> dict[str, array[int]]:
+    """Empty page tables. They are arrays of C ints because each step copies all of them into its tensors."""
+    return {GLOBAL: array("i"), LOCAL: array("i")}
+
+
+@dataclass(slots=True)
+class SequencePages:
+    """Page tables of one sequence.
+
+    `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i. `published`
+    pages are findable. `first_local` is the first page index still held in the local table. `resume_points` are
+    page counts whose local windows stay cached when they slide out. `load` brings the prefix up from lower tiers;
+    `parked` is where the pages of a preempted sequence wait.
+    """
+
+    salt: str
+    hints: CacheHints = CacheHints()
+    keys: list[bytes] = field(default_factory=list)
+    tables: dict[str, array[int]] = field(default_factory=empty_tables)
+    published: int = 0
+    first_local: int = 0
+    resume_points: set[int] = field(default_factory=set)
+    load: PrefixLoad | None = None
+    parked: ParkedPages | None = None
+    tenant: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.tenant = tenant_tag(self.salt)
+
+    def page(self, group: str, index: int) -> Page:
+        """The identity of a full page; its key must be there."""
+        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Longest usable cached prefix: `tokens` computed tokens; `reachable` pages have all their global KV.
+
+    `in_flight`: the page after the hit is being computed by a running sequence; waiting for it saves the work.
+    """
+
+    tokens: int
+    reachable: int
+    in_flight: bool
