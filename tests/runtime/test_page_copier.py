@@ -1,0 +1,36 @@
+"""Pages go out and come back bit by bit, to their own slots and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.model.lower_torch import TORCH_DTYPES
+from wicore_trt.runtime.page_copier import TorchPageCopier
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("part_bytes", [4096, 1024, 3000])
+def test_a_page_comes_back_as_it_was(device, dtype, part_bytes):
+    shape = (5, 3, 2, 4, 2, 16)  # pages, layers, K and V, tokens, heads, head size
+    count = 3 * 2 * 4 * 2 * 16 * TORCH_DTYPES[dtype].itemsize
+    pool = torch.randint(0, 255, (5, count), dtype=torch.uint8, device=device).view(TORCH_DTYPES[dtype]).view(shape)
+    before = pool.view(5, -1).view(torch.uint8).clone()
+    copier, done = TorchPageCopier({"global": pool}), []
+    slab = aligned_buffer(2 * count)
+    slab[:] = b"\xaa" * len(slab)
+    cuts = [*range(0, count, part_bytes), count]
+    parts = [slab[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    copier.to_host("global", 3, parts, lambda: done.append("out"))
+    assert bytes(slab[:count]) == bytes(before[3].cpu().numpy())
+    assert bytes(slab[count:]) == b"\xaa" * count, "the copy wrote past the page"
+
+    copier.to_device("global", 1, parts, lambda: done.append("in"))
+    after = pool.view(5, -1).view(torch.uint8)
+    assert torch.equal(after[1], before[3]) and torch.equal(after[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
+    assert done == ["out", "in"]
