@@ -25,8 +25,8 @@ from wicore_trt.kv.disk_files import Files
 from wicore_trt.kv.disk_format import Namespace
 from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.fault_injection import flip_bit
-from wicore_trt.kv.manager import GLOBAL, LOCAL
 from wicore_trt.kv.tier_index import CopyState, TierIndex
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 

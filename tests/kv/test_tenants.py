@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from campaign import SLOT, Shape, Stack
 
-from wicore_trt.kv.manager import GLOBAL, LOCAL, SequencePages
 from wicore_trt.kv.page import tenant_tag
+from wicore_trt.kv.sequence_pages import SequencePages
+from wicore_trt.model.spec import GLOBAL, LOCAL
 
 SEED = int.from_bytes(os.urandom(4), "little")
 SALTS = ["", "a", "A", "a ", "a\0", "aa", "ab", "b", "ä", "a\u0308", "0", "00", "x" * 300, "x" * 301]
