@@ -10,6 +10,7 @@ import pytest
 
 from wicore_trt.kv.cost import CostPolicy
 from wicore_trt.kv.guard import LRUGuard
+from wicore_trt.kv.policy import Key, Node
 from wicore_trt.kv.reuse import Group, PageClass, ReuseModel
 from wicore_trt.kv.simulate import simulate
 from wicore_trt.kv.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
@@ -107,7 +108,7 @@ def test_never_one_percent_below_lru_and_better_where_it_can(workload: str) -> N
 
 def test_page_cost_decides_between_equally_likely_pages() -> None:
     def survivors(page_cost: Callable[[int], float] | None) -> int:
-        policy = CostPolicy(300, page_cost=page_cost)
+        policy = CostPolicy(300, page_cost=page_cost, victim_cache=True)  # no guard
         rng = random.Random(5)
         for i in range(3000):
             chain = [(i, j) for j in range(rng.choice((2, 12)))]
@@ -164,19 +165,75 @@ def test_open_pages_count_as_survival() -> None:
     assert index(2000) < 0.3 * index(0)
 
 
-def test_the_guard_steps_in_when_lru_is_ahead_and_retries() -> None:
-    guard, used = LRUGuard(20), []
-    for i in range(4000):
-        keys = [i % 4 * 4 + j for j in range(4)]
-        guard.observe(keys, 0)  # the tier misses what LRU would hold
-        used.append(guard.use_lru)
-    assert used.index(True) < 100
-    assert False in used[100:], "it never tried again"
-    assert sum(used) > 0.9 * len(used)
+def path_of(*keys: Key) -> list[Node]:
+    path: list[Node] = []
+    for key in keys:
+        path.append(Node(key, path[-1] if path else None))
+    return path
 
 
-def test_the_guard_leaves_a_winner_alone() -> None:
-    guard = LRUGuard(20)
-    for i in range(4000):
-        guard.observe([i * 4 + j for j in range(4)], 1)
-        assert not guard.use_lru
+def always_good(i: int) -> tuple[list[Node], int]:
+    """Sixteen pages that LRU holds for ever."""
+    return path_of(*(i % 4 * 4 + j for j in range(4))), 4
+
+
+def trial_wins(guard: LRUGuard, first: int = 0, limit: int = 3000) -> int:
+    """Traffic on which LRU never hits and the trial does (one hot chain among scans), until the guard lets the learnt
+    order decide; the number of requests."""
+    for i in range(limit):
+        for keys in (["hot", "warm"], [(first, i, j) for j in range(30)]):
+            if guard.observe(path_of(*keys), 0):
+                return i + 1
+    raise AssertionError("a trial that wins was not believed")
+
+
+def guard_that_likes_hot_pages() -> LRUGuard:
+    guard = LRUGuard(20, lambda node: 1.0 if node.key in ("hot", "warm") else 0.0)
+    guard.begin_trial([])
+    return guard
+
+
+def test_lru_decides_until_a_trial_wins() -> None:
+    guard = guard_that_likes_hot_pages()
+    for i in range(500):
+        assert not guard.observe(*always_good(i)), "on this traffic both orders are alike"
+    assert guard.use_lru and not guard.idle
+    assert 2 < trial_wins(guard) < 50
+    assert not guard.use_lru
+
+
+def test_losses_to_lru_are_bounded_and_stakes_grow() -> None:
+    """The trial always promises what the tier then does not deliver."""
+    guard, lost, waits = guard_that_likes_hot_pages(), 0, []
+    for attempt in range(6):
+        waits.append(trial_wins(guard, attempt))
+        for i in range(1000):
+            keys, hits = always_good(i)
+            if guard.observe(keys, 0):
+                break
+            lost += hits if i >= 4 else 0
+        assert guard.use_lru, "it did not give up"
+        guard.begin_trial([])
+    assert lost <= 6 * 5 * 4
+    assert waits[-1] > 4 * waits[1]
+
+
+def test_gains_are_credit_for_bad_luck() -> None:
+    guard = guard_that_likes_hot_pages()
+    for i in range(100):
+        guard.observe(*always_good(i))
+    trial_wins(guard)
+    for i in range(2000):
+        assert not guard.observe(path_of(("new", i)), 1), "the tier hits what LRU cannot"
+    misses = next(i for i in range(1000) if guard.observe(always_good(i)[0], 0))
+    assert 64 <= misses <= 80, "64 requests of credit, 4 of loss, 4 that LRU misses too"
+
+
+def test_generated_pages_count_for_lru_too() -> None:
+    """Pages that came in without a look-up are hits of the shadow when the next request asks for them."""
+    guard = guard_that_likes_hot_pages()
+    trial_wins(guard)
+    answer = path_of(*(("answer", i) for i in range(8)))
+    for node in answer:
+        guard.hold(node)
+    assert any(guard.observe(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"

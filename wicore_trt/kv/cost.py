@@ -43,27 +43,33 @@ class CostPolicy(ChainPolicy):
         self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
         self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
-        self._guard = None if victim_cache else LRUGuard(capacity)
+        self._guard = None if victim_cache else LRUGuard(capacity, self._worth, self._value)
         self._groups: dict[Group, None] = {}
+        self._values = [0.0]
         self._refresh_after = max(256, capacity // 8)
         self._evicted = 0
 
     def _score(self, node: Node) -> float:
-        if not self._learnt():
-            return node.last
+        return self._worth(node) if self._learnt() else node.last
+
+    def _worth(self, node: Node) -> float:
         group = node.group
         assert isinstance(group, Group)
         worth = self._model.index(group.page_class, self._clock - group.last)
         return worth if self._page_cost is None else worth * self._page_cost(node.depth)
 
+    def _value(self, pages: int) -> float:
+        """Cost of recomputing the first pages of a chain."""
+        if self._page_cost is None:
+            return pages
+        while len(self._values) <= pages:
+            self._values.append(self._values[-1] + self._page_cost(len(self._values) - 1))
+        return self._values[pages]
+
     def _learnt(self) -> bool:
         return self._model.ready and not (self._guard is not None and self._guard.use_lru)
 
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
-        changed = False
-        if self._guard is not None:
-            hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
-            changed = self._guard.observe([node.key for node in path], hits)
         for node in path[:seen]:
             self._close(node, reused=True)
             node.uses += 1
@@ -78,11 +84,24 @@ class CostPolicy(ChainPolicy):
         for group in groups.values():
             group.weight = group.open**-0.5
             self._groups[group] = None
-        if self._model.observed >= self._refresh_after:
-            self._model.refresh(self._groups, self._clock)
-            changed = True
+        changed = self._model.observed >= self._refresh_after
         if changed:
+            self._model.refresh(self._groups, self._clock)
+        if self._consult_guard(path, refreshed=changed) or changed:
             self._rescore()
+
+    def _consult_guard(self, path: list[Node], *, refreshed: bool) -> bool:
+        """Whether another order decides from now on."""
+        guard = self._guard
+        if guard is None:
+            return False
+        if refreshed:
+            guard.refresh()
+        if guard.idle and self._model.ready:
+            residents = sorted((n for n in self._nodes.values() if n.resident), key=lambda n: n.depth)
+            guard.begin_trial(residents)
+        hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
+        return guard.observe(path, hits)
 
     def _length_level(self, pages: int, highest: int) -> int:
         return min((-(-pages // self._unit_pages)).bit_length(), highest)
@@ -105,6 +124,8 @@ class CostPolicy(ChainPolicy):
         group.open = 1
         self._groups[group] = None
         node.group = group
+        if self._guard is not None:
+            self._guard.hold(node)
 
     def remove(self, key: object) -> None:
         super().remove(key)

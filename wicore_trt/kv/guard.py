@@ -1,74 +1,145 @@
-"""Watches whether a learnt policy is doing worse than LRU would, and if so says to use LRU for a while.
+"""Decides between a learnt policy and LRU, so that learning cannot cost much whatever the traffic does.
 
-It replays the tier's own traffic through a shadow LRU cache of the same capacity that holds keys only. It must not
-know how the policy decides. Invariant: the verdict rests on paired outcomes (both caches see the same requests), so
-the noise of the traffic cancels, and a policy that keeps losing is tried ever more rarely.
+Two shadow caches of the tier's capacity hold keys only and replay the tier's own traffic. One is LRU, always. The other
+follows the learnt order while LRU decides in the tier: a trial that costs no hits. It must not know how the policy
+ranks pages. Invariant: the tier follows the learnt order only after a trial won against LRU by a stake, and until it
+lost a fixed amount to LRU; each such failure doubles the stake, so losses grow with the logarithm of the traffic.
+
+A hit is worth what recomputing it costs. All amounts are in root mean square hits of a request that hits: the size of
+one lucky request.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-_SIGMAS = 1.0
-_MIN_EVIDENCE = 16
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
-_MEMORY = 8
-"""Pauses and memory are in cache-fulls of touched pages."""
+from wicore_trt.kv.policy import ChainPolicy, Key, Node, ghost_limit
+
+_FIRST_STAKE = 4
+_LOSS = 4
+_CREDIT = 64
+"""The most by which earlier gains are remembered: what a policy that was better may lose when the traffic changes."""
 
 
 class LRUGuard:
-    """Shadow LRU of `capacity` pages. `use_lru` is the verdict."""
+    """`use_lru` is the verdict for a tier of `capacity` pages. `worth(node)` is the learnt worth of a page; it may look
+    at the node's depth and group. `value(n)` is what hitting the first n pages of a chain is worth."""
 
-    def __init__(self, capacity: int) -> None:
-        self.use_lru = False
-        self._capacity = capacity
-        self._held: OrderedDict[Hashable, None] = OrderedDict()
-        self._clock = 0
-        self._resume_at = 0
-        self._fade_at = _MEMORY * capacity
-        self._pause = _FIRST_PAUSE
-        self._lead = self._spread = 0.0
-        self._evidence = 0
-
-    def observe(self, keys: Sequence[Hashable], hits: int) -> bool:
-        """One request of which the policy's tier held the first `hits` pages; returns whether the verdict changed."""
-        lead = self._replay(keys) - hits
-        self._clock += len(keys)
-        if self.use_lru:
-            if self._clock < self._resume_at:
-                return False
-            self._lead = self._spread = 0.0
-            self._evidence = 0
-            self.use_lru = False
-            return True
-        if lead:
-            self._lead += lead
-            self._spread += lead * lead
-            self._evidence += 1
-        if self._clock >= self._fade_at:
-            self._fade_at = self._clock + _MEMORY * self._capacity
-            self._lead *= 0.5
-            self._spread *= 0.5
-        return self._judge()
-
-    def _judge(self) -> bool:
-        if self._evidence < _MIN_EVIDENCE or self._lead * self._lead < _SIGMAS * _SIGMAS * self._spread:
-            return False
-        if self._lead < 0:
-            self._pause = _FIRST_PAUSE
-            return False
+    def __init__(self, capacity: int, worth: Callable[[Node], float], value: Callable[[int], float] = float) -> None:
         self.use_lru = True
-        self._resume_at = self._clock + self._pause * self._capacity
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._capacity = capacity
+        self._worth = worth
+        self._value = value
+        self._lru: OrderedDict[Key, None] = OrderedDict()
+        self._trial: _Trial | None = None
+        self._stake = _FIRST_STAKE
+        self._lead = 0.0
+        self._squares = 0.0
+        self._hitting = 0
+
+    @property
+    def idle(self) -> bool:
+        """LRU decides and no trial runs."""
+        return self.use_lru and self._trial is None
+
+    def begin_trial(self, residents: Iterable[Node]) -> None:
+        """Start from what the tier holds: its pages, parents first."""
+        self._trial = _Trial(self._capacity, self._worth)
+        for node in residents:
+            self._trial.hold(node)
+        self._lead = 0.0
+
+    def refresh(self) -> None:
+        """The worth of pages was estimated anew."""
+        if self._trial is not None:
+            self._trial.refresh()
+
+    def hold(self, node: Node) -> None:
+        """A page came into the tier that no request looked up (a generated one)."""
+        self._lru[node.key] = None
+        self._shrink()
+        if self._trial is not None:
+            self._trial.hold(node)
+
+    def observe(self, path: Sequence[Node], hits: int) -> bool:
+        """One request of which the tier held the first `hits` pages; returns whether the verdict changed."""
+        lru_value = self._value(self._replay(path))
+        if lru_value:
+            self._squares += lru_value * lru_value
+            self._hitting += 1
+        unit = (self._squares / max(1, self._hitting)) ** 0.5
+        if not self.use_lru:
+            return self._audit(self._value(hits) - lru_value, unit)
+        if self._trial is None:
+            return False
+        self._lead = max(0.0, self._lead + self._value(self._trial.serve(path)) - lru_value)
+        if self._lead <= self._stake * unit:
+            return False
+        self.use_lru, self._trial, self._lead = False, None, 0.0
         return True
 
-    def _replay(self, keys: Sequence[Hashable]) -> int:
-        held = self._held
-        hits = next((i for i, key in enumerate(keys) if key not in held), len(keys))
-        for key in reversed(keys):
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > self._capacity:
-            held.popitem(last=False)
+    def _audit(self, gain: float, unit: float) -> bool:
+        self._lead += gain
+        if self._lead >= _CREDIT * unit:
+            self._lead, self._stake = _CREDIT * unit, _FIRST_STAKE
+        if self._lead >= -_LOSS * unit:
+            return False
+        self.use_lru = True
+        self._stake *= 2
+        return True
+
+    def _replay(self, path: Sequence[Node]) -> int:
+        held = self._lru
+        hits = next((i for i, node in enumerate(path) if node.key not in held), len(path))
+        for node in reversed(path):
+            held[node.key] = None
+            held.move_to_end(node.key)
+        self._shrink()
         return hits
+
+    def _shrink(self) -> None:
+        while len(self._lru) > self._capacity:
+            self._lru.popitem(last=False)
+
+
+class _Trial(ChainPolicy):
+    """Keys that the tier would hold if the learnt order decided. Its nodes take over the groups of the tier's nodes, so
+    that a page keeps its worth when the tier has long forgotten it."""
+
+    def __init__(self, capacity: int, worth: Callable[[Node], float]) -> None:
+        super().__init__(capacity, ghosts=ghost_limit(capacity))
+        self._worth = worth
+        self._coming: Sequence[Node] = ()
+
+    def _score(self, node: Node) -> float:
+        return self._worth(node)
+
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        for node, original in zip(path, self._coming, strict=True):
+            node.group = original.group
+
+    def _adopt(self, node: Node) -> None:
+        node.group = self._coming[0].group
+
+    def refresh(self) -> None:
+        self._rescore()
+
+    def serve(self, path: Sequence[Node]) -> int:
+        """Replay one request; returns its hits."""
+        self._coming, keys = path, [node.key for node in path]
+        hits = next((i for i, key in enumerate(keys) if key not in self), len(keys))
+        self.touch(keys)
+        self.add([key for key in keys if key not in self])
+        self._shrink()
+        return hits
+
+    def hold(self, node: Node) -> None:
+        self._coming = (node,)
+        self.add([node.key], node.parent.key if node.parent is not None else None)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        excess = len(self) - self.capacity
+        for key in (self.victims(excess) or ()) if excess > 0 else ():
+            self.remove(key)
