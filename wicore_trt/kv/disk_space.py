@@ -149,9 +149,10 @@ class DiskSpace:
                     if error.errno not in _FULL:
                         raise
                     grown = False
+                if not grown and not self._short:
+                    _log.warning("disk tier at %s stays at %d slots: no more space", self._path, self.allocated)
                 self._short = not grown
                 if not grown:
-                    _log.warning("disk tier at %s stays at %d slots: no more space", self._path, self.allocated)
                     return False
             return True
 
