@@ -170,7 +170,10 @@ class KVCacheManager:
             self.drop(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
-        return any(pool.in_use(key) for pool in self.pools.values())
+        """Whether a page cannot be dropped now: a sequence holds it, or it is on its way to a tier."""
+        return any(pool.in_use(key) for pool in self.pools.values()) or (
+            self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools)
+        )
 
     def announce(self, pages: SequencePages, owner: int) -> None:
         """Say that `owner` is computing the unpublished prompt pages, so that equal requests wait for them."""
@@ -275,12 +278,12 @@ class KVCacheManager:
         pages.published = pages.first_local = 0
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
-        """A request ended well, its pages still held: the next one of its conversation starts at its end. The first
+        """A request ended, its pages still held: the next one of its conversation starts at its end. The first
         `found_tokens` of its prompt had been cached."""
         indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.finished(keys, pages.hints, pages.tenant, indexes, found=found)
-        if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW:
+        if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW or pages.load:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.finished(pages, LOCAL, i)

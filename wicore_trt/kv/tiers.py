@@ -51,6 +51,11 @@ class LowerTiers:
                 return "disk"
         return None
 
+    def writing(self, group: str, key: bytes) -> bool:
+        """Whether a page is on its way to a tier."""
+        copies = (index.get(group, key) for index in self.indexes.values())
+        return any(copy is not None and not copy.ready for copy in copies)
+
     def store(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
         """Copy a device page to the host; None when there is no room. A `private` one goes no further."""
         return self.transfers.store(page, slot, private=private)

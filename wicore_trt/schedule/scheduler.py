@@ -94,7 +94,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-            if keep and sequence.pages.load is None:
+            if keep:
                 self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
         self._release(sequence, keep=keep)
         if self.loader is not None:
