@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,17 +52,69 @@ class Shape:
     max_context: int = 120
 
 
+class LateCopier:
+    """Copies as a GPU's copy engine does: in order, some time after the call, but before the next step. A page on its
+    way to the host is read at once; a host page on its way to the device is read late, so its buffers must not change
+    until then. `post` brings `done` to the engine's thread."""
+
+    def __init__(self, executor: FakeExecutor, seed: int) -> None:
+        self._executor = executor
+        self._execute = executor.execute
+        executor.execute = self._step
+        self.post = lambda done: done()
+        self.pending: deque = deque()
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def to_host(self, group, slot, parts, done) -> None:
+        data = bytearray(sum(map(len, parts)))
+        self._executor.to_host(group, slot, [memoryview(data)], lambda: None)
+        with self._lock:
+            self.pending.append((lambda: parts[0].__setitem__(slice(None), data), done))
+
+    def to_device(self, group, slot, parts, done) -> None:
+        with self._lock:
+            move = partial(self._executor.to_device, group, slot, parts, lambda: None)
+            self.pending.append((move, lambda: self.post(done)))
+
+    def _flush(self) -> None:
+        with self._lock:
+            while self.pending:
+                move, done = self.pending[0]
+                move()
+                done()
+                self.pending.popleft()
+
+    def _step(self, batch):
+        self._flush()
+        return self._execute(batch)
+
+    def _run(self) -> None:
+        while self._open:
+            time.sleep(self._rng.choice([0.0005, 0.002]))
+            self._flush()
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+
+
 class Stack:
     """`path`: directory of the disk tier, or None. `settings` go to KVSettings; `now` is the clock of deadlines and
-    times to live. `wrong` counts outputs that differ from the run without a cache."""
+    times to live; `late` makes copies between device and host end late. `wrong` counts outputs that differ from the
+    run without a cache."""
 
     def __init__(
         self, path: Path | None, *, seed: int, shape: Shape | None = None, files: Files | None = None,
-        host_slots: int = 120, **settings: object,
+        late: bool = False, host_slots: int = 120, **settings: object,
     ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         self.shape = shape or Shape()
         self.files = files
+        self.late = late
         disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2} if path is not None else {}
         self.kv = KVSettings(host_bytes=host_slots * SLOT, disk_free_bytes=0, **(disk | settings))
         self.now = 1000.0
@@ -78,13 +131,14 @@ class Stack:
     def open(self) -> None:
         shape = self.shape
         executor = FakeExecutor(shape.pages, shape.page_tokens, shape.window, shape.max_batch_tokens)
+        self.copier = LateCopier(executor, self.rng.randrange(1 << 30)) if self.late else None
         executor.layout = replace(executor.layout, kv_dtype=shape.kv_dtype)
         ranked = partial(Namespace, rank=shape.rank, world=2)
         slabs = partial(DiskStore, slab_bytes=SLAB)  # several files, so that runs of slots end and slabs can be swapped
         with mock.patch.multiple(assemble_kv, Namespace=ranked, DiskStore=slabs):
             manager, loader = assemble_kv.make_cache(
                 self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,
-                copier=executor.copier, files=self.files,
+                copier=self.copier or executor.copier, files=self.files,
             )  # fmt: skip
         manager._clock = manager.retention._clock = lambda: self.now
         scheduler = Scheduler(
@@ -97,12 +151,16 @@ class Stack:
         )
         self.executor, self.manager, self.tiers = executor, manager, manager.tiers
         self.transfers = manager.tiers.transfers
+        if self.copier is not None:
+            self.copier.post = self.transfers._post
 
     def close(self) -> None:
         for output in self.core.abort_all():
             self._take(output)
         self.totals.update(self.counts())
         self.core.close()
+        if self.copier is not None:
+            self.copier.close()
 
     def restart(self, **changes: object) -> None:
         self.close()
@@ -196,7 +254,7 @@ class Stack:
     def flip_host(self, share: float = 1.0) -> int:
         """Flip one random bit in each of this share of the host's pages; returns how many. A page that is on its way
         to the device is left alone: nothing can notice a bit that flips between the check and the copy."""
-        flipped, moving = 0, self.transfers.outstanding > 0
+        flipped, moving = 0, self.moving
         for copy in list(self.tiers.host.copies()):
             if copy.ready and not (moving and copy.readers) and self.rng.random() < share:
                 flip_bit(self.transfers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
@@ -221,13 +279,26 @@ class Stack:
                 found[f"{tier.tier} {cause}"] += count
         return found
 
-    def settle_transfers(self, timeout_s: float = 10.0) -> None:
+    @property
+    def moving(self) -> bool:
+        """Whether a page is being copied, checked, read or written."""
+        return self.transfers.outstanding > 0 or (self.copier is not None and len(self.copier.pending) > 0)
+
+    def under_way(self) -> str:
+        transfers = self.transfers
+        depth = transfers.disk[1].queue_depth if transfers.disk is not None else 0
+        return (
+            f"never ended: {transfers.outstanding} transfers, {len(transfers._waiters)} waited for, "
+            f"{transfers._saving_slots} slots being saved, {depth} in the store, {len(self.tiers._loads)} loads"
+        )
+
+    def settle_transfers(self, timeout_s: float = 30.0) -> None:
         """Wait for all that is under way. Writes that wait for a bad disk to get better are not waited for."""
         end = time.monotonic() + timeout_s
-        while self.transfers.outstanding or self.tiers.loading:
+        while self.moving or self.tiers.loading:
             self.transfers.wait(0.01)
             self.tiers.poll()
-            assert time.monotonic() < end, f"{self.transfers.outstanding} transfers never ended"
+            assert time.monotonic() < end, self.under_way()
         if self.transfers._no_writes_before > time.monotonic():
             self.transfers._to_save.clear()
         assert self.transfers.wait_idle(timeout_s), "saves never ended"

@@ -168,6 +168,7 @@ def test_the_disk_is_full(tmp_path: Path) -> None:
     plan = FaultPlan({Fault.WRITE_NO_SPACE: 1.0, Fault.ALLOCATE_NO_SPACE: 1.0}, seed=SEED, only=slabs)
     stack = Stack(tmp_path, seed=SEED, files=FaultyFiles(plan))
     stack.serve(20)
+    stack.settle_transfers()
     assert stack.wrong == 0 and stack.counts()["disk no space"] > 0 and stack.counts()["disk hits"] == 0
     stack.check_idle()
     stack.close()

@@ -36,12 +36,13 @@ class TierMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "cost", "a2cr"]),
         write_policy=st.sampled_from(["through", "selective", "back"]),
         quota=st.sampled_from([1.0, 0.6]),
+        late=st.booleans(),
     )
-    def begin(self, seed, device, host_slots, disk, window, policy, write_policy, quota) -> None:
+    def begin(self, seed, device, host_slots, disk, window, policy, write_policy, quota, late) -> None:
         self.dir = Path(tempfile.mkdtemp()) if disk else None
         self.stack = Stack(
             self.dir, seed=seed, shape=Shape(pages=device, window=window), host_slots=host_slots, policy=policy,
-            write_policy=write_policy, tenant_quota=quota, disk_bytes=(1 << 20) + seed % (2 << 20),
+            late=late, write_policy=write_policy, tenant_quota=quota, disk_bytes=(1 << 20) + seed % (2 << 20),
         )  # fmt: skip
         self.live: list[str] = []
 
@@ -149,7 +150,7 @@ def profile(examples: int, steps: int) -> settings:
 
 
 def test_any_order_of_events() -> None:
-    run_state_machine_as_test(TierMachine, settings=profile(12, 50))
+    run_state_machine_as_test(TierMachine, settings=profile(30, 50))
 
 
 @pytest.mark.long
