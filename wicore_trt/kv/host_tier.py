@@ -54,9 +54,15 @@ class HostTier:
         return [self._slab[slot * size : (slot + 1) * size] for slot in copy.slots]
 
     def payload(self, copy: TierCopy) -> list[memoryview]:
-        """The slots of a copy cut to the page's bytes; the device reads and writes these."""
+        """The slots of a copy cut to the page's bytes; the device reads and writes these. Clears the rest of the last
+        slot of a copy that is to be written."""
         parts = self.buffers(copy)
-        parts[-1] = parts[-1][: self._page_bytes[copy.page.group] - self.slot_bytes * (len(parts) - 1)]
+        rest = self._page_bytes[copy.page.group] - self.slot_bytes * (len(parts) - 1)
+        if rest < self.slot_bytes:
+            # what a page leaves of its last slot may hold another tenant's bytes, and goes to disk with it
+            if not copy.ready:
+                parts[-1][rest:] = bytes(self.slot_bytes - rest)
+            parts[-1] = parts[-1][:rest]
         return parts
 
     def bytes_of(self, page: Page) -> int:

@@ -95,6 +95,7 @@ class Transfers:
         self.reading_bytes = 0
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
+        self._to_hash: list[TierCopy] = []
         self._waiters: dict[tuple[str, bytes], list[Arrival]] = {}
         self._to_save: OrderedDict[TierCopy, None] = OrderedDict()
         self._saving_slots = 0
@@ -109,6 +110,7 @@ class Transfers:
 
     def poll(self) -> bool:
         """Apply what other threads finished; true when there was anything."""
+        self._hash_copied()
         found = False
         try:
             while True:
@@ -158,25 +160,28 @@ class Transfers:
             if private:
                 index.mark_saved(copy)
             self.outstanding += 1
-            self._clear_tail(copy)
             begun = time.perf_counter()
             self.copier.to_host(page.group, slot, self.host.payload(copy), partial(self._copied, copy, begun))
         return copy
 
-    def _clear_tail(self, copy: TierCopy) -> None:
-        """What a page leaves of its last slot may hold another tenant's bytes, and goes to disk with it."""
-        rest = len(self.host.payload(copy)[-1])
-        last = self.host.buffers(copy)[-1]
-        if rest < len(last):
-            last[rest:] = bytes(len(last) - rest)
-
     def _copied(self, copy: TierCopy, begun: float) -> None:
         self.host_traffic.write_seconds += time.perf_counter() - begun
         self.host_traffic.write_bytes += self.host.bytes_of(copy.page)
-        self._hashing.submit(self._hash, copy)
+        self._to_hash.append(copy)
 
-    def _hash(self, copy: TierCopy) -> None:
-        self._post(partial(self._hashed, copy, checksum(copy.page, self.host.buffers(copy))))
+    def _hash_copied(self) -> None:
+        """Hand what was copied since to the checksum thread, all at once: waking it costs more than one page."""
+        if self._to_hash:
+            copies, self._to_hash = self._to_hash, []
+            self._hashing.submit(self._hash, copies)
+
+    def _hash(self, copies: list[TierCopy]) -> None:
+        digests = [checksum(copy.page, self.host.buffers(copy)) for copy in copies]
+        self._post(partial(self._hashed_all, copies, digests))
+
+    def _hashed_all(self, copies: list[TierCopy], digests: list[bytes]) -> None:
+        for copy, digest in zip(copies, digests, strict=True):
+            self._hashed(copy, digest)
 
     def _hashed(self, copy: TierCopy, digest: bytes) -> None:
         self.outstanding -= 1
@@ -307,6 +312,7 @@ class Transfers:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until another thread posts something, at most `timeout_s` seconds; then apply it."""
+        self._hash_copied()
         try:
             event = self._events.get(timeout=timeout_s)
         except Empty:
