@@ -55,7 +55,16 @@ def command(
         int | None, typer.Option(help="Longest prompt and output, tokens.", rich_help_panel=_LIMITS)
     ] = None,
     kv_bytes: Annotated[
-        str | None, typer.Option(help="Memory for KV pages, like 2GiB.", rich_help_panel=_LIMITS)
+        str | None, typer.Option(help="Device memory for KV pages, like 2GiB.", rich_help_panel=_LIMITS)
+    ] = None,
+    kv_host_bytes: Annotated[
+        str | None, typer.Option(help="Host memory for KV pages that left the device.", rich_help_panel=_LIMITS)
+    ] = None,
+    kv_disk: Annotated[
+        str | None, typer.Option(help="Directory for KV pages on disk.", rich_help_panel=_LIMITS)
+    ] = None,
+    kv_disk_bytes: Annotated[
+        str | None, typer.Option(help="Bytes that the files there never pass.", rich_help_panel=_LIMITS)
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error.", rich_help_panel=_OUTPUT)
@@ -94,6 +103,9 @@ def command(
         "scheduler.max_waiting": max_waiting,
         "scheduler.max_context": max_context,
         "kv.device_bytes": kv_bytes,
+        "kv.host_bytes": kv_host_bytes,
+        "kv.disk_path": kv_disk,
+        "kv.disk_bytes": kv_disk_bytes,
         "log.level": log_level,
         "log.json": log_json,
     }
