@@ -160,7 +160,7 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
     owned = fill(stack, ["victim"], 3)
     had = {name: {copy.page.name for copy in index.copies()} for name, index in stack.tiers.indexes.items()}
     assert all(len(pages) > 20 for pages in had.values())
-    for _ in range(40):
+    for _ in range(15):
         for _ in range(4):
             stack.add(stack.tokens(60), answer=4, cache_salt="flood")
         stack.settle()

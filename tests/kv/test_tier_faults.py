@@ -159,6 +159,7 @@ def test_each_damage_to_the_files_between_runs(tmp_path: Path, kind: Damage) -> 
         foreign.close()
         other = foreign.home()
     stack, table = Stack(tmp_path / "own", seed=SEED), Table()
+    stack.serve(8)  # so that there are several slabs
     assert damage_round(stack, kind, table, pieces=40 if "SLOT" in kind.name or "ZERO" in kind.name else 5, other=other)
     assert stack.wrong == 0 and stack.finished == stack.added, (SEED, table)
     stack.close()
@@ -205,7 +206,7 @@ def test_a_disk_that_never_answers(tmp_path: Path, fault: Fault, threads: int) -
 def test_the_device_pool_runs_out_amid_a_batch(tmp_path: Path) -> None:
     shape = Shape(pages={GLOBAL: 34, LOCAL: 14}, max_sequences=8)
     stack = Stack(tmp_path, seed=SEED, shape=shape)
-    for _ in range(4):
+    for _ in range(2):
         for _ in range(8):
             stack.add(answer=40)
         stack.settle(check=True)
