@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from campaign import Shape, Stack
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -143,9 +143,10 @@ class TierMachine(RuleBasedStateMachine):
 
 
 def profile(examples: int, steps: int) -> settings:
+    """Without shrinking: what the threads do is not replayed."""
     return settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
     )  # fmt: skip
 
 
