@@ -284,13 +284,14 @@ FAULTS = int(os.environ.get("WICORE_TEST_FAULTS", "1000000"))
 def test_a_million_faults(tmp_path: Path) -> None:
     """WICORE_TEST_FAULTS sets another number."""
     table, begun, turn = Table(), time.monotonic(), 0
-    while table.total.injected < FAULTS:
-        seed = SEED + turn
-        campaign_turn(tmp_path / str(turn), seed, table)
-        assert table.total.wrong == 0, seed
-        turn += 1
-    seconds = time.monotonic() - begun
-    print(f"\n{table}\n{seconds:.0f} s, {table.total.injected / seconds:.0f} faults/s, seed {SEED}")
+    try:
+        while table.total.injected < FAULTS:
+            campaign_turn(tmp_path / str(turn), SEED + turn, table)
+            assert table.total.wrong == 0, SEED + turn
+            turn += 1
+    finally:
+        seconds = time.monotonic() - begun
+        print(f"\n{table}\n{seconds:.0f} s, {table.total.injected / seconds:.0f} faults/s, seed {SEED}, turn {turn}")
 
 
 def campaign_turn(path: Path, seed: int, table: Table) -> None:
