@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk_store_helpers import SPACE, make_page
 
-from wicore_trt.bench.disk_index import SHAPES, measure
+from wicore_trt.bench.disk_index import MODELS, measure
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.disk_files import Files
 from wicore_trt.kv.disk_format import RECORD_BYTES, SlotFormat
@@ -149,6 +149,10 @@ def test_adjacent() -> None:
 
 
 def test_the_measurement_finds_all_pages() -> None:
-    for shape in SHAPES:
-        found = measure(shape, 0.3)
-        assert found["records"] == int(0.3e9) // (4096 + shape.slot_bytes) > 100
+    """With the slots that the models' pages take: sessions of 1,024 global pages and one window of local ones."""
+    slots = {"gemma3-27b": {"global": 3, "local": 16}, "gemma3-270m": {"global": 1, "local": 5}}
+    windows = {"gemma3-27b": 32, "gemma3-270m": 16}
+    for model in MODELS:
+        found = measure(model, 1024 * slots[model]["global"] + windows[model] * slots[model]["local"])
+        assert found["slots_per_page"] == slots[model]
+        assert found["pages"] == {"global": 1024, "local": windows[model]}

@@ -117,15 +117,16 @@ class CostPolicy(ChainPolicy):
         group.open += 1
         node.group = group
 
-    def _adopt(self, node: Node) -> None:
-        above = node.parent.group if node.parent is not None else None
+    def _adopt(self, nodes: Sequence[Node]) -> None:
+        above = nodes[0].parent.group if nodes[0].parent is not None else None
         kind = above.page_class if isinstance(above, Group) else PageClass(0, 0)
-        group = Group(kind, self._clock)
-        group.open = 1
+        group = Group(kind, self._clock)  # of weight 1, as no one request brought them
+        group.open = len(nodes)
         self._groups[group] = None
-        node.group = group
-        if self._guard is not None:
-            self._guard.hold(node)
+        for node in nodes:
+            node.group = group
+            if self._guard is not None:
+                self._guard.hold(node)
 
     def remove(self, key: object) -> None:
         super().remove(key)

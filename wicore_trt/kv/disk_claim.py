@@ -37,17 +37,25 @@ def lock_directory(files: Files, path: Path) -> int:
         write_all(files, fd, [b"%d\n" % os.getpid()], 0)
         return fd
     except BlockingIOError as error:
-        size = min(files.fstat(fd).st_size, 32)
-        buffer = memoryview(bytearray(size))
-        read_all(files, fd, [buffer], 0)
+        holder = _holder(files, fd)
         files.close(fd)
         raise EnvironmentUnfitError(
-            f"{path} is in use by process {bytes(buffer).decode(errors='replace').strip() or '?'}.",
+            f"{path} is in use by process {holder}.",
             fix="Give this server a kv.disk_path of its own, or stop that process.",
         ) from error
     except BaseException:
         files.close(fd)
         raise
+
+
+def _holder(files: Files, fd: int) -> str:
+    """The process id that the holder of the lock wrote; "?" when it cannot be read, as while the holder writes it."""
+    try:
+        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, 32)))
+        read_all(files, fd, [buffer], 0)
+    except (OSError, EOFError):
+        return "?"
+    return bytes(buffer).decode(errors="replace").strip() or "?"
 
 
 def disk_bytes(found: os.stat_result) -> int:

@@ -119,8 +119,9 @@ class _Trial(ChainPolicy):
         for node, original in zip(path, self._coming, strict=True):
             node.group = original.group
 
-    def _adopt(self, node: Node) -> None:
-        node.group = self._coming[0].group
+    def _adopt(self, nodes: Sequence[Node]) -> None:
+        for node, original in zip(nodes, self._coming, strict=True):
+            node.group = original.group
 
     def refresh(self) -> None:
         self._rescore()

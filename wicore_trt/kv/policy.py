@@ -84,6 +84,9 @@ class ChainPolicy(ABC):
     touched pages: the order needs no wall clock and is the same at any request rate.
     """
 
+    _clock_per_page = 0
+    """By how much the clock moves with a page that comes in."""
+
     def __init__(self, capacity: int, *, ghosts: int = 0) -> None:
         self.capacity = capacity
         self._ghost_limit = ghosts
@@ -123,11 +126,12 @@ class ChainPolicy(ABC):
     def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
+            self._clock += self._clock_per_page
             node = self._nodes.get(key)
             if node is None:
                 node = self._create(key, above)
                 node.last = self._clock
-                self._adopt(node)
+                self._adopt([node])
             elif above is not None and node.parent is not above:
                 self._reparent(node, above)
             if not node.resident:
@@ -140,8 +144,26 @@ class ChainPolicy(ABC):
         for key in keys:
             self._offer(self._nodes[key])
 
-    def _adopt(self, node: Node) -> None:  # noqa: B027, likewise
-        """A page came in that no request looked up (a generated one)."""
+    def fill(self, pages: Sequence[tuple[Key, Key | None, int]]) -> None:
+        """Pages that come in together, each once: (key, key of the page before it, index in the chain). As `add` one
+        by one, but in any order of parents and children, and the heap is built once. For a policy without pages."""
+        assert not self._nodes
+        for key, _, depth in pages:
+            node = self._nodes[key] = Node(key, None)
+            self._clock += self._clock_per_page
+            node.last, node.depth, node.resident = self._clock, depth, True
+        self._resident = len(self._nodes)
+        for node, (_, parent, depth) in zip(self._nodes.values(), pages, strict=True):
+            above = self._nodes.get(parent) if parent is not None else None
+            if above is not None and above.depth == depth - 1:  # so that no pages follow each other in a ring
+                node.parent = above
+                above.children += 1
+        if pages:
+            self._adopt(list(self._nodes.values()))
+        self._rescore()
+
+    def _adopt(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise
+        """Pages came in together that no request looked up: a generated one, or all pages after a restart."""
 
     def remove(self, key: Key) -> None:
         node = self._nodes[key]

@@ -10,33 +10,16 @@ is never evicted and its slots are never handed out.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
+from wicore_trt.kv.collector import collection_paused
 from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import ChainPolicy, Key, LRUPolicy
+from wicore_trt.kv.policy import ChainPolicy, Key
 from wicore_trt.kv.tier_copy import TRANSITIONS, CopyState, TierCopy, TierNode
+from wicore_trt.kv.tier_tenant import Recency, Tenant
 
 __all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
-
-
-class _Recency(LRUPolicy):
-    """One tenant's pages, least recently used or stored first: look-ups of pages that are not here do not reach it."""
-
-    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        self._clock += 1
-        super().add(keys, parent)
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """What one tenant has here: slots, spare copies that may leave, oldest first, and at its quota the order of its
-    other pages."""
-
-    slots: int = 0
-    spare: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    order: _Recency | None = None
 
 
 class TierIndex:
@@ -68,7 +51,7 @@ class TierIndex:
         self._nodes: dict[Key, TierNode] = {}
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
-        self._tenants: dict[bytes, _Tenant] = {}
+        self._tenants: dict[bytes, Tenant] = {}
         self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
         self.held_slots = 0
         self.unsaved_slots = 0
@@ -140,20 +123,34 @@ class TierIndex:
         copy.move(CopyState.FREE)
         self._free.extend(copy.slots)
 
+    @collection_paused()
     def restore(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
-        """Take over pages that a store recovered, oldest first; for an index that is empty. A page whose slots do not
-        fit this index, or that passes its tenant's quota, is left out."""
-        assert not self._nodes
+        """Take over pages that a store recovered, oldest first, no slot twice; for an index that is empty. They are
+        READY and saved. A page whose slots do not fit this index is left out; what passes a tenant's quota leaves."""
+        assert not self._nodes and not self._lost and not self._holds
+        used = bytearray(self.num_slots)
+        chains: list[tuple[bytes, bytes | None, int]] = []
         for page, slots in found:
-            fits = len(slots) == self.slots_per_page.get(page.group) and max(slots) < self.num_slots
-            if fits and self.get(page.group, page.key) is None:
-                self._free = list(reversed(slots))
-                copy = self.reserve(page)
-                if copy is not None:
-                    self.mark_saved(copy)
-                    self.commit(copy)
-        taken = {slot for copy in self.copies() for slot in copy.slots}
-        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
+            need = self.slots_per_page.get(page.group)
+            if need != len(slots) or need > self._quota_slots or max(slots) >= self.num_slots:
+                continue
+            if (node := self._nodes.get(page.key)) is None:
+                node = self._nodes[page.key] = TierNode(page.key, page.tenant)
+            elif page.group in node.copies:
+                continue
+            node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True)
+            self.pages[page.group] += 1
+            self._tenant(page.tenant).slots += need
+            for slot in slots:
+                used[slot] = 1
+            if page.group == self.primary:
+                chains.append((page.key, page.parent, page.index))
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not used[slot]]
+        for node in [node for node in self._nodes.values() if self.primary not in node.copies]:
+            self._set_spare(node, True)
+        self.policy.fill(chains)
+        if self._quota_slots < self.num_slots:
+            self._restore_shares(chains)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -268,16 +265,28 @@ class TierIndex:
             self.held_slots -= node.slots
             self._busy(node, -1)
 
-    def _tenant(self, tag: bytes) -> _Tenant:
+    def _tenant(self, tag: bytes) -> Tenant:
         tenant = self._tenants.get(tag)
         if tenant is None:
             limited = self._quota_slots < self.num_slots
-            tenant = self._tenants[tag] = _Tenant(order=_Recency(self._quota_slots) if limited else None)
+            tenant = self._tenants[tag] = Tenant(order=Recency(self._quota_slots) if limited else None)
         return tenant
 
     def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
         order = self._tenant(tag).order
         return (self.policy,) if order is None else (self.policy, order)
+
+    def _restore_shares(self, chains: Iterable[tuple[bytes, bytes | None, int]]) -> None:
+        """Each tenant's own order of what was restored; what passes its quota leaves by it."""
+        shares: defaultdict[bytes, list[tuple[bytes, bytes | None, int]]] = defaultdict(list)
+        for entry in chains:
+            shares[self._nodes[entry[0]].tenant].append(entry)
+        for tag, tenant in list(self._tenants.items()):
+            assert tenant.order is not None
+            tenant.order.fill(shares[tag])
+            while tenant.slots > self._quota_slots:
+                left = self._evict((), tenant.spare, tenant.order, "quota")
+                assert left, "nothing is in use yet"
 
     def _busy(self, node: TierNode, change: int) -> None:
         before = node.busy
@@ -299,24 +308,24 @@ class TierIndex:
     def _make_room(self, need: int, page: Page) -> bool:
         if need > self._quota_slots:
             return False
-        tenant = self._tenants.get(page.tenant)
+        stays, tenant = (page.key, page.parent), self._tenants.get(page.tenant)
         if tenant is not None and tenant.order is not None:
             while tenant.slots + need > self._quota_slots:
-                if not self._evict(page, tenant.spare, tenant.order, "quota"):
+                if not self._evict(stays, tenant.spare, tenant.order, "quota"):
                     return False
         while len(self._free) < need:
-            if not self._evict(page, self._spare, self.policy, "capacity"):
+            if not self._evict(stays, self._spare, self.policy, "capacity"):
                 return False
         return True
 
-    def _evict(self, page: Page, spare: Iterable[bytes], policy: ChainPolicy, cause: str) -> bool:
-        """Make a spare copy leave, else a whole node; what `page` belongs to and follows stays."""
-        key = next((key for key in spare if key != page.key), None)
+    def _evict(self, stays: Sequence[bytes | None], spare: Iterable[bytes], policy: ChainPolicy, cause: str) -> bool:
+        """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
+        key = next((key for key in spare if key not in stays[:1]), None)
         if key is not None:
             node = self._nodes[key]
             leaving, cause = [c for group, c in node.copies.items() if group != self.primary], "window"
         else:
-            victims = policy.victims(1, {page.key, page.parent})
+            victims = policy.victims(1, set(stays))
             if victims is None:
                 return False
             leaving = list(self._nodes[victims[0]].copies.values())
