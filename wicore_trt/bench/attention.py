@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cost", action="store_true", help="time measured and plain decode steps")
     parser.add_argument("--rounds", type=int, default=60, help="rounds of --cost")
     parser.add_argument("--ablation", action="store_true", help="record real generations and replay the policies")
-    parser.add_argument("--seeds", type=int, default=4, help="workloads of --ablation")
+    parser.add_argument("--seeds", type=int, default=2, help="workloads of --ablation")
     parser.add_argument("--requests", type=int, default=240, help="requests of a workload of --ablation")
     args = parser.parse_args(argv)
     if not args.cost and not args.ablation:
