@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from wicore_trt.kv.collector import collection_paused
+from wicore_trt.kv.cost import CostPolicy
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policies import POLICIES, make_policy
+from wicore_trt.kv.policy import ChainPolicy
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
 
 NEED = {"global": 3, "local": 2}
@@ -57,6 +59,13 @@ def one_by_one(index: TierIndex, found: Found) -> None:
         if copy is not None:
             index.mark_saved(copy)
             index.commit(copy)
+
+
+def check_groups(policy: ChainPolicy) -> None:
+    """Each page that the cost policy knows is open in exactly one group of pages."""
+    if isinstance(policy, CostPolicy):
+        assert all(group.open > 0 for group in policy._groups)
+        assert sum(group.open for group in policy._groups) == len(policy._nodes)
 
 
 def names(index: TierIndex) -> set[tuple[str, bytes]]:
@@ -174,8 +183,9 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert [(copy.page, copy.slots) for copy in index.copies()] == [good] and index.used_slots == 3
     index.check_integrity()
     small = make_index("cost", 9, 0.3)
-    small.restore([good])
-    assert not list(small.copies()) and not small.used_slots, "no page fits this quota"
+    window = local(pages[3])
+    small.restore([(window, (4, 5)), good])
+    assert [copy.page for copy in small.copies()] == [window], "a page that fits no quota drove out one that does"
 
 
 def test_pages_that_name_each_other_as_parents_can_leave() -> None:
@@ -195,6 +205,7 @@ def test_restored_pages_are_used_and_evicted_like_others(policy: str) -> None:
     known = {page.key: page for chain in random_chains(choose, longest=3) for page in chain}
     index = make_index(policy, slots)
     index.restore(placed(choose, list(known.values())[: slots // 3], slots))
+    check_groups(index.policy)
     for _ in range(300):
         known.update({page.key: page for page in random_chains(choose, longest=4)[0]})
         path = [choose.choice(list(known.values())[-40:])]
@@ -205,10 +216,7 @@ def test_restored_pages_are_used_and_evicted_like_others(policy: str) -> None:
             if index.get("global", page.key) is None and (copy := index.reserve(page)) is not None:
                 index.commit(copy)
     index.check_integrity()
-    groups = getattr(index.policy, "_groups", None)
-    if groups is not None:
-        assert all(group.open > 0 for group in groups)
-        assert sum(group.open for group in groups) == len(index.policy._nodes)
+    check_groups(index.policy)
 
 
 def test_collection_is_as_before() -> None:
