@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": (
         "errors",
         "model",
+        "runtime.attention_mass",
         "runtime.batch",
         "runtime.executor",
         "runtime.step_inputs",
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch"),
     "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
-    "schedule": ("errors", "types", "kv", "schedule", "runtime.batch"),
+    "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "checkpoint.calibrate": ("errors", "model", "checkpoint", "runtime", "text"),  # calibrating is running the model
     "checkpoint": ("errors", "model", "checkpoint"),
     "engine": ("errors", "model", "checkpoint", "engine"),

@@ -25,9 +25,9 @@ from wicore_trt.kv.prefix_loader import PrefixLoader
 from wicore_trt.kv.retention import Retention
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
 from wicore_trt.kv.tiers import LowerTiers
-from wicore_trt.kv.transfers import PageCopier, PageStore, Transfers
+from wicore_trt.kv.transfers import PageStore, Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.executor import KVLayout, PageCopier
 
 QUEUE_LIMIT = 256
 

@@ -1,7 +1,7 @@
 """Which slots of the host or disk tier hold which pages: the books of one tier, on plain data.
 
-One free list serves all layer groups: a page takes as many slots as its bytes fill, so capacity is what the arithmetic
-says. The index decides what is evicted, through a policy over chain nodes; it must not know bytes, threads or clocks.
+One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
+through a policy over chain nodes; it must not know bytes, threads or clocks.
 A node is one page index of a chain; it has a copy per layer group. The primary group (global, where the model has it)
 carries the chain; a local copy leaves with its node, or earlier when no request is expected to resume there.
 Invariant (`check_integrity`): every slot is free or belongs to exactly one copy; a copy that is written, read or lost
@@ -20,6 +20,7 @@ from wicore_trt.kv.tier_copy import TRANSITIONS, CopyState, TierCopy, TierNode
 from wicore_trt.kv.tier_tenant import Recency, Tenant
 
 __all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
+LOOKAHEAD = 256
 
 
 class TierIndex:
@@ -155,8 +156,7 @@ class TierIndex:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def acquire(self, copy: TierCopy) -> None:
-        """Keep a READY copy in place while it is read."""
-        assert copy.ready
+        assert copy.ready, "only a written copy can be read"
         copy.readers += 1
         self._busy(self._nodes[copy.page.key], 1)
 
@@ -225,11 +225,11 @@ class TierIndex:
                     self._let_go(node)
 
     def cold(self, slots: int) -> list[TierCopy]:
-        """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots. Takes
-        time in proportion to the saved pages before them, so ask for many at once."""
+        """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots and
+        among the LOOKAHEAD coldest pages: behind those there is no hurry."""
         found: list[TierCopy] = []
         seen, step = 0, 1
-        while step and slots > 0:
+        while step and slots > 0 and seen < LOOKAHEAD:
             victims = self.policy.victims(seen + step)
             if victims is None:
                 step //= 2

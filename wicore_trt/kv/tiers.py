@@ -22,6 +22,8 @@ IN_FLIGHT = 32
 """Pages of one load that are under way at the same time: enough for the disk's queue, few enough to stop soon."""
 RETAIN_S = 0.1
 """How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
+RELIEVE_S = 0.05
+"""How often the coldest pages of a full host are looked at; nothing is lost before they leave."""
 HYSTERESIS = 0.05
 """Once a threshold is passed, cold pages are copied down until the tier is this share below it."""
 
@@ -36,6 +38,7 @@ class LowerTiers:
         self.hit_tokens: Counter[str] = Counter()
         self._threshold = threshold
         self._loads: list[PrefixLoad] = []
+        self._relieve_at = 0.0
 
     @property
     def indexes(self) -> dict[str, TierIndex]:
@@ -127,7 +130,8 @@ class LowerTiers:
         """Apply finished transfers, go on with loads, keep the tiers below their thresholds. True if there was news."""
         news = self.transfers.poll()
         self._pump()
-        if self.disk is not None and self.host.unsaved_slots > self._threshold * self.host.num_slots:
+        full = self.host.unsaved_slots > self._threshold * self.host.num_slots
+        if self.disk is not None and full and time.monotonic() >= self._relieve_at:
             self._relieve()
         return news
 
@@ -163,6 +167,7 @@ class LowerTiers:
         copy.origin = ""
 
     def _relieve(self) -> None:
+        self._relieve_at = time.monotonic() + RELIEVE_S
         surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)
         for copy in self.host.cold(surplus):
             self.transfers.save(copy)

@@ -20,6 +20,7 @@ from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.host_tier import HostTier, checksum
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
+from wicore_trt.runtime.executor import PageCopier
 
 Arrival = Callable[[TierCopy | None], None]
 """Called on the engine thread with an acquired copy whose bytes were verified, or None when the page cannot be had."""
@@ -27,17 +28,8 @@ Arrival = Callable[[TierCopy | None], None]
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
 BAD_WRITES, PAUSE_S = 8, 30.0
-"""After this many failed disk writes in a row, write nothing for a while."""
-
-
-class PageCopier(Protocol):
-    """Moves pages between a device pool and host buffers, in order with the executor's steps: values read are those
-    before any step that starts later, and `done` of `to_device` is called when later steps see the page. The device
-    slot may be written by later steps as soon as `to_host` returns."""
-
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
-
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+"""After this many failed disk writes in a row, write nothing for so many seconds; slots that the file system has no
+space for are tried again after as long."""
 
 
 class PageStore(Protocol):
@@ -101,6 +93,8 @@ class Transfers:
         self._saving_slots = 0
         self._bad_writes = 0
         self._no_writes_before = 0.0
+        self._no_space: list[TierCopy] = []
+        self._space_at = 0.0
         self.outstanding = 0
 
     @property
@@ -210,6 +204,10 @@ class Transfers:
             self._to_save[copy] = None
 
     def _save_some(self) -> None:
+        if self._no_space and self.disk is not None and time.monotonic() >= self._space_at:
+            for unwritten in self._no_space:
+                self.disk[0].reclaim(unwritten)
+            self._no_space = []
         if self.disk is None or not self._to_save or time.monotonic() < self._no_writes_before:
             return
         index, store = self.disk
@@ -256,8 +254,14 @@ class Transfers:
             self.disk_traffic.write_seconds += seconds
             index.commit(target)
             self._stored("disk", copy.page)
+        elif outcome is Outcome.NO_SPACE:
+            # The file system is full below our limit. These slots cannot be had for now; others hold pages that can go.
+            self.disk_traffic.failures["no space"] += 1
+            index.abort(target, "no space", touched=True)
+            self._no_space.append(target)
+            self._space_at = time.monotonic() + PAUSE_S
         else:
-            self.disk_traffic.failures["no space" if outcome is Outcome.NO_SPACE else "write error"] += 1
+            self.disk_traffic.failures["write error"] += 1
             index.abort(target, "failed")
             self._write_failed()
 

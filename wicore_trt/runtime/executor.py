@@ -6,10 +6,10 @@ prefix reuse. Invariant: a sequence's tokens depend on that sequence alone (and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from wicore_trt.kv.transfers import PageCopier
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 
@@ -27,6 +27,16 @@ class KVLayout:
     kv_dtype: str
     num_pages: dict[str, int]
     page_bytes: dict[str, int]
+
+
+class PageCopier(Protocol):
+    """Moves pages between a device pool and host buffers, in order with the executor's steps: values read are those
+    before any step that starts later, and `done` of `to_device` is called when later steps see the page. The device
+    slot may be written by later steps as soon as `to_host` returns."""
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
 
 
 class Executor(Protocol):

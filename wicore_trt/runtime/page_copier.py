@@ -1,7 +1,7 @@
 """Copies KV pages between a torch device's pools and host buffers: the copy engine of the KV tiers.
 
 It must not know which pages are where or why. Copies here are synchronous, which on the CPU they are anyway; a GPU's
-would be queued on a stream. Invariant (`transfers.PageCopier`): a copy is done, in both directions, before the next
+would be queued on a stream. Invariant (`executor.PageCopier`): a copy is done, in both directions, before the next
 step can run.
 """
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.transfers import PageCopier
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_native import NativeOps, NativeWeights, unsupported
 from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
@@ -24,7 +23,7 @@ from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
 from wicore_trt.runtime import native
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.native import NativeLibrary
 from wicore_trt.runtime.page_copier import TorchPageCopier
 from wicore_trt.runtime.pool_plan import plan_pools
