@@ -16,8 +16,7 @@ from typing import Protocol
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import WicoreError
-from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.pool_plan import TYPICAL_WINDOWS, pages_per_sequence
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
