@@ -256,6 +256,7 @@ class DiskSpace:
             slots = min(size // self._space.stride, slab_slots, self.num_slots - count)
             if not whole or path != self._slab(number) or slots <= 0:
                 self._files.unlink(path)
+                whole = False  # slots are numbered through: what follows a gap is lost
                 continue
             if size != slots * self._space.stride:
                 fd = self._files.open(path, os.O_RDWR)

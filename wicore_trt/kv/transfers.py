@@ -232,6 +232,9 @@ class Transfers:
                 self.host.index.mark_saved(copy)
 
     def _post_saved(self, copy: TierCopy, target: TierCopy, begun: float, outcome: Outcome) -> None:
+        # The store sealed the bytes as they were: a bit that flipped in host memory before would look right on disk.
+        if outcome is Outcome.OK and checksum(copy.page, self.host.buffers(copy)) != copy.checksum:
+            outcome = Outcome.CORRUPT
         self._post(partial(self._saved, copy, target, outcome, time.perf_counter() - begun))
 
     def _saved(self, copy: TierCopy, target: TierCopy, outcome: Outcome, seconds: float) -> None:
@@ -260,6 +263,11 @@ class Transfers:
             index.abort(target, "no space", touched=True)
             self._no_space.append(target)
             self._space_at = time.monotonic() + PAUSE_S
+        elif outcome is Outcome.CORRUPT:
+            self.host_traffic.failures["corrupt"] += 1
+            index.abort(target, "corrupt")
+            if copy.ready:
+                self.host.index.drop(copy, "corrupt")
         else:
             self.disk_traffic.failures["write error"] += 1
             index.abort(target, "failed")
