@@ -271,6 +271,43 @@ def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
     stack.close()
 
 
+def test_bits_that_flip_before_a_page_is_saved_do_not_reach_the_disk(tmp_path: Path) -> None:
+    """Stored and hashed, flipped, saved, forgotten by host and device, read from disk: it stays wrong."""
+    stack = Stack(tmp_path, seed=SEED, host_slots=400)
+    stack.transfers._no_writes_before = time.monotonic() + 3600  # hold the saves back
+    stack.serve(8)
+    while stack.moving:
+        stack.transfers.wait(0.01)
+    flipped = stack.flip_host()
+    stack.transfers._no_writes_before = 0.0
+    stack.settle_transfers()
+    assert stack.counts()["host corrupt"] == flipped > 20 and not list(stack.tiers.disk.copies())
+    stack.forget_device()
+    stack.forget_host()
+    stack.serve(8)
+    assert stack.wrong == 0
+    stack.check_idle()
+    stack.restart()
+    stack.serve(8)
+    assert stack.wrong == 0
+    stack.close()
+
+
+def test_a_slab_cut_to_nothing_leaves_no_gap(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, seed=SEED)
+    stack.serve(12)
+    stack.settle_transfers()
+    stack.close()
+    slabs_there = sorted(stack.home().glob("slab-*"))
+    assert len(slabs_there) > 1
+    os.truncate(slabs_there[0], 100)
+    stack.open()
+    stack.serve(6)
+    assert stack.wrong == 0
+    stack.check_idle()
+    stack.close()
+
+
 # --- the long campaign -----------------------------------------------------------------------------------------------
 
 BULK = (Fault.READ_BIT_FLIP, Fault.READ_MISDIRECTED, Fault.READ_SHORT, Fault.READ_EIO, Fault.WRITE_BIT_FLIP,
