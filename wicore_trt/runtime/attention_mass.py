@@ -7,6 +7,8 @@ only reads, so a measured step gives the same tokens and KV as one that is not m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +48,11 @@ class AttentionProbe:
         assert self.queries is not None, "the operators did not pass the probed layer"
         keys, tables = pool[:, 0], inputs.page_tables[GLOBAL]
         ends = inputs.positions[self.rows] + 1
-        found = [
-            _page_masses(query, keys, table, end, scale * self.key_scale)
-            for query, table, end in zip(self.queries.float(), tables, ends.tolist(), strict=True)
-        ]
+        with _one_thread():
+            found = [
+                _page_masses(query, keys, table, end, scale * self.key_scale)
+                for query, table, end in zip(self.queries.float(), tables, ends.tolist(), strict=True)
+            ]
         flat = torch.cat(found).tolist()  # one transfer from the device
         masses, at = {}, 0
         for s, part in zip(batch.slices, found, strict=True):
@@ -72,7 +75,7 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
     step = max(1, KEY_BLOCK // size)
     scores = torch.cat(
         [
-            grouped @ keys[pages[first : first + step]].flatten(0, 1).float().permute(1, 2, 0)
+            grouped @ _rows(keys, pages[first : first + step]).flatten(0, 1).float().permute(1, 2, 0)
             for first in range(0, count, step)
         ],
         dim=2,
@@ -80,3 +83,21 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
     scores[:, :, end:] = -torch.inf  # slots after the query: another sequence's leftovers, or NaN
     weights = (scores * scale).softmax(-1)
     return weights.view(-1, count, size).sum(2).mean(0) * count
+
+
+def _rows(keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """keys[pages], faster, and also for E4M3, which has no index_select."""
+    if keys.dtype == torch.float8_e4m3fn:
+        return keys.view(torch.uint8).index_select(0, pages).view(keys.dtype)
+    return keys.index_select(0, pages)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The operations are too small to share: with more threads they take longer, on a busy machine many times so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
