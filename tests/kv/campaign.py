@@ -60,7 +60,8 @@ class LateCopier:
     def __init__(self, executor: FakeExecutor, seed: int) -> None:
         self._executor = executor
         self._execute = executor.execute
-        executor.execute = self._step
+        self._free = executor.close
+        executor.execute, executor.close = self._step, self.close
         self.post = lambda done: done()
         self.pending: deque = deque()
         self._rng = random.Random(seed)
@@ -98,8 +99,11 @@ class LateCopier:
             self._flush()
 
     def close(self) -> None:
+        """What is queued ends before the memory goes."""
         self._open = False
         self._thread.join()
+        self._flush()
+        self._free()
 
 
 class Stack:
@@ -159,8 +163,6 @@ class Stack:
             self._take(output)
         self.totals.update(self.counts())
         self.core.close()
-        if self.copier is not None:
-            self.copier.close()
 
     def restart(self, **changes: object) -> None:
         self.close()
