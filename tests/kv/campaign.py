@@ -289,10 +289,7 @@ class Stack:
     def under_way(self) -> str:
         transfers = self.transfers
         depth = transfers.disk[1].queue_depth if transfers.disk is not None else 0
-        return (
-            f"never ended: {transfers.outstanding} transfers, {len(transfers._waiters)} waited for, "
-            f"{transfers._saving_slots} slots being saved, {depth} in the store, {len(self.tiers._loads)} loads"
-        )
+        return f"never ended: {transfers.outstanding} transfers, {depth} in the store, {len(self.tiers._loads)} loads"
 
     def settle_transfers(self, timeout_s: float = 30.0) -> None:
         """Wait for all that is under way. Writes that wait for a bad disk to get better are not waited for."""
@@ -309,6 +306,8 @@ class Stack:
         """Nothing is held, under way or left over when no request lives."""
         assert not self.core.has_work
         self.settle_transfers()
+        self.transfers._space_at = 0.0  # slots that a full file system refused come back now, not after a while
+        self.transfers.poll()
         self.core.scheduler.check_integrity()
         transfers, loader = self.transfers, self.core.scheduler.loader
         assert not transfers.outstanding and not transfers._waiters and not transfers._saving_slots
@@ -363,9 +362,6 @@ class Table(dict[str, Row]):
         rows = [*self.items(), ("total", self.total)]
         lines = [f"{kind:40} {row.injected:>10,} {row.detected:>10,} {row.wrong:>6,}" for kind, row in rows]
         return "\n".join([f"{'kind':40} {'injected':>10} {'detected':>10} {'wrong':>6}", *lines])
-
-
-# --- a process that is there to be killed ----------------------------------------------------------------------------
 
 
 def crash_stack(path: Path, seed: int) -> Stack:
