@@ -86,6 +86,6 @@ def test_conversations_that_outgrow_the_device_are_right(tmp_path, write_policy,
     prefer_loads(core)
     replay(core, rng, conversations(rng, 10), 4)
     stats = core.stats().kv
-    assert sum(tier.hit_tokens for tier in stats.tiers[1:]) > 0 or write_policy == "selective"
+    assert sum(tier.hit_tokens for tier in stats.tiers[1:]) > 0 or write_policy != "through"
     assert all(not tier.failures.get("corrupt") for tier in stats.tiers)
     core.close()

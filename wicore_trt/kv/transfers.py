@@ -51,7 +51,7 @@ class PageStore(Protocol):
 
     def erase(self, slots: Sequence[int]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, timeout_s: float) -> None: ...
 
 
 class Traffic:
@@ -134,10 +134,11 @@ class Transfers:
 
     def close(self, timeout_s: float) -> None:
         """Let saves end within `timeout_s`, then stop the threads. A hung disk does not hold it up."""
+        end = time.monotonic() + timeout_s
         self.wait_idle(timeout_s)
         self._hashing.shutdown(wait=True)
         if self.disk is not None:
-            self.disk[1].close()
+            self.disk[1].close(max(0.0, end - time.monotonic()))
 
     # --- device to host ------------------------------------------------------------------------------------------
 
