@@ -297,13 +297,14 @@ def fake_bench(monkeypatch, tmp_path):
     order: list[tuple[bool, str]] = []
 
     @contextmanager
-    def open_core(given):
+    def open_core(given, executor=None):
         opened.append(dict(given))
         tiers = "kv.disk_path" in given
         core = make_core(pages={GLOBAL: 60, LOCAL: 60})
         core.executor.step_s = steps[tiers]
         inner = core.add
         core.add = lambda request: (order.append((tiers, str(request.prompt_token_ids))), inner(request))
+        assert (executor is None) or tiers, "the engine without tiers brings the executor"
         yield SimpleNamespace(core=core)
 
     monkeypatch.setattr(kv, "open_core", open_core)

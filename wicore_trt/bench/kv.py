@@ -63,6 +63,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.lower_torch import TORCH_DTYPES
+from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import Tokenizer
 
 FULL = Shape(40, 3, system_prompts=2, system_tokens=128, turn_tokens=128, output_tokens=16, in_flight=3)
@@ -84,6 +85,7 @@ class Bench:
     bos_id: int
     scratch: Path
     threads: int
+    write_policy: str = "through"
 
     def settings(self, arm: str, disk: Path | None) -> dict[str, Any]:
         """Settings of an arm; `disk` is the directory of its disk tier."""
@@ -98,16 +100,17 @@ class Bench:
             "scheduler.max_sequences": self.sizes.windows,
         }
         if arm in (HOST, DISK):
-            found["kv.host_bytes"] = self.sizes.host
+            found |= {"kv.host_bytes": self.sizes.host, "kv.write_policy": self.write_policy}
         if arm == DISK:
-            found |= {"kv.disk_path": str(disk), "kv.disk_bytes": self.sizes.disk}
+            # one thread: more of them take turns on the cores that compute
+            found |= {"kv.disk_path": str(disk), "kv.disk_bytes": self.sizes.disk, "kv.disk_threads": 1}
         return found
 
 
 @contextmanager
-def open_core(settings: Mapping[str, Any]) -> Iterator[LoadedEngine]:
-    """A loaded engine, closed at the end; its memory is free afterwards."""
-    loaded = load_engine(load_settings(None, settings))
+def open_core(settings: Mapping[str, Any], executor: Executor | None = None) -> Iterator[LoadedEngine]:
+    """A loaded engine, closed at the end; its memory is free afterwards. `executor`: run on that of another one."""
+    loaded = load_engine(load_settings(None, settings), executor)
     try:
         yield loaded
     finally:
@@ -148,9 +151,11 @@ def play_arm(bench: Bench, arm: str, number: int) -> list[ArmRun]:
     return runs
 
 
-def no_reuse(bench: Bench, groups: int) -> NoReuse:
-    """The same new prompts without tiers (A) and with all of them (B), in turns A B B A, after one group that is not
-    counted. A turn is timed to its last token; the copies that it leaves are waited for before the next one."""
+def no_reuse(bench: Bench, groups: int, arm: str = DISK) -> NoReuse:
+    """The same new prompts without tiers (A) and with those of `arm` (B), in turns A B B A, after one group that is not
+    counted. A turn is timed to its last token; the copies that it leaves are waited for before the next one. Both
+    run on one executor: two copies of the weights differ in speed by more than what is measured, because of where in
+    memory they lie. Neither finds the other's pages, as there is nothing to find."""
     length = bench.shape.length(bench.shape.turns)
     prompts = prompt_source(bench.text, bench.bos_id, length - bench.shape.output_tokens)
     ratios: list[float] = []
@@ -159,7 +164,7 @@ def no_reuse(bench: Bench, groups: int) -> NoReuse:
     with (
         tempfile.TemporaryDirectory(dir=bench.scratch) as disk,
         open_core(bench.settings(DEVICE, None)) as plain,
-        open_core(bench.settings(DISK, Path(disk))) as tiered,
+        open_core(bench.settings(arm, Path(disk)), plain.core.executor) as tiered,
     ):
         for number in range(groups + 1):
             seconds = [0.0, 0.0]
@@ -181,7 +186,7 @@ def no_reuse(bench: Bench, groups: int) -> NoReuse:
                 ratios.append(seconds[0] / seconds[1])
                 _say(f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers")
         names = [tier.tier for tier in tiered.core.stats().kv.tiers]
-    return NoReuse(requests, tokens, differing, ratios, drains, names)
+    return NoReuse(requests, tokens, differing, ratios, drains, names, arm)
 
 
 def _burst(bench: Bench, core: EngineCore, prompts: Sequence[Sequence[int]]) -> list[Served]:
@@ -218,6 +223,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", type=Path, help="engine of Gemma 3 270M; built afresh when left out")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, help="rounds of the replay; default 3")
+    parser.add_argument("--write-policy", default="through", choices=("through", "selective", "back"))
+    parser.add_argument("--without-reuse", default="disk", choices=("host", "disk"), help="the tiers that may cost")
     parser.add_argument("--groups", type=int, help="groups A B B A without reuse, 0 for none; default 20")
     parser.add_argument("--sessions", type=int, help=f"default {FULL.sessions}")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="arms of the replay")
@@ -234,13 +241,16 @@ def _shape(args: argparse.Namespace) -> Shape:
     return Shape(**base | ({"sessions": args.sessions} if args.sessions else {}))
 
 
-def measure(bench: Bench, arms: Sequence[str], rounds: int, groups: int) -> tuple[list[ArmRun], NoReuse | None]:
-    """All rounds, the arms in the opposite order every other time."""
+def measure(
+    bench: Bench, arms: Sequence[str], rounds: int, groups: int, without: str = DISK
+) -> tuple[list[ArmRun], NoReuse | None]:
+    """All rounds, the arms in the opposite order every other time; then traffic without reuse on the tiers of
+    `without`."""
     runs = []
     for number in range(rounds):
         for name in arms if number % 2 == 0 else list(reversed(arms)):
             runs += play_arm(bench, ARMS[name], number)
-    return runs, no_reuse(bench, groups) if groups else None
+    return runs, no_reuse(bench, groups, without) if groups else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,13 +268,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = read_tokens(tokenizer, None, max(50_000, text_tokens(shape, shape.turns + 1)))
         itemsize = TORCH_DTYPES[manifest.kv_dtype].itemsize
         sizes = plan_sizes(shape, manifest.spec, manifest.page_tokens, itemsize)
-        bench = Bench(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads)
+        bench = Bench(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads, args.write_policy)
         print(
             f"{shape.sessions} sessions, {shape.turns} turns, {shape.length(shape.turns)} tokens each at the end: "
             f"{_mib(sizes.working_set)} of KV. Device pool {_mib(sizes.device)}, host {_mib(sizes.host)}, "
             f"disk {_mib(sizes.disk)}; the unlimited device pool is {_mib(sizes.unlimited)}."
         )
-        runs, without = measure(bench, args.arms, rounds, groups)
+        runs, without = measure(bench, args.arms, rounds, groups, ARMS[args.without_reuse])
     results = arm_results(runs)
     print(markdown(results, without))
     found = requirements(results, compare(runs), without, judge_speed=not args.quick)
@@ -272,7 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kv",
         target="in process",
         model={"model_id": manifest.model_id, "dtype": manifest.dtype, "kv_dtype": manifest.kv_dtype},
-        parameters={"shape": asdict(shape), "sizes": asdict(sizes), "rounds": rounds, "threads": args.threads},
+        parameters={"shape": asdict(shape), "sizes": asdict(sizes), "rounds": rounds, "threads": args.threads}
+        | {"write_policy": args.write_policy},
         rates=None,
         results=as_json(results, without),
     )

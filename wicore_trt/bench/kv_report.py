@@ -91,6 +91,7 @@ class NoReuse:
     ratios: Sequence[float]
     drain_s: Sequence[float]
     tiers: Sequence[str]
+    arm: str = DISK
 
     def summary(self) -> dict[str, Any]:
         """Median, quartiles and a 95 % interval of the median (order statistics), as percent of throughput lost."""
@@ -185,7 +186,11 @@ def requirements(
         f"{arm}: no {tier}" for arm, tiers in EXPECTED.items() if arm in by_arm for tier in tiers
         if tier not in by_arm[arm]["hit_tokens"]
     ]  # fmt: skip
-    absent += [f"without reuse: no {tier}" for tier in EXPECTED[DISK] if no_reuse and tier not in no_reuse.tiers]
+    absent += (
+        [f"without reuse: no {tier}" for tier in EXPECTED[no_reuse.arm] if tier not in no_reuse.tiers]
+        if no_reuse
+        else []
+    )
     found.append(Requirement("tiers are reported", ", ".join(absent) or "all that the settings name", not absent))
     if (with_tiers := by_arm.get(DISK)) and with_tiers["share_percent"] is not None:
         share = with_tiers["share_percent"]
@@ -234,7 +239,7 @@ def markdown(results: Sequence[Mapping[str, Any]], no_reuse: NoReuse | None) -> 
         cost = summary["cost_percent"]
         lines += [
             "",
-            f"Without reuse, {summary['groups']} groups of turns A B B A: tiers cost {cost['p50']:+.2f} % of "
+            f"Without reuse, {summary['groups']} groups of turns A B B A: {no_reuse.arm} cost {cost['p50']:+.2f} % of "
             f"throughput (quartiles {cost['p25']:+.2f} and {cost['p75']:+.2f}); copies went on "
             f"{summary['drain_ms']:.1f} ms after a turn's last token.",
         ]

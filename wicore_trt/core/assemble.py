@@ -30,8 +30,9 @@ class LoadedEngine:
     info: ModelInfo
 
 
-def load_engine(settings: Settings) -> LoadedEngine:
-    """Load the engine that `settings.engine` names.
+def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedEngine:
+    """Load the engine that `settings.engine` names, or put a cache and a scheduler of its own on an `executor` of that
+    engine which runs already.
 
     Raises ConfigError when none is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
     this machine cannot run it or the KV pool is too small for one sequence of max_context tokens.
@@ -40,7 +41,7 @@ def load_engine(settings: Settings) -> LoadedEngine:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
     engine = open_engine(Path(settings.engine))
     tokenizer = Tokenizer.from_dir(engine.path)
-    executor = make_executor(engine, settings)
+    executor = executor or make_executor(engine, settings)
     manifest, layout = engine.manifest, executor.layout
     max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)
     manager, loader = make_cache(

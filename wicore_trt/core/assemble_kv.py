@@ -18,7 +18,7 @@ from wicore_trt.kv.disk_format import Namespace
 from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.host_tier import HostTier, slot_geometry
+from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
 from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
 from wicore_trt.kv.policies import make_policy
 from wicore_trt.kv.prefix_loader import PrefixLoader
@@ -111,7 +111,9 @@ def _make_tiers(
             on_evict=partial(_left, events, tier, store if tier == "disk" else None),
         )
 
-    host = HostTier(index("host", num_slots), aligned_buffer(num_slots * slot_bytes), slot_bytes, namespace.layout)
+    slab = aligned_buffer(num_slots * slot_bytes)
+    populate(slab)
+    host = HostTier(index("host", num_slots), slab, slot_bytes, namespace.layout)
     disk = None
     if store is not None:
         books = index("disk", store.num_slots)

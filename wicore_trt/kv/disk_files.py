@@ -6,7 +6,6 @@ It must not know pages, slots or limits. Tests put another `Files` in its place 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -21,11 +20,7 @@ _FILL_BYTES = 1 << 20
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """`nbytes` (> 0) zero bytes of writable memory that begin at a page of memory, as O_DIRECT wants."""
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)  # a large slab is first touched page by page while requests run
-    return memoryview(memory)
+    return memoryview(mmap.mmap(-1, nbytes))
 
 
 class Files:

@@ -46,7 +46,7 @@ class PrefixLoad:
         self.todo = deque(items)
         self.in_flight = 0
         self.arrived: Counter[str] = Counter()
-        """Chain pages that arrived, by the tier they were in."""
+        """Chain pages that arrived, by the tier they were in; those that the device had count as well."""
         self.cancelled = False
         self.broken = False
         self._chain = chain_group

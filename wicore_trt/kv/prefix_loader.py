@@ -133,13 +133,16 @@ class PrefixLoader:
         window, items = self._window_slots(pages, stop)
         if window is None:
             return False
+        found = 0
         if manager.chain_group == GLOBAL:
             pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
             for i in range(stop - 1, chosen.start // manager.page_tokens - 1, -1):
                 slot = pool.find(pages.keys[i])
                 if slot is None:
                     items.append(LoadItem(pages.page(GLOBAL, i), table[i]))
-                elif slot != table[i]:
+                    continue
+                found += 1
+                if slot != table[i]:
                     pool.acquire(slot)
                     pool.release([table[i]])
                     table[i] = slot
@@ -151,6 +154,7 @@ class PrefixLoader:
             window=window,
             chain_group=manager.chain_group,
         )
+        load.arrived["device"] = found
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
@@ -220,6 +224,7 @@ class PrefixLoader:
         else:
             for tier, count in load.arrived.items():
                 self.tiers.hit_tokens[tier] += count * manager.page_tokens
+            manager.hit_tokens += load.arrived["device"] * manager.page_tokens
         self._forget(pages)
         return load.tokens
 

@@ -253,11 +253,14 @@ class Scheduler:
         return self.loader.resume(sequence.pages)
 
     def _compute_rate(self) -> ComputeRate:
-        """What a newcomer's prefill gets: the step's budget is shared with what runs and waits ahead of it."""
-        ahead = sum(s.remaining for s in self.running if s.remaining > 1 and s.pages.load is None)
+        """What a newcomer's prefill gets: its turn comes after what is being prefilled, and what it computes delays all
+        that run, which loading does not; so its share of the device is one among them."""
+        busy = [s for s in self.running if s.pages.load is None]
+        ahead = sum(s.remaining for s in busy if s.remaining > 1)
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         rate = self.prefill.rate(slice_tokens=slice_tokens)
-        return self.prefill.rate(delay_s=rate.alone(0, ahead) if ahead else 0.0, slice_tokens=slice_tokens)
+        delay_s = rate.alone(0, ahead) if ahead else 0.0
+        return self.prefill.rate(share=1 / (1 + len(busy)), delay_s=delay_s, slice_tokens=slice_tokens)
 
     def _available(self) -> list[int]:
         return [pool.available for pool in self.manager.pools.values()]
