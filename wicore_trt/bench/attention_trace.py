@@ -103,7 +103,8 @@ class MeasuringExecutor:
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self.spec, self.kernels, self.layout = inner.spec, inner.kernels, inner.layout
-        self.max_batch_tokens = inner.max_batch_tokens
+        self.max_batch_tokens, self.slice_tokens = inner.max_batch_tokens, inner.slice_tokens
+        self.copier = inner.copier
         self.release, self.close = inner.release, inner.close
         self._steps = 0
         self.found: dict[tuple[int, ...], _Measured] = {}
