@@ -32,7 +32,7 @@ class KVLayout:
 class PageCopier(Protocol):
     """Moves pages between a device pool and host buffers, in order with the executor's steps: values read are those
     before any step that starts later, and `done` of `to_device` is called when later steps see the page. The device
-    slot may be written by later steps as soon as `to_host` returns."""
+    slot may be written by later steps as soon as `to_host` returns. `done` runs on the engine's thread."""
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
 
