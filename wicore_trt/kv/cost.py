@@ -98,8 +98,7 @@ class CostPolicy(ChainPolicy):
         if refreshed:
             guard.refresh()
         if guard.idle and self._model.ready:
-            residents = sorted((n for n in self._nodes.values() if n.resident), key=lambda n: n.depth)
-            guard.begin_trial(residents)
+            guard.begin_trial([node for node in self._nodes.values() if node.resident])
         hits = next((i for i, node in enumerate(path) if not node.resident), len(path))
         return guard.observe(path, hits)
 

@@ -12,7 +12,7 @@ one lucky request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from wicore_trt.kv.policy import ChainPolicy, Key, Node, ghost_limit
 
@@ -43,11 +43,10 @@ class LRUGuard:
         """LRU decides and no trial runs."""
         return self.use_lru and self._trial is None
 
-    def begin_trial(self, residents: Iterable[Node]) -> None:
-        """Start from what the tier holds: its pages, parents first."""
+    def begin_trial(self, residents: Sequence[Node]) -> None:
+        """Start from what the tier holds: its pages in any order."""
         self._trial = _Trial(self._capacity, self._worth)
-        for node in residents:
-            self._trial.hold(node)
+        self._trial.hold_all(residents)
         self._lead = 0.0
 
     def refresh(self) -> None:
@@ -134,6 +133,11 @@ class _Trial(ChainPolicy):
         self.add([key for key in keys if key not in self])
         self._shrink()
         return hits
+
+    def hold_all(self, nodes: Sequence[Node]) -> None:
+        self._coming = nodes
+        self.fill([(n.key, n.parent.key if n.parent is not None else None, n.depth) for n in nodes])
+        self._shrink()
 
     def hold(self, node: Node) -> None:
         self._coming = (node,)
