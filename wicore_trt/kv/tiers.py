@@ -90,11 +90,6 @@ class LowerTiers:
         """Whether several chains go on from this page in some tier."""
         return any(index.policy.children(key) > 1 for index in self.indexes.values())
 
-    def keep_window(self, keys: Sequence[bytes]) -> None:
-        for index in self.indexes.values():
-            for key in keys:
-                index.keep(key)
-
     def drop(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device."""
         for index in self.indexes.values():
