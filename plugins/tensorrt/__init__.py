@@ -1,0 +1,1 @@
+"""TensorRT plugins (IPluginV3) over the kernels."""
