@@ -1,0 +1,188 @@
+"""Triton kernels to cubins, ahead of time, on a machine without a GPU; and cubins as files.
+
+General: a kernel is a function, the types of its arguments, its constants and its launch shape. It knows no kernel by
+name. Importing it loads no Triton; only `compile_kernel` needs it. Invariant: a `CompiledKernel` says all that a
+launch needs, so that the machine that runs it needs no Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+
+# Largest dynamic shared memory of one block in bytes (CUDA C++ programming guide, compute capabilities).
+SHARED_LIMIT = {"sm80": 166912, "sm86": 101376, "sm89": 101376, "sm90": 232448, "sm100": 232448, "sm120": 101376}
+TARGETS = tuple(SHARED_LIMIT)
+FORMAT = 1
+
+Constant = int | float | bool
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialisation of a kernel.
+
+    `function` is a `triton.jit` function. `signature` gives the Triton types of its arguments in order, constants left
+    out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments named in `aligned` are multiples of 16 (a pointer: bytes;
+    an integer: its value), which vectorises loads; the launcher checks it.
+    """
+
+    name: str
+    function: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Constant]
+    aligned: frozenset[str] = frozenset()
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin and how to launch it. `arguments` are (name, Triton type) in the order of the parameters; Triton adds two
+    scratch pointers behind them. `symbol` is the function's name in the cubin, `shared_bytes` its dynamic shared
+    memory."""
+
+    name: str
+    symbol: str
+    target: str
+    arguments: tuple[tuple[str, str], ...]
+    aligned: frozenset[str]
+    constants: Mapping[str, Constant]
+    num_warps: int
+    num_stages: int
+    shared_bytes: int
+    triton_version: str
+    cubin: bytes = field(repr=False)
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything but the cubin, as plain JSON data."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "symbol": self.symbol,
+            "target": self.target,
+            "arguments": [list(a) for a in self.arguments],
+            "aligned": sorted(self.aligned),
+            "constants": dict(self.constants),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "shared_bytes": self.shared_bytes,
+            "triton_version": self.triton_version,
+            "cubin_bytes": len(self.cubin),
+        }
+
+    @classmethod
+    def from_metadata(cls, data: Mapping[str, Any], cubin: bytes) -> CompiledKernel:
+        """The kernel whose `metadata` was `data`. Raises EngineFormatError where they do not belong together."""
+        try:
+            if data["format"] != FORMAT or data["cubin_bytes"] != len(cubin):
+                raise ValueError(f"format {data['format']}, {data['cubin_bytes']} bytes expected, {len(cubin)} found")
+            return cls(
+                name=data["name"],
+                symbol=data["symbol"],
+                target=data["target"],
+                arguments=tuple((name, type_) for name, type_ in data["arguments"]),
+                aligned=frozenset(data["aligned"]),
+                constants=data["constants"],
+                num_warps=data["num_warps"],
+                num_stages=data["num_stages"],
+                shared_bytes=data["shared_bytes"],
+                triton_version=data["triton_version"],
+                cubin=cubin,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFormatError(
+                f"A compiled kernel does not fit its description: {error!r}.", fix="Build the engine again."
+            ) from error
+
+
+def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
+    """Compile `spec` for one of TARGETS; takes seconds, less when Triton's own cache has it.
+
+    Raises ConfigError for an unknown target or a kernel that needs more shared memory than the target has, and
+    EnvironmentUnfitError without Triton.
+    """
+    if target not in SHARED_LIMIT:
+        raise ConfigError(f"Kernels cannot be compiled for {target!r}.", fix=f"Use one of {', '.join(TARGETS)}.")
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as error:
+        raise EnvironmentUnfitError("Triton is not installed.", fix="pip install wicore-trt[triton]") from error
+    names = spec.function.arg_names
+    assert {*spec.signature, *spec.constants} == {*names}, f"{spec.name}: arguments without a type or a value"
+    assert [n for n in names if n in spec.signature] == list(spec.signature), f"{spec.name}: order of arguments"
+    source = ASTSource(
+        fn=spec.function,
+        signature={n: spec.signature.get(n, "constexpr") for n in names},
+        constexprs=dict(spec.constants),
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sorted(spec.aligned)},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # a tenth of the size
+        built = triton.compile(source, target=GPUTarget("cuda", int(target.removeprefix("sm")), 32), options=options)
+    meta = built.metadata
+    assert meta.num_ctas == 1 and not meta.global_scratch_size and not meta.profile_scratch_size
+    assert not meta.launch_cooperative_grid and not meta.launch_pdl
+    if meta.shared > SHARED_LIMIT[target]:
+        raise ConfigError(
+            f"Kernel {spec.name} needs {meta.shared} bytes of shared memory; {target} has {SHARED_LIMIT[target]}.",
+            fix="Use smaller blocks or fewer stages.",
+        )
+    return CompiledKernel(
+        name=spec.name,
+        symbol=meta.name,
+        target=target,
+        arguments=tuple(spec.signature.items()),
+        aligned=spec.aligned,
+        constants=dict(spec.constants),
+        num_warps=meta.num_warps,
+        num_stages=spec.num_stages,
+        shared_bytes=meta.shared,
+        triton_version=triton.__version__,
+        cubin=built.asm["cubin"],
+    )
+
+
+def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
+    """Write `<name>.cubin` and `<name>.json` into `directory`, which exists."""
+    (directory / f"{kernel.name}.cubin").write_bytes(kernel.cubin)
+    text = json.dumps(kernel.metadata(), indent=1, sort_keys=True)
+    (directory / f"{kernel.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_kernel(directory: Path, name: str) -> CompiledKernel:
+    """What `save_kernel` wrote. Raises EngineFormatError for files that are missing or do not fit."""
+    try:
+        data = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        cubin = (directory / f"{name}.cubin").read_bytes()
+    except (OSError, ValueError) as error:
+        raise EngineFormatError(f"Kernel {name!r} cannot be read: {error}.", fix="Build the engine again.") from error
+    return CompiledKernel.from_metadata(data, cubin)
+
+
+def pack_kernels(kernels: Mapping[str, CompiledKernel]) -> bytes:
+    """Kernels by role as one byte string: length of the JSON head (8 bytes, little endian), the head, the cubins."""
+    head = json.dumps([[role, kernel.metadata()] for role, kernel in kernels.items()]).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(k.cubin for k in kernels.values())
+
+
+def unpack_kernels(data: bytes) -> dict[str, CompiledKernel]:
+    """What `pack_kernels` packed. Raises EngineFormatError for anything else."""
+    try:
+        at = 8 + int.from_bytes(data[:8], "little")
+        entries = [(str(role), dict(meta), int(meta["cubin_bytes"])) for role, meta in json.loads(data[8:at])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineFormatError(f"Packed kernels are damaged: {error!r}.", fix="Build the engine again.") from error
+    kernels = {}
+    for role, meta, size in entries:
+        kernels[role] = CompiledKernel.from_metadata(meta, data[at : at + size])
+        at += size
+    return kernels

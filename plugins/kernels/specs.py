@@ -1,0 +1,136 @@
+"""Which specialisation of each kernel a model's shapes need, and its block sizes.
+
+Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes and types only, so two
+engines of one model share their cubins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.kernels.attention import paged_attention
+from wicore_trt.plugins.kernels.kv_write import kv_write
+from wicore_trt.plugins.kernels.pages import copy_pages, slide
+from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, ITEM_BYTES, PoolShape
+
+INT32 = {"table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences"}
+INDEX_ARRAYS = {"tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions"}
+FLOAT_ARRAYS = {"scales", "kv_scale"}
+
+
+def _spec(
+    name: str,
+    function: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> KernelSpec:
+    """A spec whose other arguments have the types that their names always have; strides are 64-bit multiples of 16."""
+    signature: dict[str, str] = {}
+    aligned = set(pointers)
+    for argument in function.arg_names:
+        if argument in constants:
+            continue
+        if argument in pointers:
+            signature[argument] = f"*{pointers[argument]}"
+        elif argument in INDEX_ARRAYS:
+            signature[argument] = "*i32"
+        elif argument in FLOAT_ARRAYS:
+            signature[argument] = "*fp32"
+        elif argument == "softmax_scale":
+            signature[argument] = "fp32"
+        elif argument in INT32:
+            signature[argument] = "i32"
+        else:
+            signature[argument] = "i64"
+            if argument != "table_stride":
+                aligned.add(argument)
+    return KernelSpec(name, function, signature, constants, frozenset(aligned), num_warps, num_stages)
+
+
+def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:
+    """Element types of pool and other side of a copy, and whether values are converted between them."""
+    if pool.dtype == "fp8" and other != "fp8":
+        return "u8", FLOAT_TYPES[other], True
+    if ITEM_BYTES[pool.dtype] != ITEM_BYTES[other] or pool.dtype != other:
+        raise ConfigError(f"No copy between {pool.dtype} pages and {other} caches.", fix="Use one type, or FP8 pages.")
+    bits = BITS_TYPES[ITEM_BYTES[other]]
+    return bits, bits, False
+
+
+def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> KernelSpec:
+    """Pages to slots (`to_cache`) or back. Raises ConfigError for types that differ and are not FP8 pages."""
+    pool_type, cache_type, fp8 = _types(pool, cache_dtype)
+    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": _copy_block(pool)}
+    name = f"{'pages_to_slot' if to_cache else 'slot_to_pages'}_{pool.dtype}_{cache_dtype}"
+    return _spec(
+        _named(name, pool),
+        copy_pages,
+        {"pool": pool_type, "cache": cache_type},
+        {**constants, "TO_CACHE": to_cache, "FP8": fp8},
+    )
+
+
+def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
+    """Moves within linear caches of `cache_dtype` with the heads of `pool`."""
+    constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
+    return _spec(f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants)
+
+
+def kv_write_spec(pool: PoolShape, dtype: str) -> KernelSpec:
+    """Keys and values of `dtype` into pages."""
+    fp8 = pool.dtype == "fp8"
+    pool_type = "u8" if fp8 else FLOAT_TYPES[pool.dtype]
+    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16, "FP8": fp8}
+    pointers = {"k": FLOAT_TYPES[dtype], "v": FLOAT_TYPES[dtype], "pool": pool_type}
+    return _spec(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
+
+
+def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int = 64) -> KernelSpec:
+    """Attention of `heads` query heads of `dtype` over `pool`.
+
+    `block_rows` (a power of two of at least 16) are the (token, head) rows that one program takes: 16 wastes least in
+    decode, 64 reads KV least often in prefill. Raises ConfigError for queries narrower than the keys.
+    """
+    repeat = heads // pool.kv_heads
+    if heads % pool.kv_heads or repeat > block_rows:
+        raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
+    if pool.dtype not in ("fp8", dtype) and dtype != "float32":
+        raise ConfigError(f"{dtype} queries cannot read {pool.dtype} keys.", fix="Use one type, or FP8 keys.")
+    fp8, wide = pool.dtype == "fp8", ITEM_BYTES[dtype] == 4
+    block_k = max(16, min(64, 8192 // pool.head_dim)) // (2 if wide else 1)
+    constants = {
+        "D": pool.head_dim,
+        "PAGE_TOKENS": pool.page_tokens,
+        "REPEAT": repeat,
+        "BLOCK_M": block_rows,
+        "BLOCK_K": max(16, block_k),
+        "FP8": fp8,
+    }
+    pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": "u8" if fp8 else FLOAT_TYPES[pool.dtype]}
+    return _spec(
+        _named(f"attention_{pool.dtype}_{dtype}_r{repeat}_m{block_rows}", pool),
+        paged_attention,
+        pointers,
+        constants,
+        num_warps=8 if block_rows > 32 and pool.head_dim > 128 else 4,
+        num_stages=1 if wide else 2,
+    )
+
+
+def named(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
+    """Specs by name, which is unique per specialisation."""
+    return {spec.name: spec for spec in specs}
+
+
+def _named(name: str, pool: PoolShape) -> str:
+    return f"{name}_d{pool.head_dim}_p{pool.page_tokens}"
+
+
+def _copy_block(pool: PoolShape) -> int:
+    """Tokens per block of a copy: about 4,096 elements."""
+    return max(8, min(64, 4096 // pool.head_dim))

@@ -1,0 +1,195 @@
+"""Shapes of the KV memory that the kernels work on, and how their launches follow from it: plain arithmetic.
+
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are those of contiguous arrays
+pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D], in elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+FLOAT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+BITS_TYPES = {4: "i32", 2: "i16", 1: "u8"}
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """Pages of one layer group. `dtype` is "float32", "bfloat16", "float16" or "fp8"; `head_dim` is a power of two of
+    at least 16, so that every stride is a multiple of 16."""
+
+    layers: int
+    page_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        d = self.head_dim
+        assert d >= 16 and d & (d - 1) == 0, f"head_dim {d} is no power of two of at least 16"
+        assert self.dtype in ITEM_BYTES and min(self.layers, self.page_tokens, self.kv_heads) > 0
+
+    def layer_offset(self, layer: int) -> int:
+        """Bytes from the pool's start to layer `layer` (index in the group) of page 0."""
+        assert 0 <= layer < self.layers
+        return layer * self.strides()["pool_layer"] * ITEM_BYTES[self.dtype]
+
+    def strides(self) -> dict[str, int]:
+        token = self.kv_heads * self.head_dim
+        kv = self.page_tokens * token
+        return {
+            "pool_page": self.layers * 2 * kv,
+            "pool_layer": 2 * kv,
+            "pool_kv": kv,
+            "pool_token": token,
+            "pool_head": self.head_dim,
+        }
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Linear caches of one layer group in one allocation; `tokens` is S, the entries of a slot."""
+
+    layers: int
+    slots: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: str
+
+    def strides(self) -> dict[str, int]:
+        head = self.tokens * self.head_dim
+        slot = self.kv_heads * head
+        return {
+            "cache_layer": 2 * self.slots * slot,
+            "cache_kv": self.slots * slot,
+            "cache_slot": slot,
+            "cache_head": head,
+            "cache_token": self.head_dim,
+        }
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Page tables on the device, int32 [rows, length], contiguous. `pointer` is an address, or whatever stands for one
+    where a kernel is not launched by addresses."""
+
+    pointer: Any
+    rows: int
+    length: int
+
+    def arguments(self) -> dict[str, Any]:
+        return {"tables": self.pointer, "table_length": self.length, "table_stride": self.length}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Grid and arguments by name. A grid with a 0 has nothing to do and must not be launched."""
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+
+
+def copy_pages_launch(
+    constants: Mapping[str, Any],
+    pool: tuple[Any, PoolShape],
+    cache: tuple[Any, CacheShape],
+    tables: Tables,
+    copies: Any,
+    max_tokens: int,
+    scales: Any = 0,
+) -> Launch:
+    """`kernels.pages.copy_pages` for `tables.rows` copies (int32[rows, 4] at `copies`).
+
+    `max_tokens` only sizes the grid; a longer copy is done all the same, by fewer programs.
+    """
+    shape = cache[1]
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (pool[1].layers, pool[1].kv_heads, pool[1].head_dim)
+    grid = (-(-max_tokens // constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
+    return Launch(
+        grid,
+        {
+            "pool": pool[0],
+            "cache": cache[0],
+            "copies": copies,
+            "scales": scales,
+            "cache_tokens": shape.tokens,
+            "layers": shape.layers,
+            **tables.arguments(),
+            **pool[1].strides(),
+            **shape.strides(),
+        },
+    )
+
+
+def slide_launch(cache: tuple[Any, CacheShape], moves: Any, n_moves: int) -> Launch:
+    """`kernels.pages.slide` for int32[n_moves, 3] at `moves`."""
+    shape = cache[1]
+    arguments = {"cache": cache[0], "moves": moves, **shape.strides()}
+    return Launch((shape.kv_heads, shape.layers * 2, n_moves), arguments)
+
+
+def kv_write_launch(
+    constants: Mapping[str, Any],
+    k: Any,
+    v: Any,
+    pool: tuple[Any, PoolShape],
+    tables: Tables,
+    positions: Any,
+    sequences: Any,
+    tokens: int,
+    kv_scale: Any = 0,
+) -> Launch:
+    """`kernels.kv_write.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` points at the layer's part."""
+    shape = pool[1]
+    strides = shape.strides()
+    del strides["pool_layer"]
+    row = shape.kv_heads * shape.head_dim
+    steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
+    pointers = {"k": k, "v": v, "pool": pool[0], "positions": positions, "sequences": sequences, "kv_scale": kv_scale}
+    grid = (-(-tokens // constants["BLOCK"]), shape.kv_heads, 1)
+    return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
+
+
+def attention_launch(
+    constants: Mapping[str, Any],
+    q: Any,
+    out: Any,
+    pool: tuple[Any, PoolShape],
+    tables: Tables,
+    cu_seqlens: Any,
+    first_positions: Any,
+    tokens: int,
+    softmax_scale: float,
+    window: int,
+    kv_scale: Any = 0,
+) -> Launch:
+    """`kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per sequence, and
+    `window` is 0 for full attention."""
+    shape = pool[1]
+    strides = shape.strides()
+    del strides["pool_layer"]
+    row = shape.kv_heads * constants["REPEAT"] * shape.head_dim
+    block = constants["BLOCK_M"] // constants["REPEAT"]
+    return Launch(
+        (tokens // block + tables.rows if tokens else 0, shape.kv_heads, 1),
+        {
+            "q": q,
+            "out": out,
+            "pool": pool[0],
+            "cu_seqlens": cu_seqlens,
+            "first_positions": first_positions,
+            "kv_scale": kv_scale,
+            "softmax_scale": softmax_scale,
+            "window": window,
+            "n_sequences": tables.rows,
+            "q_token": row,
+            "q_head": shape.head_dim,
+            "out_token": row,
+            "out_head": shape.head_dim,
+            **tables.arguments(),
+            **strides,
+        },
+    )
