@@ -104,6 +104,7 @@ class Evaluator:
         self._profile = profile
         self._collectives = dict(collectives or {})
         self._steps: list[Step] = []
+        self._names = set(self._inputs)
         for i in range(network.num_layers):
             self._read(network.get_layer(i))
         used = {s.name for s in self._steps if s.kind == "DIST_COLLECTIVE"}
@@ -144,8 +145,9 @@ class Evaluator:
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         output = layer.get_output(0)
         shape = tuple(output.shape)
-        if output.name in self._inputs or any(s.output == output.name for s in self._steps):
+        if output.name in self._names:
             raise ValueError(f"two tensors are called {output.name!r}")
+        self._names.add(output.name)
         step = Step(
             layer.name,
             kind,
