@@ -1,0 +1,1 @@
+"""Other engines that our checkpoints and KV tiers work with."""

@@ -1,0 +1,220 @@
+"""From our unified checkpoint to one that `trtllm-build` of TensorRT-LLM 1.2 takes.
+
+The names are the same already; this module writes what differs: norms in the model's dtype, per-tensor FP8 scales,
+and a config.json that holds its fields and nothing of ours. Tensors pass through a few rows at a time. It must not know
+the build. Invariant: every weight equals ours (norms: rounded once; FP8: requantized once), or there is an error.
+
+Field and tensor names: TensorRT-LLM, models/modeling_utils.py, models/gemma/config.py, models/gemma/convert.py.
+
+FP8 becomes `FP8`: one scale per tensor and static activation scales. TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN would
+spare the requantizing, but its Gemma code names no scales for it, and its GEMM plugin does not exist on Blackwell.
+`mlp.fc` and `mlp.gate` share a scale: use_fused_mlp stacks them and quantizes again where the scales differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wicore_trt.checkpoint.format import (
+    CONFIG,
+    FP8_TAG,
+    KV_FP8,
+    QUANT_FP8_STATIC,
+    TAGS,
+    Checkpoint,
+    static_scales,
+    storage_tag,
+    window_pattern,
+)
+from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
+from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, from_float32
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
+from wicore_trt.checkpoint.sharding import shard_of
+from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+
+PATTERN_KEY = "_sliding_window_pattern"
+"""1.2's spelling, which follows transformers 4.57; earlier versions write it without the underscore."""
+DTYPES = ("bfloat16", "float16")
+_BLOCK_ITEMS = 1 << 22
+_TWIN = {"fc": "gate", "gate": "fc"}
+_log = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress | None = None
+) -> None:
+    """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
+
+    `kv_fp8`: an FP8 KV cache with the checkpoint's KV scales, which are left out otherwise. Vision tensors always are.
+    Raises ConfigError for a float32 checkpoint or missing static scales, CheckpointError for layers whose windows
+    follow no period.
+    """
+    _check(checkpoint, kv_fp8)
+    if checkpoint.dtype == "float16":
+        _log.warning(
+            "TensorRT-LLM keeps the residual stream of a float16 engine in float16, where Gemma 3 overflows (65,504): "
+            "its output may be nonsense. Convert with --dtype bfloat16 or fp8."
+        )
+    files = [SafetensorsFile(path) for path in checkpoint.rank_files]
+    scales = _tensor_scales(checkpoint, files) if checkpoint.quant_algo else {}
+    for rank, file in enumerate(files):
+        if progress:
+            progress("checkpoint", rank, len(files))
+        _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales, kv_fp8=kv_fp8)
+    text = json.dumps(trtllm_config(checkpoint, kv_fp8=kv_fp8), indent=2)
+    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, Any]:
+    """config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
+    spec, tp = checkpoint.spec, checkpoint.tp_size
+    pattern = window_pattern(spec)
+    if pattern is None:
+        raise CheckpointError(
+            f"TensorRT-LLM makes every n-th layer global, and no n gives this model's: {list(spec.layers_of(GLOBAL))}.",
+            fix="Use another backend: wicore build --backend torch",
+        )
+    config: dict[str, Any] = {
+        "architecture": "Gemma3ForCausalLM",
+        "dtype": checkpoint.dtype,
+        "logits_dtype": "float32",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_size": spec.head_dim,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": spec.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rotary_embedding_dim": spec.head_dim,
+        "rotary_base": spec.rope_theta,
+        "rotary_scaling": _rotary_scaling(spec),
+        "rope_local_base_freq": spec.rope_local_theta,
+        "query_pre_attn_scalar": spec.query_pre_attn_scalar,
+        "final_logit_softcapping": spec.final_logit_softcapping,
+        "sliding_window": spec.sliding_window,
+        PATTERN_KEY: pattern,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "qk_layernorm": True,
+        "inter_layernorms": True,
+        "use_parallel_embedding": tp > 1,
+        "embedding_sharding_dim": 0,
+        "mapping": {"world_size": tp, "tp_size": tp, "pp_size": 1},
+        "quantization": {
+            "quant_algo": QUANT_FP8_STATIC if checkpoint.quant_algo else None,
+            "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None,
+        },
+        "runtime_defaults": {"max_attention_window": attention_windows(spec)},
+    }
+    if checkpoint.quant_algo:
+        config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
+    return config
+
+
+def attention_windows(spec: Gemma3Spec) -> list[int]:
+    """Tokens that each layer looks back on, itself included; the engine is told at run time."""
+    return [spec.max_position_embeddings if g == GLOBAL else spec.sliding_window for g in spec.layer_groups]
+
+
+def _rotary_scaling(spec: Gemma3Spec) -> dict[str, Any] | None:
+    """Of global layers. TensorRT-LLM gives it to local ones too; `trtllm_model` takes it from them again."""
+    factor = spec.rope_scaling_factor
+    return {"type": "linear", "factor": factor} if factor != 1.0 else None
+
+
+def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
+    again = f"wicore convert {checkpoint.source} OUTPUT"
+    if checkpoint.dtype not in DTYPES:
+        raise ConfigError(
+            f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",
+            fix=f"{again} --dtype bfloat16",
+        )
+    if checkpoint.quant_algo and checkpoint.quant_algo != QUANT_FP8_STATIC:
+        raise ConfigError(
+            "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none.",
+            fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT",
+        )
+    if kv_fp8 and not checkpoint.kv_scales:
+        raise ConfigError(
+            "TensorRT-LLM's FP8 KV cache needs scales, and this checkpoint has none.",
+            fix=f"Measure them: {again} --calibrate TEXT, or leave --kv-dtype out.",
+        )
+
+
+def _write_rank(
+    checkpoint: Checkpoint,
+    rank: int,
+    file: SafetensorsFile,
+    path: Path,
+    scales: dict[str, np.float32],
+    *,
+    kv_fp8: bool,
+) -> None:
+    spec, quant = checkpoint.spec, checkpoint.quant_algo
+    static = static_scales(spec, quant, kv_fp8)
+    norm_tag = TAGS[checkpoint.dtype]
+    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    for tensor in unified_tensors(spec):
+        tag = norm_tag if tensor.role is Role.NORM else storage_tag(tensor.role, checkpoint.dtype, quant)
+        entries.append((tensor.name, tag, shard_of(tensor, spec, rank, checkpoint.tp_size).shape))
+        one = [tensor.scale_name] if tag == FP8_TAG else []
+        entries += [(name, "F32", (1,)) for name in (*one, *static[tensor.name])]
+    with SafetensorsWriter(path, entries) as writer:
+        for tensor in unified_tensors(spec):
+            fp8 = storage_tag(tensor.role, checkpoint.dtype, quant) == FP8_TAG
+            for block in _requantized(tensor, file, scales[tensor.name]) if fp8 else _blocks(file, tensor.name):
+                writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
+            if fp8:
+                writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
+            for name in static[tensor.name]:
+                writer.write(name, file.rows(name, 0, 1))
+
+
+def _blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
+    """A tensor as it is stored, a few rows at a time."""
+    rows, *rest = file.tensors[name].shape
+    step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
+    for start in range(0, rows, step):
+        yield file.rows(name, start, min(rows, start + step))
+
+
+def _dequantized(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
+    """float32 weights of a linear, e4m3 * its channel's scale, a few rows at a time."""
+    values, first = e4m3_values(), 0
+    for block in _blocks(file, tensor.name):
+        scale = file.rows(tensor.scale_name, first, first + len(block))
+        first += len(block)
+        yield values[block] * scale[:, None]
+
+
+def _requantized(tensor: UnifiedTensor, file: SafetensorsFile, scale: np.float32) -> Iterator[np.ndarray]:
+    return (e4m3_bits(block / scale) for block in _dequantized(tensor, file))
+
+
+def _tensor_scales(checkpoint: Checkpoint, files: list[SafetensorsFile]) -> dict[str, np.float32]:
+    """amax / 448 of every linear over all its ranks, so that the ranks' parts stay parts of one matrix; 1 for zeros."""
+    amax: dict[str, float] = {}
+    for tensor in unified_tensors(checkpoint.spec):
+        if tensor.role is Role.LINEAR:
+            parts = [np.abs(block).max(initial=0.0) for file in files for block in _dequantized(tensor, file)]
+            amax[tensor.name] = float(np.max(parts))
+            if not np.isfinite(amax[tensor.name]):
+                raise CheckpointError(f"{tensor.name} is not finite.")
+    for name in amax:
+        layer, _, linear = name.removesuffix(".weight").partition(".mlp.")
+        if twin := _TWIN.get(linear):
+            amax[name] = max(amax[name], amax[f"{layer}.mlp.{twin}.weight"])
+    return {name: np.float32(value / E4M3_MAX) if value else np.float32(1.0) for name, value in amax.items()}
