@@ -82,14 +82,30 @@ def test_key_value_lengths(net: SmallNetwork, masked: bool) -> None:
         close(y[b], reference(q[b], k[b, :, :n], v[b, :, :n], visible))
 
 
+@pytest.mark.parametrize("length", [-1, 5])
+def test_a_length_beyond_the_cache_is_refused(net: SmallNetwork, length: int) -> None:
+    x = net.input("x", random(1, 2, 4, 8))
+    layer = net.network.add_attention_v2(x, x, x, SOFTMAX, KINDS.NONE)
+    layer.key_value_lengths = net.input("lengths", torch.tensor([length], dtype=torch.int32))
+    net.output("y", layer)
+    with pytest.raises(AssertionError, match="lengths"):
+        net.evaluate()
+
+
 def test_a_query_that_sees_nothing_is_nan(net: SmallNetwork) -> None:
     q, k = random(2, 2, 3, 8), random(2, 2, 4, 8)
     tensors = [net.input(n, t) for n, t in (("q", q), ("k", k), ("v", k))]
     layer = net.network.add_attention_v2(*tensors, SOFTMAX, KINDS.LOWER_RIGHT)
     layer.key_value_lengths = net.input("lengths", torch.tensor([0, 2], dtype=torch.int32))
     net.output("y", layer)
-    y = net.evaluate()["y"]
+    masked = net.network.add_attention_v2(*tensors, SOFTMAX, KINDS.NONE)
+    masked.mask = net.input("mask", torch.tensor([[[True], [False], [True]]]).expand(1, 1, 3, 4).contiguous())
+    net.output("masked", masked)
+    results = net.evaluate()
+    y = results["y"]
     assert y[0].isnan().all() and y[1, :, 0].isnan().all() and y[1, :, 1:].isfinite().all()
+    assert results["masked"].isnan().all(-1).all(0).all(0).tolist() == [False, True, False]
+    assert results["masked"][:, :, ::2].isfinite().all()
 
 
 def test_a_masked_entry_that_holds_nan_shows(net: SmallNetwork) -> None:
@@ -138,7 +154,8 @@ def test_rotary_embedding(
         layer.set_input(3, net.input("positions", positions))
     net.output("y", layer)
     part = x[..., :rotated].double()
-    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
+    shape = (*part.shape[:-1], rotated // 2, 2)
+    pairs = part.reshape(shape) if interleaved else torch.stack(part.chunk(2, -1), -1)
     turned = torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(cos.double(), sin.double())[at][:, None]
     both = torch.view_as_real(turned)
     expected = torch.cat([both.flatten(-2) if interleaved else both.mT.flatten(-2), x[..., rotated:].double()], -1)
@@ -156,7 +173,7 @@ def test_a_position_beyond_the_table_is_refused(net: SmallNetwork) -> None:
 
 @pytest.mark.parametrize("first", [[0, 3], [5, 1], [-1, 0], [0, 6]])
 def test_kv_cache_update(net: SmallNetwork, first: list[int]) -> None:
-    cache, update = random(2, 3, 8, 4, dtype=torch.bfloat16), random(2, 3, 3, 4, dtype=torch.bfloat16)
+    cache, update = random(2, 3, 8, 4), random(2, 3, 3, 4)
     tensors = [net.input(n, t) for n, t in (("cache", cache), ("update", update))]
     at = net.input("at", torch.tensor(first, dtype=torch.int32))
     net.output("y", net.network.add_kv_cache_update(*tensors, at, trt.KVCacheMode.LINEAR))

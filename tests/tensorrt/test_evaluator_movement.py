@@ -171,7 +171,11 @@ def test_fill(net: SmallNetwork) -> None:
 
 
 def test_constants_are_read_from_the_network(net: SmallNetwork) -> None:
-    values = [np.array([[1.5, -2.0]], np.float16), np.array([2**40, -1], np.int64), np.array(2.5, np.float32)]
+    values: list[Any] = [
+        np.array([[1.5, -2.0]], np.float16),
+        np.array([2**40, -1], np.int64),
+        np.array(2.5, np.float32),
+    ]
     for i, value in enumerate(values):
         net.output(str(i), net.network.add_constant(value.shape, trt.Weights(value.reshape(-1))))
     results = net.evaluate()

@@ -49,8 +49,8 @@ def test_elementwise_arithmetic_is_rounded_once(net: SmallNetwork, dtype: torch.
     for op, function in operations.items():
         assert torch.equal(results[op], function(a, b)), op
         assert results[op].dtype == dtype
-    expected = a.double().abs().pow(b.double())
-    torch.testing.assert_close(results["POW"].double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-30)
+    expected = a.double().abs().pow(b.double()).to(dtype)  # float16's range is easily left
+    torch.testing.assert_close(results["POW"], expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
 def test_float16_overflows_to_infinity(net: SmallNetwork) -> None:
