@@ -1,0 +1,149 @@
+"""Runs Triton kernels in Triton's interpreter, on the CPU, in a process that compiles kernels as well.
+
+`triton.jit` decides when it decorates, by TRITON_INTERPRET, whether a function is interpreted; a process that sets it
+cannot compile. So here the compiled functions stay as they are, and `launch` puts interpreted ones in their place while
+it runs: those of the kernel's module, and those of Triton's own library (tl.sum, tl.max, ...). The interpreter also
+patches `triton.language` and leaves some patches behind; all are undone. Every address that a kernel touches must lie
+in one of its arguments. Triton 3.6's interpreter keeps bfloat16 as uint16, truncates where GPUs round, and multiplies
+matrices of the integers; `_bfloat16` mends that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton.experimental.gluon  # noqa: F401 - the first launch imports it, and it must find compiled functions
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+from triton.runtime.jit import JITFunction
+
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.layout import Launch
+
+PATCHED = (tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+
+
+@contextmanager
+def _undone(*objects: Any) -> Iterator[None]:
+    """Whatever is set on `objects` inside is unset afterwards."""
+    before = [dict(vars(o)) for o in objects]
+    try:
+        yield
+    finally:
+        for o, names in zip(objects, before, strict=True):
+            for name, value in list(vars(o).items()):
+                if name not in names:
+                    delattr(o, name)
+                elif names[name] is not value:
+                    setattr(o, name, names[name])
+
+
+def _scalar_index(scalar: Any) -> int:
+    """The interpreter keeps scalars in arrays of one element, which numpy >= 2.4 no longer turns into an int; Triton
+    3.6 does that for every loop bound that is not a constant."""
+    return int(scalar.handle.data.item())
+
+
+@contextmanager
+def _interpreting(function: JITFunction) -> Iterator[InterpretedFunction]:
+    own = function.fn.__globals__
+    called = [f.fn.__globals__ for f in own.values() if isinstance(f, JITFunction)]
+    namespaces = {id(names): names for names in (vars(tl), vars(tl.standard), own, *called)}.values()
+    kept = [dict(names) for names in namespaces]
+    patch_lang_core = interpreter._patch_lang_core
+
+    def patch_with_index(lang: Any, scope: Any) -> None:
+        patch_lang_core(lang, scope)
+        scope.set_attr(lang.tensor, "__index__", _scalar_index)
+
+    with _undone(*PATCHED):
+        for names in namespaces:
+            names.update({n: InterpretedFunction(f.fn) for n, f in names.items() if isinstance(f, JITFunction)})
+        interpreter._patch_lang_core = patch_with_index
+        try:
+            yield InterpretedFunction(function.fn)
+        finally:
+            interpreter._patch_lang_core = patch_lang_core
+            InterpretedFunction.rewritten_fn.clear()  # their globals hold names that go away here
+            for names, before in zip(namespaces, kept, strict=True):
+                names.clear()
+                names.update(before)
+
+
+@contextmanager
+def _patched(**functions: Any) -> Iterator[None]:
+    """Methods of the interpreter, replaced."""
+    builder = interpreter.interpreter_builder
+    vars(builder).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            delattr(builder, name)
+
+
+def _bfloat16() -> dict[str, Any]:
+    """Conversions and products of bfloat16 as GPUs do them."""
+    cast, dot = interpreter.interpreter_builder.cast_impl, interpreter.interpreter_builder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def right_cast(x: Any, to: Any) -> Any:
+        if x.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.bfloat16)
+            return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        if x.dtype.scalar == tl.bfloat16 and to.scalar == tl.float32:
+            return widened(x)
+        return cast(x, to)
+
+    def right_dot(a: Any, b: Any, *rest: Any) -> Any:
+        return dot(widened(a), widened(b), *rest)
+
+    return {"cast_impl": right_cast, "create_dot": right_dot}
+
+
+def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Loads and stores that are AssertionErrors outside of the memory of `tensors`."""
+    builder = interpreter.interpreter_builder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    memory = [t.untyped_storage() for t in tensors]
+    bounds = [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
+
+    def check(pointers: Any, mask: Any) -> None:
+        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        inside = np.zeros(touched.shape, bool)
+        for low, high in bounds:
+            inside |= (touched >= low) & (touched + size <= high)
+        assert inside.all(), "a kernel touches memory that is not its own"
+
+    def checked_load(pointers: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        check(pointers, mask)
+        return load(pointers, mask, *rest, **more)
+
+    def checked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        check(pointers, mask)
+        return store(pointers, value, mask, *rest, **more)
+
+    return {"create_masked_load": checked_load, "create_masked_store": checked_store}
+
+
+def launch(spec: KernelSpec, call: Launch) -> None:
+    """Run `call` on CPU tensors, where an integer 0 stands for a null pointer. Its names must be the spec's, as the real
+    launcher demands."""
+    assert {*call.arguments} == {*spec.signature}, {*call.arguments} ^ {*spec.signature}
+    arguments = dict(call.arguments)
+    for name, type_ in spec.signature.items():
+        if type_.startswith("*") and isinstance(arguments[name], int):
+            arguments[name] = torch.empty(0)  # its address is 0
+    tensors = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
+    with _interpreting(spec.function) as kernel, _patched(**_bfloat16(), **_within(tensors)), np.errstate(all="ignore"):
+        kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)

@@ -1,0 +1,238 @@
+"""Checks of the kernels against plain references, for whatever runs them: Triton's interpreter or a GPU.
+
+Each check takes a `Runner` and draws fresh inputs. What a kernel must not touch is poisoned: unused pool slots are NaN,
+outputs start as noise and are compared whole.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from wicore_trt.plugins import layout
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.kernels import specs
+from wicore_trt.plugins.layout import CacheShape, Launch, PoolShape, Tables
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs a launch whose pointers are tensors on `device`."""
+
+    device: str
+    launch: Callable[[KernelSpec, Launch], None]
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def ints(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def noise(*shape: int, dtype: str) -> torch.Tensor:
+    """Any bits, NaN included, as integers of the type's size."""
+    bits = BITS[TORCH[dtype].itemsize]
+    low, high = (0, 256) if bits == torch.uint8 else (torch.iinfo(bits).min, torch.iinfo(bits).max)
+    return torch.randint(low, high, shape, dtype=bits)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Bytes of float32 values, saturated."""
+    return x.clamp(-448, 448).to(E4M3).view(torch.uint8)
+
+
+def same_numbers(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal, where one NaN equals another."""
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    got = got.cpu()
+    assert got.dtype == want.dtype and torch.equal(got, want), f"{int((got != want).sum())} elements differ"
+
+
+COPIES = [(0, 0, 24, 0), (1, 5, 11, 3), (2, 3, 0, 0), (3, 2, 17, 14), (4, 20, 9, 1), (5, 7, 1, 23), (6, 0, 24, 0)]
+"""(slot, first, tokens, index) for pages of 4 tokens, tables of 6 and caches of 24: all of it, from inside a page, none,
+past the cache's end, past the table's end, one token, and a table of absent pages."""
+
+
+def copy_tables() -> list[list[int]]:
+    """Disjoint pages of a pool of 42, some absent."""
+    tables: list[list[int]] = torch.randperm(42).view(7, 6).tolist()
+    tables[1][2] = tables[0][5] = -1
+    tables[6] = [-1] * 6
+    return tables
+
+
+def each_copied(tables: list[list[int]]) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Index into the pool and into the cache of every token that COPIES take."""
+    found = []
+    for (slot, first, tokens, index), table in zip(COPIES, tables, strict=True):
+        for t in range(tokens):
+            page, offset = divmod(first + t, 4)
+            if page < 6 and table[page] >= 0 and index + t < 24:
+                found.append(((table[page], ..., offset, slice(None), slice(None)), (..., slot, slice(None), index + t, slice(None))))
+    return found
+
+
+def check_copies_bits(run: Runner, dtype: str, *, to_cache: bool) -> None:
+    shape, lines = PoolShape(3, 4, 2, 16, dtype), CacheShape(3, 7, 2, 24, 16, dtype)
+    pool, cache = noise(42, 3, 2, 4, 2, 16, dtype=dtype), noise(3, 2, 7, 2, 24, 16, dtype=dtype)
+    tables = copy_tables()
+    spec = specs.copy_pages_spec(shape, dtype, to_cache=to_cache)
+    on_pool, on_cache = run.put(pool.clone()), run.put(cache.clone())
+    for max_tokens in (24, 1):  # a grid that is too small does the same
+        table = Tables(run.ints(tables), 7, 6)
+        call = layout.copy_pages_launch(
+            spec.constants, (on_pool, shape), (on_cache, lines), table, run.ints(COPIES), max_tokens
+        )
+        run.launch(spec, call)
+        for in_pool, in_cache in each_copied(tables):
+            if to_cache:
+                cache[in_cache] = pool[in_pool]
+            else:
+                pool[in_pool] = cache[in_cache]
+        same_bits(on_pool, pool)
+        same_bits(on_cache, cache)
+        (on_cache if to_cache else on_pool).copy_(noise(*(cache if to_cache else pool).shape, dtype=dtype))
+        (cache if to_cache else pool).copy_((on_cache if to_cache else on_pool).cpu())
+
+
+def check_copies_fp8(run: Runner, dtype: str, *, to_cache: bool, with_scales: bool) -> None:
+    shape, lines = PoolShape(3, 4, 2, 32, "fp8"), CacheShape(3, 7, 2, 24, 32, dtype)
+    scales = torch.rand(3) + 0.05 if with_scales else torch.ones(3)
+    pool = torch.randint(0, 256, (42, 3, 2, 4, 2, 32), dtype=torch.uint8)
+    cache = (torch.randn(3, 2, 7, 2, 24, 32) * torch.tensor([1e-3, 0.1, 1, 300]).repeat(8)).to(TORCH[dtype])
+    tables = copy_tables()
+    spec = specs.copy_pages_spec(shape, dtype, to_cache=to_cache)
+    on_pool, on_cache = run.put(pool.clone()), run.put(cache.clone())
+    table = Tables(run.ints(tables), 7, 6)
+    on_scales = run.put(scales) if with_scales else 0
+    run.launch(
+        spec,
+        layout.copy_pages_launch(
+            spec.constants, (on_pool, shape), (on_cache, lines), table, run.ints(COPIES), 24, on_scales
+        ),
+    )
+    factors = scales[:, None, None, None]  # [layers, 2, kv_heads, D]
+    for in_pool, in_cache in each_copied(tables):
+        if to_cache:
+            cache[in_cache] = (pool[in_pool].view(E4M3).float() * factors).to(cache.dtype)
+        else:
+            pool[in_pool] = to_e4m3(cache[in_cache].float() / factors)
+    same_bits(on_pool, pool)
+    same_numbers(on_cache, cache)
+
+
+def check_e4m3(run: Runner) -> None:
+    """All codes one way; ties, neighbours of ties, limits, infinities and NaN the other way."""
+    shape, lines = PoolShape(1, 64, 1, 64, "fp8"), CacheShape(1, 1, 1, 64, 64, "float32")
+    codes = torch.arange(256, dtype=torch.uint8).repeat(32).view(1, 1, 2, 64, 1, 64)
+    finite = codes.flatten()[:127].view(E4M3).float()
+    ties = (finite[1:] + finite[:-1]) / 2
+    near = [ties, finite, torch.tensor([448, 464, 1e9, math.inf, math.nan, 0, 1e-30, 2**-10, 2**-11, 2**-9])]
+    near += [torch.nextafter(t, torch.tensor(x)) for t in (ties, finite) for x in (-math.inf, math.inf)]
+    values = torch.cat([*near, torch.randn(64 * 64) * torch.exp2(torch.randint(-12, 10, (64 * 64,)))])
+    values = torch.cat([values, -values])[: 2 * 64 * 64].view(1, 2, 1, 1, 64, 64)
+    for to_cache in (True, False):
+        spec = specs.copy_pages_spec(shape, "float32", to_cache=to_cache)
+        pool, cache = run.put(codes.clone()), run.put(values.clone())
+        copy, table = run.ints([[0, 0, 64, 0]]), Tables(run.ints([[0]]), 1, 1)
+        run.launch(spec, layout.copy_pages_launch(spec.constants, (pool, shape), (cache, lines), table, copy, 64))
+        if to_cache:
+            same_numbers(cache.flatten(), codes.flatten().view(E4M3).float())
+        else:
+            got, want = pool.cpu().flatten(), to_e4m3(values.flatten())
+            unsigned_nan = (want & 0x7F) == 0x7F
+            assert torch.equal((got & 0x7F) == 0x7F, unsigned_nan)
+            same_bits(got[~unsigned_nan], want[~unsigned_nan])
+
+
+def check_slide(run: Runner, dtype: str) -> None:
+    """Overlap of source and target by all but one entry, none, exact, a move of nothing, and from the front."""
+    moves = [(0, 1, 99), (1, 50, 50), (2, 7, 0), (3, 0, 100), (4, 99, 1), (6, 13, 80)]
+    shape, lines = PoolShape(2, 4, 2, 64, dtype), CacheShape(2, 7, 2, 100, 64, dtype)
+    cache = noise(2, 2, 7, 2, 100, 64, dtype=dtype)
+    on_cache = run.put(cache.clone())
+    run.launch(specs.slide_spec(shape, dtype), layout.slide_launch((on_cache, lines), run.ints(moves), len(moves)))
+    for slot, first, keep in moves:
+        cache[:, :, slot, :, :keep] = cache[:, :, slot, :, first : first + keep].clone()
+    same_bits(on_cache, cache)
+
+
+def check_kv_write(run: Runner, dtype: str, kv_dtype: str, kv_heads: int) -> None:
+    """Tokens of three sequences, shuffled; one without a position, one without a sequence, pages absent."""
+    shape = PoolShape(3, 4, kv_heads, 32, kv_dtype)
+    pool = noise(16, 3, 2, 4, kv_heads, 32, dtype=kv_dtype)
+    tables = torch.randperm(16)[:15].view(3, 5).tolist()
+    tables[1][0] = -1
+    places = [(s, p) for s, n in enumerate((20, 7, 13)) for p in range(n)]
+    random.shuffle(places)
+    places += [(0, -1), (-1, 3), (2, 20)]
+    k, v = (torch.randn(len(places), kv_heads, 32).to(TORCH[dtype]) for _ in "kv")
+    scale = 0.37 if kv_dtype == "fp8" else 1.0
+    on_pool = run.put(pool.clone())
+    spec = specs.kv_write_spec(shape, dtype)
+    call = layout.kv_write_launch(
+        spec.constants,
+        run.put(k),
+        run.put(v),
+        (as_float(on_pool, kv_dtype)[:, 1:], shape),
+        Tables(run.ints(tables), 3, 5),
+        run.ints([p for _, p in places]),
+        run.ints([s for s, _ in places]),
+        len(places),
+        run.put(torch.tensor([scale])),
+    )
+    run.launch(spec, call)
+    for i, (s, p) in enumerate(places):
+        if s >= 0 and 0 <= p < 20 and tables[s][p // 4] >= 0:
+            for kv, x in enumerate((k[i], v[i])):
+                stored = to_e4m3(x.float() / scale) if kv_dtype == "fp8" else x.to(TORCH[kv_dtype])
+                pool[tables[s][p // 4], 1, kv, p % 4] = stored.view(pool.dtype)
+    same_bits(on_pool, pool)
+
+
+def as_float(bits: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Integers of `noise` as the values they stand for; FP8 stays bytes."""
+    return bits if dtype == "fp8" else bits.view(TORCH[dtype])
+
+
+CHECKS: dict[str, Callable[[Runner], None]] = {
+    "e4m3": check_e4m3,
+    **{
+        f"copy {dtype} {'to cache' if to_cache else 'to pages'}": partial(check_copies_bits, dtype=dtype, to_cache=to_cache)
+        for dtype in TORCH
+        for to_cache in (True, False)
+    },
+    **{
+        f"copy fp8 {dtype} {'to cache' if to_cache else 'to pages'}, scales {with_scales}": partial(
+            check_copies_fp8, dtype=dtype, to_cache=to_cache, with_scales=with_scales
+        )
+        for dtype, with_scales in (("float32", True), ("bfloat16", True), ("float16", False))
+        for to_cache in (True, False)
+    },
+    **{f"slide {dtype}": partial(check_slide, dtype=dtype) for dtype in ("float32", "bfloat16", "fp8")},
+    **{
+        f"kv write {kv_dtype} from {dtype}, {kv_heads} heads": partial(
+            check_kv_write, dtype=dtype, kv_dtype=kv_dtype, kv_heads=kv_heads
+        )
+        for dtype, kv_dtype, kv_heads in (
+            ("bfloat16", "bfloat16", 2),
+            ("float32", "float16", 1),
+            ("float32", "float32", 3),
+            ("bfloat16", "fp8", 2),
+        )
+    },
+}

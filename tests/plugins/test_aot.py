@@ -1,0 +1,104 @@
+"""Every kernel compiles for every target without a GPU, and what is saved says all that a launch needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from representative import SPECS  # noqa: E402
+
+from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
+from wicore_trt.plugins import aot  # noqa: E402
+
+NAMES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
+
+
+def elf_architecture(cubin: bytes) -> int:
+    """The SM that a cubin is for: in the ELF header's flags, whose layout changed with ABI version 8."""
+    flags = int.from_bytes(cubin[48:52], "little")
+    return (flags >> 8) & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("name", SPECS)
+def test_kernel_compiles(name: str, target: str) -> None:
+    spec = SPECS[name]
+    kernel = aot.compile_kernel(spec, target)
+    assert kernel.cubin[:4] == b"\x7fELF" and kernel.symbol.encode() + b"\0" in kernel.cubin
+    assert elf_architecture(kernel.cubin) == NAMES[target]
+    assert kernel.arguments == tuple(spec.signature.items()) and kernel.target == target
+    assert 0 <= kernel.shared_bytes <= aot.SHARED_LIMIT[target]
+    assert len(kernel.cubin) < 400_000, "line tables are left out"
+
+
+def parameter_sizes(cubin: bytes, symbol: str) -> list[int]:
+    """Sizes of a kernel's parameters in order, from the EIATTR_KPARAM_INFO (0x17) records of its .nv.info section: u32
+    index, u16 ordinal, u16 offset, u32 whose bits 18 and up are the size."""
+    found = {}
+    for match in re.finditer(rb"\x04\x17\x0c\x00", cubin):
+        record = cubin[match.end() : match.end() + 12]
+        found[int.from_bytes(record[4:6], "little")] = int.from_bytes(record[8:12], "little") >> 18
+    assert sorted(found) == list(range(len(found))), symbol
+    return [found[i] for i in sorted(found)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_parameters_of_the_cubin_are_the_arguments_and_two_scratch_pointers(name: str) -> None:
+    kernel = aot.compile_kernel(SPECS[name], "sm89")
+    sizes = {"i32": 4, "fp32": 4, "i64": 8}
+    want = [8 if type_.startswith("*") else sizes[type_] for _, type_ in kernel.arguments]
+    assert parameter_sizes(kernel.cubin, kernel.symbol) == [*want, 8, 8]
+
+
+def test_saved_kernels_come_back(tmp_path: Path) -> None:
+    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    aot.save_kernel(kernel, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["slide_bfloat16_d128.cubin", "slide_bfloat16_d128.json"]
+    assert aot.load_kernel(tmp_path, kernel.name) == kernel
+    both = {"a": kernel, "b": aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm80")}
+    assert aot.unpack_kernels(aot.pack_kernels(both)) == both
+
+
+def test_damage_is_reported(tmp_path: Path) -> None:
+    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    aot.save_kernel(kernel, tmp_path)
+    cubin, meta = tmp_path / f"{kernel.name}.cubin", tmp_path / f"{kernel.name}.json"
+    cubin.write_bytes(kernel.cubin[:-1])
+    with pytest.raises(EngineFormatError, match="bytes expected"):
+        aot.load_kernel(tmp_path, kernel.name)
+    meta.write_text("{}")
+    with pytest.raises(EngineFormatError, match="format"):
+        aot.load_kernel(tmp_path, kernel.name)
+    meta.unlink()
+    with pytest.raises(EngineFormatError, match="cannot be read"):
+        aot.load_kernel(tmp_path, kernel.name)
+    packed = aot.pack_kernels({"a": kernel})
+    for damaged in (packed[:-1], packed[1:], b""):
+        with pytest.raises(EngineFormatError):
+            aot.unpack_kernels(damaged)
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["attention_bfloat16_bfloat16_r2_m64_d128_p32"]
+    with pytest.raises(ConfigError, match="sm75"):
+        aot.compile_kernel(spec, "sm75")
+    monkeypatch.setitem(aot.SHARED_LIMIT, "sm89", 1000)
+    with pytest.raises(ConfigError, match="shared memory"):
+        aot.compile_kernel(spec, "sm89")
+    with pytest.raises(AssertionError, match="without a type"):
+        aot.compile_kernel(replace(spec, constants={}), "sm89")
+
+
+def test_loading_needs_no_triton_and_no_torch() -> None:
+    modules = "aot, layout, launch, tensorrt.network"
+    imports = "; ".join(f"import wicore_trt.plugins.{m}" for m in modules.split(", "))
+    code = f"{imports}; import sys; print([m for m in ('triton', 'torch', 'tensorrt', 'cuda') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,143 @@
+"""Launching by raw pointers: what the driver is handed, once per context, and what is refused before it sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import pytest
+
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.launch import CudaLauncher
+from wicore_trt.plugins.layout import Launch
+
+ARGUMENTS = (("data", "*fp16"), ("table", "*i32"), ("count", "i32"), ("stride", "i64"), ("scale", "fp32"))
+VALUES = {"data": 0x7F00_0000_0010, "table": 0x7F00_0000_0204, "count": -3, "stride": 1 << 40, "scale": 0.1}
+
+
+def kernel(**changes: Any) -> CompiledKernel:
+    fields = {
+        "name": "k",
+        "symbol": "k_fn",
+        "target": "sm89",
+        "arguments": ARGUMENTS,
+        "aligned": frozenset({"data", "stride"}),
+        "constants": {},
+        "num_warps": 4,
+        "num_stages": 2,
+        "shared_bytes": 1024,
+        "triton_version": "3.6.0",
+        "cubin": b"\x7fELF",
+    }
+    return CompiledKernel(**{**fields, **changes})
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209
+    CUDA_ERROR_INVALID_VALUE = 1
+
+
+class FakeDriver:
+    """Records calls; reads the parameters as the real driver does, during cuLaunchKernel."""
+
+    class CUfunction_attribute(IntEnum):
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self) -> None:
+        self.context = 11
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: dict[str, Status] = {}
+        self.parameters: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            if name in self.fails:
+                return (self.fails[name], None)
+            if name == "cuLaunchKernel":
+                self._read(arguments[9])
+                return (Status.CUDA_SUCCESS,)
+            values = {"cuCtxGetCurrent": self.context, "cuModuleLoadData": 21, "cuModuleGetFunction": 31}
+            return (Status.CUDA_SUCCESS, *([values[name]] if name in values else []))
+
+        return call
+
+    def _read(self, address: int) -> None:
+        types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float]
+        types += [ctypes.c_uint64, ctypes.c_uint64]
+        pointers = (ctypes.c_uint64 * len(types)).from_address(address)
+        self.parameters = [t.from_address(p).value for t, p in zip(types, pointers, strict=True)]
+
+    def names(self) -> list[str]:
+        return [c[0] for c in self.calls]
+
+
+def test_parameters_grid_and_stream() -> None:
+    driver = FakeDriver()
+    CudaLauncher(driver).launch(kernel(), Launch((5, 6, 7), dict(reversed(VALUES.items()))), 0xBEEF)
+    assert driver.calls[-1][:9] == ("cuLaunchKernel", 31, 5, 6, 7, 128, 1, 1, 1024)
+    assert driver.calls[-1][9] == 0xBEEF and driver.calls[-1][11] == 0
+    want = [*VALUES.values(), 0, 0]
+    want[4] = ctypes.c_float(0.1).value
+    assert driver.parameters == want
+
+
+def test_a_cubin_is_loaded_once_per_context() -> None:
+    driver = FakeDriver()
+    launcher, one = CudaLauncher(driver), kernel()
+    for context, other in ((11, one), (11, one), (11, kernel()), (12, one), (11, kernel(cubin=b"\x7fELF2"))):
+        driver.context = context
+        launcher.launch(other, Launch((1, 1, 1), VALUES), 0)
+    assert [c[1] for c in driver.calls if c[0] == "cuModuleLoadData"] == [b"\x7fELF", b"\x7fELF", b"\x7fELF2"]
+    assert driver.names().count("cuLaunchKernel") == 5 and ("cuModuleGetFunction", 21, b"k_fn") in driver.calls
+
+
+def test_much_shared_memory_is_opted_in() -> None:
+    driver = FakeDriver()
+    CudaLauncher(driver).launch(kernel(shared_bytes=48 * 1024), Launch((1, 1, 1), VALUES), 0)
+    assert "cuFuncSetAttribute" not in driver.names()
+    CudaLauncher(driver).launch(kernel(shared_bytes=48 * 1024 + 1), Launch((1, 1, 1), VALUES), 0)
+    assert ("cuFuncSetAttribute", 31, 8, 48 * 1024 + 1) in driver.calls
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    driver = FakeDriver()
+    CudaLauncher(driver).launch(kernel(), Launch((0, 3, 1), VALUES), 0)
+    assert not driver.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": 0x7F00_0000_0008}, "multiple of 16"),
+        ({"stride": 8}, "multiple of 16"),
+        ({"count": 1 << 31}, "does not fit i32"),
+        ({"stride": 1 << 63}, "does not fit i64"),
+        ({"table": -4}, "no address"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_arguments_that_do_not_fit_never_reach_the_driver(change: dict[str, int], message: str) -> None:
+    driver = FakeDriver()
+    with pytest.raises(ValueError, match=message):
+        CudaLauncher(driver).launch(kernel(), Launch((1, 1, 1), {**VALUES, **change}), 0)
+    with pytest.raises(ValueError, match="scale"):
+        CudaLauncher(driver).launch(kernel(), Launch((1, 1, 1), {k: v for k, v in VALUES.items() if k != "scale"}), 0)
+    assert not driver.calls
+
+
+def test_cuda_errors_are_named() -> None:
+    driver = FakeDriver()
+    driver.fails["cuLaunchKernel"] = Status.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE"):
+        CudaLauncher(driver).launch(kernel(), Launch((1, 1, 1), VALUES), 0)
+    driver.fails["cuModuleLoadData"] = Status.CUDA_ERROR_NO_BINARY_FOR_GPU
+    with pytest.raises(EnvironmentUnfitError, match="Build the engine for this GPU"):
+        CudaLauncher(driver).launch(kernel(), Launch((1, 1, 1), VALUES), 0)
+    driver.context = 0
+    with pytest.raises(EnvironmentUnfitError, match="No CUDA context"):
+        CudaLauncher(driver).launch(kernel(), Launch((1, 1, 1), VALUES), 0)
