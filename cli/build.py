@@ -18,11 +18,17 @@ def command(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
-    backend: Annotated[str | None, typer.Option(help="How the engine computes: torch.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="GPU architecture to compile for; repeatable.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="How the engine computes: torch, tensorrt or tensorrt-llm.")
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="GPU architectures to compile for, such as sm89 or sm80,sm89.")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="GPUs to split the weights over.")] = None,
     page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default 32.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="Compiled engines: sequences of a decode step.")] = None,
+    max_chunk: Annotated[int | None, typer.Option(min=1, help="Compiled engines: tokens of a prefill step.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
@@ -48,6 +54,8 @@ def command(
         "build.backend": backend,
         "build.targets": target or None,
         "build.tp_size": tp,
+        "build.max_batch": max_batch,
+        "build.max_chunk": max_chunk,
         "kv.page_tokens": page_tokens,
         "scheduler.max_context": max_context,
     }
@@ -70,6 +78,8 @@ def command(
             page_tokens=settings.kv.page_tokens or 32,
             targets=settings.build.targets,
             max_context=settings.scheduler.max_context,
+            max_batch=settings.build.max_batch,
+            max_chunk=settings.build.max_chunk,
             calibration=calibration,
             force=force,
             progress=report,

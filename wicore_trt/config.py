@@ -169,7 +169,11 @@ class BuildSettings:
     backend: str = "torch"
     """How the engine computes."""
     targets: Names = ()
-    """GPU architectures to compile for; backend torch takes none."""
+    """GPU architectures to compile for, such as sm89; backend torch takes none."""
+    max_batch: Positive = 8
+    """Sequences of a decode step in compiled engines."""
+    max_chunk: Positive = 512
+    """Tokens of a prefill step in compiled engines."""
     tp_size: Positive = 1
     """Number of GPUs that the weights are split over."""
 

@@ -149,7 +149,7 @@ def test_force_never_replaces_what_is_not_an_engine(make_source: MakeSource, tmp
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"backend": "tensorrt"}, "not built in this version; there is: torch"),
+        ({"backend": "tensorflow"}, "not built in this version; there is: torch"),
         ({"targets": ("sm_90",)}, "takes no targets"),
         ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"page_tokens": 24}, "power of two"),

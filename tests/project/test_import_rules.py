@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "llm": ("errors", "types", "config", "core"),
     "observe": ("errors", "types", "observe"),
     "serve": ("errors", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
+    "plugins.cpu": ("runtime",),  # its micro-benchmark
     "plugins": ("errors", "plugins"),
     "integrations": ("errors", "types", "config", "kv", "model", "checkpoint", "engine", "integrations"),
     "recipe": ("errors",),

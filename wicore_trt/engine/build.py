@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +29,7 @@ from wicore_trt.engine.directory import (
     replace_engine,
 )
 from wicore_trt.engine.manifest import MANIFEST_NAME, Manifest, compute_fingerprint
+from wicore_trt.engine.options import Backend, BuildOptions, find_backend, split_targets
 from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 
@@ -39,31 +40,6 @@ if TYPE_CHECKING:
 LM_HEAD = "lm_head.weight"
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 TOOLS = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "gguf", "triton", "tensorrt")
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The arguments of `build_engine` that say what to build."""
-
-    backend: str
-    dtype: str
-    kv_dtype: str
-    tp_size: int
-    page_tokens: int
-    targets: tuple[str, ...]
-    max_context: int | None
-    calibration: Calibration | None
-
-
-def _torch_targets(options: BuildOptions) -> list[str]:
-    """The torch backend compiles nothing: it runs wherever PyTorch does."""
-    if options.targets:
-        raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
-    return ["any"]
-
-
-BACKENDS: dict[str, Callable[[BuildOptions], list[str]]] = {"torch": _torch_targets}
-"""Name of a backend to the function that compiles for its targets and returns their names."""
 
 
 def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the options travel as one value
@@ -77,6 +53,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     page_tokens: int = 32,
     targets: Sequence[str] = (),
     max_context: int | None = None,
+    max_batch: int = 8,
+    max_chunk: int = 512,
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -85,23 +63,38 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
 
     `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
-    KV page size in tokens; `max_context` limits sequences in tokens (None: the model's own limit); `calibration`
-    measures static scales on the way. An existing engine is replaced only with `force`.
+    KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
+    limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
+    way. An existing engine is replaced only with `force`.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
     for a bad source, EnvironmentUnfitError for a backend that is not here or a full disk.
     """
-    options = BuildOptions(backend, dtype, kv_dtype, tp_size, page_tokens, tuple(targets), max_context, calibration)
+    options = BuildOptions(
+        backend,
+        dtype,
+        kv_dtype,
+        tp_size,
+        page_tokens,
+        split_targets(targets),
+        max_context,
+        max_batch,
+        max_chunk,
+        calibration,
+    )
     output = Path(os.path.abspath(output))
     _check_options(options)
+    compiler = find_backend(options.backend)
     check_output(output, force=force)
-    targets = BACKENDS[options.backend](options)
+    options = replace(options, targets=tuple(compiler.targets(options)))
     try:
         with ExitStack() as stack:
             checkpoint = _checkpoint_of(source, output, options, stack, progress)
             _check_fit(checkpoint, options)
             partial = stack.enter_context(partial_directory(output))
-            manifest = _lay_out(checkpoint, partial, options, targets, str(source), progress)
+            limit = checkpoint.spec.max_position_embeddings
+            options = replace(options, max_context=options.max_context or compiler.default_context(limit))
+            manifest = _lay_out(checkpoint, partial, options, compiler, str(source), progress)
             (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
             replace_engine(partial, output, force=force)
     except OSError as error:
@@ -117,11 +110,6 @@ def is_unified_checkpoint(path: Path) -> bool:
 
 
 def _check_options(options: BuildOptions) -> None:
-    if options.backend not in BACKENDS:
-        raise EnvironmentUnfitError(
-            f"backend {options.backend!r} is not built in this version; there is: {', '.join(BACKENDS)}.",
-            fix="Use --backend torch.",
-        )
     if options.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.page_tokens < 1 or options.page_tokens & (options.page_tokens - 1):
@@ -166,7 +154,7 @@ def _lay_out(
     checkpoint: Checkpoint,
     partial: Path,
     options: BuildOptions,
-    targets: list[str],
+    compiler: Backend,
     source: str,
     progress: Progress | None,
 ) -> Manifest:
@@ -180,6 +168,7 @@ def _lay_out(
     for path in checkpoint.tokenizer_files:
         shutil.copyfile(path, partial / path.name)
     _report(progress, "hash", 0, 1)
+    compiled = compiler.compile(checkpoint, partial, options, progress)
     weights_hash = hash_weights(rank_files)
     files = describe_files(partial)
     _report(progress, "hash", 1, 1)
@@ -198,7 +187,8 @@ def _lay_out(
         fingerprint=compute_fingerprint(**computed),
         model_id=model_id(checkpoint.source),
         backend=options.backend,
-        targets=targets,
+        targets=list(options.targets),
+        compiled=compiled,
         page_tokens=options.page_tokens,
         max_context=options.max_context or checkpoint.spec.max_position_embeddings,
         files=files,

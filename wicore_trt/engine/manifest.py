@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -38,7 +38,7 @@ class Manifest:
     `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of
     everything that is not FP8). `page_tokens` is the default KV page size. `max_context` is the longest sequence in
     tokens. `weights_hash` is over tensor contents, not over file bytes. `fingerprint` names what a KV page computed
-    with this engine depends on. `created` is ISO 8601, UTC.
+    with this engine depends on. `created` is ISO 8601, UTC. `compiled` is what the backend says of its files.
     """
 
     model_id: str
@@ -57,6 +57,7 @@ class Manifest:
     tools: dict[str, str]
     source: str
     created: str
+    compiled: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -159,12 +160,14 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "tools": dict,
     "source": str,
     "created": str,
+    "compiled": dict,
     "format_version": int,
 }
 
 
 def _parse(data: Mapping[str, Any]) -> Manifest:
     names = {f.name for f in fields(Manifest)}
+    data = {"compiled": {}, **data}  # engines of before there were compiled ones lack it
     given = set(data) - {"kind"}
     if names != given:
         raise _InvalidFieldError(f"missing fields {sorted(names - given)}, unknown fields {sorted(given - names)}.")

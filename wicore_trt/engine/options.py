@@ -1,0 +1,97 @@
+"""What to build, and what a backend is: the terms between `engine.build` and the backends.
+
+It must not know any backend's compiler. Invariant: a backend is found by name, and loaded only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from wicore_trt.engine.directory import Progress
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.calibrate import Calibration
+    from wicore_trt.checkpoint.format import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
+    engine: sequences of a decode step, and tokens of a prefill step."""
+
+    backend: str
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    page_tokens: int
+    targets: tuple[str, ...]
+    max_context: int | None
+    max_batch: int
+    max_chunk: int
+    calibration: Calibration | None
+
+
+class Backend(Protocol):
+    """How an engine computes. An attribute of a module, named in BACKENDS."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        """GPU architectures that will be compiled for. Raises ConfigError or EnvironmentUnfitError before work."""
+        ...
+
+    def default_context(self, limit: int) -> int:
+        """max_context of an engine for which none is given; `limit` is the model's."""
+        ...
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Put the compiled files into the engine `directory`, whose weights are there, and return what the manifest
+        says of them. `options` have their targets and max_context filled in."""
+        ...
+
+
+class TorchBackend:
+    """Compiles nothing: it runs wherever PyTorch does."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        if options.targets:
+            raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
+        return ["any"]
+
+    def default_context(self, limit: int) -> int:
+        return limit
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        return {}
+
+
+BACKENDS = {
+    "torch": "wicore_trt.engine.options:TorchBackend",
+    "tensorrt": "wicore_trt.engine.tensorrt_backend:TensorRTBackend",
+}
+"""Name of a backend to "module:class"."""
+
+
+def find_backend(name: str) -> Backend:
+    """The backend of this name. Raises EnvironmentUnfitError for one that does not exist."""
+    if name not in BACKENDS:
+        raise EnvironmentUnfitError(
+            f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}.",
+            fix="Use --backend torch.",
+        )
+    module, attribute = BACKENDS[name].split(":")
+    backend: Backend = getattr(import_module(module), attribute)()
+    return backend
+
+
+def split_targets(values: Sequence[str]) -> tuple[str, ...]:
+    """ "sm80,sm89" and "sm120" given one by one are the same as all in one. Order is kept, doubles are dropped."""
+    names = [part.strip().lower() for value in values for part in value.split(",")]
+    return tuple(dict.fromkeys(name for name in names if name))

@@ -1,0 +1,114 @@
+"""One TensorRT plan: define the network, build it for a target, say what came out.
+
+Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off), and a plan needs no memory at run time that
+its context did not ask for, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.engine.plan_log import BuildLog, make_logger, make_monitor
+from wicore_trt.engine.tensorrt_api import RTX, TensorRT
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.model.lower_tensorrt import define_network
+from wicore_trt.model.plan_io import PlanLimits, PlanTensor
+from wicore_trt.model.spec import Gemma3Spec
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """All that a plan depends on. `dtype` is that of the activations."""
+
+    spec: Gemma3Spec
+    limits: PlanLimits
+    weights: Sequence[PlanTensor]
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    target: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A serialized plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people;
+    `timing_cache` makes the next build faster (full TensorRT only)."""
+
+    data: bytes
+    tensors: list[PlanTensor]
+    facts: dict[str, Any]
+    timing_cache: bytes | None
+
+
+def build_plan(
+    api: TensorRT,
+    request: PlanRequest,
+    *,
+    timing_cache: bytes | None = None,
+    report: Callable[[float], None] = lambda fraction: None,
+    cancelled: threading.Event | None = None,
+) -> Plan:
+    """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only).
+
+    Raises EnvironmentUnfitError with TensorRT's reason when it cannot.
+    """
+    trt, book = api.module, BuildLog()
+    builder = trt.Builder(make_logger(trt, book))
+    network, tensors = make_network(trt, builder, request)
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # kernel names; no effect on what is built
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if api.targets[request.target] is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(api.targets[request.target], 0)
+    config.add_optimization_profile(_profile(builder, request, tensors))
+    cache = None
+    if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
+        cache = config.create_timing_cache(timing_cache or b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    monitor = make_monitor(trt, report, cancelled or threading.Event())
+    config.progress_monitor = monitor
+    serialized = builder.build_serialized_network(network, config)
+    if serialized is None:
+        raise EnvironmentUnfitError(
+            f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
+        )
+    facts = {
+        "network_layers": network.num_layers,
+        "kernels": dict(sorted(book.kernels.items())),
+        "precisions": dict(sorted(book.precisions.items())),
+        "activation_bytes": book.activation_bytes,
+    }
+    return Plan(bytes(serialized), tensors, facts, bytes(cache.serialize()) if cache else None)
+
+
+def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[PlanTensor]]:
+    """The defined network, and its inputs and outputs."""
+    strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(strongly_typed)
+    tensors = define_network(
+        network,
+        trt,
+        request.spec,
+        request.limits,
+        request.weights,
+        phase=request.phase,
+        dtype=request.dtype,
+        kv_dtype=request.kv_dtype,
+        tp_size=request.tp_size,
+    )
+    return network, tensors
+
+
+def _profile(builder: Any, request: PlanRequest, tensors: Sequence[PlanTensor]) -> Any:
+    profile, dims = builder.create_optimization_profile(), request.limits.profile(request.phase)
+    for tensor in tensors:
+        if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
+            profile.set_shape(tensor.name, *(tensor.bound(dims, which) for which in range(3)))
+    return profile

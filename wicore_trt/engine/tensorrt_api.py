@@ -1,0 +1,87 @@
+"""Which TensorRT is here, and which GPU architectures it can build for.
+
+`tensorrt` (10.15 or later, from NVIDIA's index) builds for the GPU of this machine; TensorRT-RTX
+(`tensorrt_rtx_bindings`, on PyPI) builds for several architectures without a GPU, but not for sm90 and sm100. It must
+not know networks. Invariant: neither is imported before a build asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+
+RTX, FULL = "tensorrt-rtx", "tensorrt"
+OLDEST = (10, 15)
+INSTALL = "pip install 'wicore-trt[tensorrt]'"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRT:
+    """The module that was found. `targets` maps names such as "sm89" to the builder's ComputeCapability, or to None
+    for the one architecture that a full TensorRT builds for by being there."""
+
+    module: ModuleType
+    flavour: str
+    version: str
+    targets: dict[str, Any]
+
+    def check_target(self, target: str) -> None:
+        """Raises ConfigError for an architecture that this TensorRT cannot build for."""
+        if target in self.targets:
+            return
+        hint = ""
+        if self.flavour == RTX and target in ("sm90", "sm100"):
+            hint = " TensorRT-RTX does not run on data-centre Hopper and Blackwell: build there with full TensorRT."
+        raise ConfigError(
+            f"target {target!r}: {self.flavour} {self.version} builds for {', '.join(self.targets)}.{hint}",
+            fix="Choose --target among them.",
+        )
+
+
+def find_tensorrt() -> TensorRT:
+    """Full TensorRT where it and a GPU are, else TensorRT-RTX. Raises EnvironmentUnfitError without either."""
+    full = _full()
+    if full is not None:
+        return full
+    try:
+        import tensorrt_rtx_bindings as rtx
+    except (ImportError, OSError) as error:
+        raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=f"Install it: {INSTALL}.") from None
+    names = [name for name in dir(rtx.ComputeCapability) if name.startswith("SM")]
+    names.sort(key=lambda name: int(name[2:]))
+    return TensorRT(rtx, RTX, _wheel_version(), {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})
+
+
+def _full() -> TensorRT | None:
+    """`tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
+    capability = _gpu_capability()
+    if capability is None:
+        return None
+    try:
+        import tensorrt
+    except (ImportError, OSError):
+        return None
+    version = getattr(tensorrt, "__version__", "0")
+    if not hasattr(tensorrt, "Builder") or tuple(int(p) for p in version.split(".")[:2]) < OLDEST:
+        return None
+    return TensorRT(tensorrt, FULL, version, {f"sm{capability[0]}{capability[1]}": None})
+
+
+def _gpu_capability() -> tuple[int, int] | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _wheel_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tensorrt-rtx-cu13-bindings")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,163 @@
+"""Backend `tensorrt`: plans per target and phase, beside the weights that they all share.
+
+Files in the engine directory: `plans/<target>.<phase>.plan` and `plans/plans.json`, which says what each plan takes,
+gives, contains and was built by. It must not know the network. Invariants: a plan holds no weights, so the engine's
+safetensors serve every target; what cannot be built is refused before any work.
+
+The timing cache of full TensorRT is kept in the user's cache directory, one file per TensorRT version and target. RTX
+plans are finished on the GPU that loads them and have no timing cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.engine.directory import Progress
+from wicore_trt.engine.options import BuildOptions
+from wicore_trt.engine.plan_build import Plan, PlanRequest, build_plan
+from wicore_trt.engine.plan_weights import weight_tensors
+from wicore_trt.engine.tensorrt_api import TensorRT, find_tensorrt
+from wicore_trt.errors import ConfigError
+from wicore_trt.model.plan_io import PHASES, PlanLimits
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
+
+log = logging.getLogger(__name__)
+PLANS = "plans"
+INDEX = f"{PLANS}/plans.json"
+DEFAULT_CONTEXT = 8192  # a KV slot is as long as the longest sequence, so the model's own limit is seldom wanted
+OLDEST_SM = {"fp8": 89, "bfloat16": 80, "float16": 75, "float32": 75}
+PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
+
+
+def plan_file(target: str, phase: str) -> str:
+    """Name of a plan within the engine directory."""
+    return f"{PLANS}/{target}.{phase}.plan"
+
+
+class TensorRTBackend:
+    """Implements `engine.options.Backend`."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        """The targets asked for; full TensorRT takes its own GPU when none is named."""
+        api = find_tensorrt()
+        targets = list(options.targets)
+        if not targets and len(api.targets) == 1:
+            targets = list(api.targets)
+        if not targets:
+            raise ConfigError(
+                "backend 'tensorrt' needs a target.", fix=f"Give --target; known: {', '.join(api.targets)}."
+            )
+        for target in targets:
+            api.check_target(target)
+        return targets
+
+    def default_context(self, limit: int) -> int:
+        return min(limit, DEFAULT_CONTEXT)
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Build all plans, two at a time."""
+        api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
+        (directory / PLANS).mkdir()
+        index: dict[str, Any] = {"tensors": {}, "plans": {}}
+        for request, plan in zip(requests, _build_all(api, requests, progress), strict=True):
+            name = plan_file(request.target, request.phase)
+            (directory / name).write_bytes(plan.data)
+            index["tensors"][request.phase] = [tensor.to_dict() for tensor in plan.tensors]
+            index["plans"][name] = {"target": request.target, "phase": request.phase, **plan.facts}
+        (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        limits = requests[0].limits
+        return {
+            "flavour": api.flavour,
+            "version": api.version,
+            "max_batch": limits.max_batch,
+            "max_chunk": limits.max_chunk,
+        }
+
+
+def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
+    """One request per target and phase. Raises ConfigError for a dtype that a target cannot compute in."""
+    spec, kv_dtype = checkpoint.spec, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if kv_dtype not in (checkpoint.dtype, "fp8"):
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
+            fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
+        )
+    for target in options.targets:
+        for dtype in filter(None, (checkpoint.dtype, kv_dtype, checkpoint.quant_algo and "fp8")):
+            if int(target.removeprefix("sm")) < OLDEST_SM[dtype]:
+                raise ConfigError(
+                    f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
+                    fix="Leave the target out, or build it from a checkpoint of another dtype.",
+                )
+    assert options.max_context is not None, "build_engine fills it in"
+    limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
+    files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
+    weights = weight_tensors(files, spec, kv_dtype)
+    return [
+        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase)
+        for target in options.targets
+        for phase in PHASES
+    ]
+
+
+def _build_all(api: TensorRT, requests: list[PlanRequest], progress: Progress | None) -> list[Plan]:
+    """All plans, in order; the first failure or Ctrl-C cancels the rest."""
+    cancelled, fractions, lock = threading.Event(), [0.0] * len(requests), threading.Lock()
+
+    def build(number: int) -> Plan:
+        def report(fraction: float) -> None:
+            with lock:
+                fractions[number] = fraction
+                if progress:
+                    progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
+
+        request, begun = requests[number], time.monotonic()
+        cache = _cache_file(api, request.target)
+        earlier = cache.read_bytes() if cache and cache.is_file() else None
+        plan = build_plan(api, request, timing_cache=earlier, report=report, cancelled=cancelled)
+        if cache and plan.timing_cache is not None:
+            _write_cache(cache, plan.timing_cache)
+        report(1.0)
+        seconds = time.monotonic() - begun
+        log.info("plan %s %s: %.1f s, %d bytes", request.target, request.phase, seconds, len(plan.data))
+        return plan
+
+    with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
+        futures: list[Future[Plan]] = [pool.submit(build, number) for number in range(len(requests))]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            cancelled.set()
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _cache_file(api: TensorRT, target: str) -> Path | None:
+    """Where full TensorRT's timing cache of this version and target is kept; RTX has none."""
+    if api.targets[target] is not None:
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "wicore" / f"timing-{api.version}-{target}.cache"
+
+
+def _write_cache(path: Path, data: bytes) -> None:
+    """Losing the cache costs time and no more, so a directory that cannot be written is not an error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        log.info("the timing cache %s was not kept: %s", path, error)
