@@ -151,6 +151,11 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     )
 
 
+def compile_kernels(specs: Mapping[str, KernelSpec], target: str) -> dict[str, CompiledKernel]:
+    """`compile_kernel` of each spec, under its key."""
+    return {role: compile_kernel(spec, target) for role, spec in specs.items()}
+
+
 def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
     """Write `<name>.cubin` and `<name>.json` into `directory`, which exists."""
     (directory / f"{kernel.name}.cubin").write_bytes(kernel.cubin)

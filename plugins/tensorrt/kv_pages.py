@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wicore_trt.plugins.aot import CompiledKernel, compile_kernel
+from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.layout import CacheShape, PoolShape, Tables, copy_pages_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
@@ -98,9 +98,8 @@ class KvPages(PluginLogic):
         return 1 if self.config.to_cache else 0
 
 
-def compile_kv_pages(config: KvPagesConfig, target: str) -> dict[str, CompiledKernel]:
-    """The plugin's kernel for one GPU target. Needs Triton; raises what `compile_kernel` raises."""
+def kv_pages_specs(config: KvPagesConfig) -> dict[str, KernelSpec]:
+    """The plugin's kernel by role, for `aot.compile_kernels`. Needs Triton; raises ConfigError for types it cannot do."""
     from wicore_trt.plugins.kernels import specs
 
-    spec = specs.copy_pages_spec(config.pool(), config.cache_dtype, to_cache=config.to_cache)
-    return {"copy": compile_kernel(spec, target)}
+    return {"copy": specs.copy_pages_spec(config.pool(), config.cache_dtype, to_cache=config.to_cache)}

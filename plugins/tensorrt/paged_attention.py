@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wicore_trt.plugins.aot import CompiledKernel, compile_kernel
+from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.layout import PoolShape, Tables, attention_launch, kv_write_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
@@ -125,15 +125,15 @@ class PagedAttention(PluginLogic):
         self.launcher.launch(attend, call, stream)
 
 
-def compile_paged_attention(config: PagedAttentionConfig, target: str) -> dict[str, CompiledKernel]:
-    """The plugin's kernels for one GPU target; layers that differ in index, window or scale share them.
+def paged_attention_specs(config: PagedAttentionConfig) -> dict[str, KernelSpec]:
+    """The plugin's kernels by role, for `aot.compile_kernels`; layers that differ in index, window or scale share them.
 
-    Needs Triton, on the machine that builds; raises what `compile_kernel` raises.
+    Needs Triton, on the machine that builds. Raises ConfigError for types or heads that the kernels cannot do.
     """
     from wicore_trt.plugins.kernels import specs
 
     pool = config.pool()
     return {
-        "kv_write": compile_kernel(specs.kv_write_spec(pool, config.dtype), target),
-        "attention": compile_kernel(specs.attention_spec(pool, config.dtype, config.heads), target),
+        "kv_write": specs.kv_write_spec(pool, config.dtype),
+        "attention": specs.attention_spec(pool, config.dtype, config.heads),
     }

@@ -22,7 +22,11 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
+from wicore_trt.plugins.kernels.attention import paged_attention
+from wicore_trt.plugins.kernels.kv_write import kv_write
+from wicore_trt.plugins.kernels.pages import copy_pages, slide
+from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 
 PATCHED = (tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
@@ -147,3 +151,32 @@ def launch(spec: KernelSpec, call: Launch) -> None:
     tensors = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
     with _interpreting(spec.function) as kernel, _patched(**_bfloat16(), **_within(tensors)), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)
+
+
+def uncompiled(spec: KernelSpec) -> CompiledKernel:
+    """A kernel as if compiled, for `AddressLauncher`."""
+    arguments = tuple(spec.signature.items())
+    symbol = spec.function.__name__
+    return CompiledKernel(spec.name, symbol, "sm0", arguments, spec.aligned, spec.constants, 4, 1, 0, "none", b"")
+
+
+class AddressLauncher:
+    """`Launcher` for kernels of `uncompiled`: addresses lie in `tensors`, whose types are the kernels' own."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
+        ParameterBlock(kernel, call.arguments)
+        function = {f.__name__: f for f in (copy_pages, slide, kv_write, paged_attention)}[kernel.symbol]
+        arguments = dict(call.arguments)
+        for name, type_ in kernel.arguments:
+            if type_.startswith("*") and arguments[name]:
+                arguments[name] = self._at(arguments[name])
+        launch(KernelSpec(kernel.name, function, dict(kernel.arguments), kernel.constants), Launch(call.grid, arguments))
+
+    def _at(self, address: int) -> torch.Tensor:
+        for t in self._tensors:
+            if t.data_ptr() <= address < t.data_ptr() + t.nbytes:
+                return t.flatten()[(address - t.data_ptr()) // t.itemsize :]
+        raise AssertionError(f"{address:#x} is in none of the tensors")
