@@ -1,0 +1,180 @@
+"""Our host and disk tiers under another engine's block pool: one layer group, pages by chain key.
+
+Joins the tiers' parts as `core.assemble_kv` does for our own engines. It must not know TensorRT-LLM. Invariant: `match`
+gives out only pages whose bytes were checked against their identity just now, and which stay until they are released.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+from wicore_trt.config import KVSettings
+from wicore_trt.errors import ConfigError
+from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
+from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.disk_store import DiskStore
+from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.tier_copy import CopyState, TierCopy
+from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.kv.tiers import IN_FLIGHT, LowerTiers
+from wicore_trt.kv.transfers import Transfers
+from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.types import TierStats
+
+GROUP = "blocks"
+QUEUE_LIMIT = 256
+_WAIT_S = 0.02
+
+
+class BlockTiers:
+    """Tiers for pages of `namespace`, which has the one group GROUP; `copier` moves them to and from the pool. All
+    calls come from one thread.
+
+    Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that cannot be used.
+    """
+
+    def __init__(self, settings: KVSettings, namespace: Namespace, copier: PageCopier) -> None:
+        slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
+        num_slots = settings.host_bytes // slot_bytes
+        if num_slots < 2 * slots_per_page[GROUP]:
+            raise ConfigError(
+                f"kv.host_bytes = {settings.host_bytes:,} holds no two blocks of {namespace.layout[GROUP]:,} bytes.",
+                fix="Raise WICORE_KV__HOST_BYTES.",
+            )
+        store = None
+        if settings.disk_path is not None:
+            key = settings.disk_key_file
+            store = DiskStore(
+                Path(settings.disk_path),
+                namespace=namespace,
+                slot_bytes=slot_bytes,
+                limit_bytes=settings.disk_bytes,
+                free_bytes=settings.disk_free_bytes,
+                threads=settings.disk_threads,
+                queue_limit=QUEUE_LIMIT,
+                timeout_s=settings.disk_timeout_s,
+                cipher=AesGcmPageCipher(load_key_file(key)) if key is not None else None,
+            )
+
+        def index(slots: int, store: DiskStore | None) -> TierIndex:
+            policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)
+            left = partial(_left, store)
+            quota = settings.tenant_quota
+            return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
+
+        slab = aligned_buffer(num_slots * slot_bytes)
+        populate(slab)
+        host = HostTier(index(num_slots, None), slab, slot_bytes, namespace.layout)
+        disk = None
+        if store is not None:
+            books = index(store.num_slots, store)
+            books.restore(store.recover())
+            disk = (books, store)
+        self.transfers = Transfers(host, disk, copier, save_early=settings.write_policy == "through")
+        self._tiers = LowerTiers(self.transfers, threshold=settings.host_threshold)
+
+    def known(self, page: Page) -> bool:
+        """Whether some tier has the page, or is getting it."""
+        return self._tiers.where(*page.name) is not None
+
+    def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[TierCopy]:
+        """Host copies of the longest run of `pages` from the first on that were there, or came from disk, within
+        `timeout_s` and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the
+        keys of the whole prompt, from which the eviction policy learns."""
+        self._tiers.touch(chain, None)
+        wanted = list(takewhile(self.known, pages))
+        fetch = _Fetch(self.transfers, wanted)
+        end = time.monotonic() + timeout_s
+        while not fetch.complete and (left := end - time.monotonic()) > 0:
+            fetch.start()
+            if not fetch.waiting and not self.transfers.outstanding:
+                break  # the host is full of pages that are held
+            self.transfers.wait(min(left, _WAIT_S))
+        return fetch.close()
+
+    def store(self, page: Page, block: int) -> TierCopy | None:
+        """Copy a block to the host, and on to disk; None when there is no room."""
+        return self._tiers.store(page, block)
+
+    def load(self, copy: TierCopy, block: int) -> None:
+        """Copy a page that `match` gave out into a block, and release it."""
+        self.transfers.to_device(copy, block, partial(self.release, copy))
+
+    def release(self, copy: TierCopy) -> None:
+        self.transfers.host.index.release(copy)
+
+    def storing(self, copy: TierCopy) -> bool:
+        """Whether its block is still being copied or checked."""
+        return copy.state is CopyState.WRITING
+
+    def poll(self) -> None:
+        """Apply what other threads finished. Call it once per step."""
+        self._tiers.poll()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        return self._tiers.stats()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is to be saved, then free the disk directory."""
+        self.transfers.close(timeout_s)
+
+
+class _Fetch:
+    """Pages on their way to one `match`, in no particular order. `waiting` are the places asked for and not answered.
+    Pages from `_stop` on are of no use, as one before them cannot be had."""
+
+    def __init__(self, transfers: Transfers, pages: Sequence[Page]) -> None:
+        self._transfers = transfers
+        self._pages = pages
+        self._arrived: dict[int, TierCopy] = {}
+        self._started = 0
+        self._stop = len(pages)
+        self._closed = False
+        self.waiting: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page before `_stop` has been answered."""
+        return self._started >= self._stop and all(place >= self._stop for place in self.waiting)
+
+    def start(self) -> None:
+        """Ask for as many pages as may be under way."""
+        while self._started < self._stop and len(self.waiting) < IN_FLIGHT:
+            place = self._started
+            self.waiting.add(place)
+            if not self._transfers.fetch(self._pages[place], partial(self._answer, place)):
+                self.waiting.discard(place)
+                return
+            self._started += 1
+
+    def _answer(self, place: int, copy: TierCopy | None) -> None:
+        self.waiting.discard(place)
+        if copy is None:
+            self._stop = min(self._stop, place)
+        elif self._closed:
+            self._transfers.host.index.release(copy)
+        else:
+            self._arrived[place] = copy
+
+    def close(self) -> list[TierCopy]:
+        """The run from the first page on; what lies beyond a gap is released, now or when it arrives."""
+        self._closed = True
+        run = 0
+        while run in self._arrived:
+            run += 1
+        for place, copy in self._arrived.items():
+            if place >= run:
+                self._transfers.host.index.release(copy)
+        return [self._arrived[place] for place in range(run)]
+
+
+def _left(store: DiskStore | None, copy: TierCopy, cause: str) -> None:
+    if store is not None:
+        store.erase(copy.slots)
