@@ -7,11 +7,10 @@ import random
 
 import pytest
 import torch
+from parity.fp8 import fp8_model
 from parity.paged import PagedDriver, random_chunks
-from parity.tiny import TinyModel, cast, tiny_model
-from torch import nn
+from parity.tiny import TinyModel, cast, overflowing_model, tiny_model
 
-from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 
@@ -71,26 +70,6 @@ def test_16_bit_is_nearer_to_float32_than_transformers(seed: int, dtype: str, ke
     assert rms_error(ours, expected) < 8 * torch.finfo(torch_dtype).eps
 
 
-def overflowing_model(where: str) -> TinyModel:
-    """A model whose residual stream, or whose gate * up, goes far beyond float16's 65,504."""
-    model = tiny_model(11, num_hidden_layers=4, sliding_window_pattern=2)
-    norms = {
-        "residual": ("post_attention_layernorm", "post_feedforward_layernorm"),
-        "mlp": ("pre_feedforward_layernorm",),
-    }[where]
-    factor = {"residual": 50_000.0, "mlp": 900.0}[where]
-    with torch.no_grad():
-        for name, parameter in model.hf.named_parameters():
-            if name.endswith(tuple(f"{n}.weight" for n in norms)):
-                parameter.add_(1).mul_(factor).sub_(1)
-    tensors = dict(model.tensors)
-    for name in tensors:
-        unified = ("post_layernorm", "post_feedforward_layernorm") if where == "residual" else norms
-        if name.endswith(tuple(f".{n}.weight" for n in unified)):
-            tensors[name] = tensors[name] * factor
-    return TinyModel(model.hf, model.spec, tensors)
-
-
 @pytest.mark.parametrize("where", ["residual", "mlp"])
 def test_float16_survives_values_beyond_its_range(where: str, kernels: str) -> None:
     model = overflowing_model(where)
@@ -103,39 +82,12 @@ def test_float16_survives_values_beyond_its_range(where: str, kernels: str) -> N
     assert rms_error(ours, expected) < torch.finfo(torch.bfloat16).eps
 
 
-class Fp8Linear(nn.Module):
-    """FP8 linear by its definition: per-channel weights, per-token activations, float64 sums."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        scale = torch.from_numpy(quantize_e4m3_per_channel(weight.numpy())[1])[:, None]
-        self.weight, self.weight_scale = (weight / scale).clamp(-448, 448).to(E4M3).double(), scale.double()
-
-    @staticmethod
-    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = x.abs().amax(-1, keepdim=True) / 448
-        return (x / scale).clamp(-448, 448).to(E4M3).double(), scale.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, scale = self.quantize(x)
-        return ((q @ self.weight.T) * scale * self.weight_scale.T).float()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_fp8_engine_follows_its_definition(seed: int) -> None:
     """transformers with every linear of its layers replaced by the definition. Activations are float32 in between:
     with bfloat16 there, E4M3 values flip to their neighbours and nothing sharp can be said."""
-    model = tiny_model(seed)
+    model, tensors = fp8_model(seed)
     token_ids = random_tokens(model, seed)
-    for layer in model.hf.model.layers:
-        for block in (layer.self_attn, layer.mlp):
-            for name, child in list(block.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(block, name, Fp8Linear(child))
-    tensors = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in fp8_tensors(model).items()}
-    model.hf.lm_head.weight.data.copy_(model.hf.lm_head.weight.bfloat16())
-    model.hf.model.embed_tokens.weight.data.copy_(model.hf.model.embed_tokens.weight.bfloat16())
     expected = model.hf_logits(token_ids)[chunk_ends(token_ids)]
     assert rms_error(engine_logits(model, "torch", token_ids, "float32", tensors), expected) < 0.01
 

@@ -99,6 +99,26 @@ def tiny_model(seed: int, **overrides: Any) -> TinyModel:
     return TinyModel(hf, spec, unified(spec, hf.state_dict()))
 
 
+def overflowing_model(where: str) -> TinyModel:
+    """A model whose residual stream, or whose gate * up, goes far beyond float16's 65,504."""
+    model = tiny_model(11, num_hidden_layers=4, sliding_window_pattern=2)
+    norms = {
+        "residual": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "mlp": ("pre_feedforward_layernorm",),
+    }[where]
+    factor = {"residual": 50_000.0, "mlp": 900.0}[where]
+    with torch.no_grad():
+        for name, parameter in model.hf.named_parameters():
+            if name.endswith(tuple(f"{n}.weight" for n in norms)):
+                parameter.add_(1).mul_(factor).sub_(1)
+    tensors = dict(model.tensors)
+    for name in tensors:
+        unified = ("post_layernorm", "post_feedforward_layernorm") if where == "residual" else norms
+        if name.endswith(tuple(f".{n}.weight" for n in unified)):
+            tensors[name] = tensors[name] * factor
+    return TinyModel(model.hf, model.spec, tensors)
+
+
 def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) -> Gemma3ForCausalLM:
     """transformers' model around an engine's fused float32 tensors, sharing their memory (norms apart).
 

@@ -1,0 +1,193 @@
+"""Drives the networks of a TensorRT engine through the evaluator, as a runtime would drive its plans on a GPU.
+
+Weights, rope tables and caches are made here, not by the product's runtime, so that a mistake there cannot hide one
+in the lowering. Caches begin as NaN: what was never written must not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from network_evaluator import Evaluator
+from safetensors.torch import save_file
+
+from wicore_trt.checkpoint.names import unified_tensors
+from wicore_trt.checkpoint.sharding import shard_of
+from wicore_trt.engine.plan_build import PlanRequest, make_network
+from wicore_trt.engine.plan_weights import weight_tensors
+from wicore_trt.model import plan_io
+from wicore_trt.model.plan_io import DECODE, PHASES, PREFILL, PlanLimits, PlanTensor
+from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+
+trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+
+
+def shard(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], rank: int, tp_size: int) -> dict[str, torch.Tensor]:
+    """The rank's part of a unified checkpoint's tensors; scales go with their weight's rows."""
+    parts = dict(tensors)
+    for unified in unified_tensors(spec):
+        if unified.name not in tensors:
+            continue
+        cut = shard_of(unified, spec, rank, tp_size)
+        stacked = (0, spec.q_size, spec.q_size + spec.kv_size)  # rows are those of each stacked source
+        pick = [torch.arange(*rows) + first for rows, first in zip(cut.rows, stacked, strict=False)]
+        columns = slice(*(cut.columns or (None, None)))
+        whole = tensors[unified.name]
+        bits = whole.view(torch.uint8) if whole.dtype == torch.float8_e4m3fn else whole
+        part = bits[torch.cat(pick)]
+        part = part[:, columns] if part.dim() > 1 else part
+        parts[unified.name] = part.contiguous().view(whole.dtype)
+        if unified.scale_name in tensors:
+            parts[unified.scale_name] = tensors[unified.scale_name][torch.cat(pick)].contiguous()
+    return parts
+
+
+def weight_feeds(inputs: Sequence[PlanTensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of a plan's weight inputs."""
+    feeds: dict[str, torch.Tensor] = {}
+    for t in inputs:
+        if t.kind != "weight":
+            continue
+        parts = [tensors[name] for name in t.parts]
+        if t.combine == "max":
+            value = torch.stack(parts).amax(0)
+        elif len(parts) == 1:
+            value = parts[0]
+        elif parts[0].dtype == torch.float8_e4m3fn:
+            value = torch.cat([p.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn)
+        else:
+            value = torch.cat(parts)
+        feeds[t.name] = value.view(*t.shape)
+    return feeds
+
+
+def rope_tables(spec: Gemma3Spec, inputs: Sequence[PlanTensor]) -> dict[str, torch.Tensor]:
+    tables = {}
+    for t in inputs:
+        if t.kind == "table":
+            _, group, part = t.name.split(".")
+            theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, 1.0)
+            factor = 1.0 if group == LOCAL else spec.rope_scaling_factor
+            frequency = theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim)
+            angles = torch.arange(t.shape[0], dtype=torch.float64)[:, None] / factor * frequency
+            tables[t.name] = (angles.cos() if part == "cos" else angles.sin()).float()
+    return tables
+
+
+@dataclass
+class Slot:
+    """One sequence's linear caches [kv_heads, entries, head_dim], one dict per rank. `tokens` is their number so far;
+    entry 0 of a group's cache is position `base[group]`."""
+
+    caches: list[dict[str, torch.Tensor]]
+    tokens: int = 0
+    base: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0))
+
+
+class PlanDriver:
+    """Both networks of an engine over the `tensors` of a unified checkpoint in memory."""
+
+    def __init__(
+        self, spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], path: Path, limits: PlanLimits, *,
+        dtype: str, kv_dtype: str | None = None, tp_size: int = 1,
+    ) -> None:  # fmt: skip
+        self.spec, self.limits, self.dtype = spec, limits, dtype
+        ranks = [shard(spec, tensors, rank, tp_size) for rank in range(tp_size)]
+        for rank, parts in enumerate(ranks):
+            save_file({n: t.contiguous() for n, t in parts.items()}, path / f"rank{rank}.safetensors")
+        files = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
+        weights = weight_tensors(files, spec, kv_dtype or dtype)
+        self.networks, self.inputs, self.evaluators = {}, {}, {}
+        self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+        for phase in PHASES:
+            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase)
+            network, io = make_network(trt, self._builder, request)
+            bound = []
+            for rank, parts in enumerate(ranks):
+                feeds = weight_feeds(io, parts) | rope_tables(spec, io)
+                if tp_size > 1:
+                    feeds["first_token"] = torch.tensor([rank * spec.vocab_size // tp_size], dtype=torch.int32)
+                bound.append(feeds)
+            names = [network.get_layer(i).name for i in range(network.num_layers)]
+            kinds = {"sum": "all_reduce_sum", "gather": "all_gather"}
+            collectives = {n: kinds[n.rsplit(".", 2)[1]] for n in names if _is_collective(network, names.index(n))}
+            self.networks[phase], self.inputs[phase] = network, io
+            self.evaluators[phase] = Evaluator(network, bound, collectives=collectives)
+        self.ranks = tp_size
+
+    def new_slot(self) -> Slot:
+        shapes = [t for t in self.inputs[PREFILL] if t.kind == "cache"]
+        make = lambda: {t.name: torch.full(t.shape[1:], torch.nan, dtype=TORCH[t.dtype]) for t in shapes}  # noqa: E731
+        return Slot([make() for _ in range(self.ranks)])
+
+    def prefill(self, slot: Slot, token_ids: list[int]) -> torch.Tensor:
+        """Logits [vocab] after the chunk's last token."""
+        return self._step(PREFILL, [slot], [token_ids], [len(token_ids) - 1])[0]
+
+    def decode(self, slots: Sequence[Slot], token_ids: Sequence[int | None]) -> torch.Tensor:
+        """Logits [active slots, vocab]; None leaves a slot idle."""
+        rows = [row for row, token in enumerate(token_ids) if token is not None]
+        return self._step(DECODE, slots, [None if t is None else [t] for t in token_ids], rows)
+
+    def _step(
+        self, phase: str, slots: Sequence[Slot], token_ids: Sequence[list[int] | None], rows: list[int]
+    ) -> torch.Tensor:
+        count = next(len(t) for t in token_ids if t is not None)
+        for slot, tokens in zip(slots, token_ids, strict=True):
+            if tokens is not None:
+                self._slide(slot, count)
+        feeds: dict[str, torch.Tensor] = {
+            "token_ids": torch.tensor([t or [0] * count for t in token_ids], dtype=torch.int32),
+            "positions": torch.tensor([range(s.tokens, s.tokens + count) for s in slots], dtype=torch.int32),
+            "sample_rows": torch.tensor(rows, dtype=torch.int32),
+        }
+        for group in GROUPS:
+            if not self.spec.layers_of(group):
+                continue
+            scratch = self.limits.entries(self.spec, group) - 1
+            first = [
+                s.tokens - s.base[group] if t is not None else scratch for s, t in zip(slots, token_ids, strict=True)
+            ]
+            feeds[plan_io.write_indices(group)] = torch.tensor(first, dtype=torch.int32)
+            feeds[plan_io.kv_lengths(group)] = torch.tensor([f + count for f in first], dtype=torch.int32)
+        ranks = []
+        for rank in range(self.ranks):
+            stacked = {n: torch.stack([s.caches[rank][n] for s in slots]) for n in slots[0].caches[rank]}
+            ranks.append(feeds | stacked)
+        results = self.evaluators[phase].evaluate_ranks(ranks)
+        for rank, result in enumerate(results):
+            for row, slot in enumerate(slots):
+                for name in slot.caches[rank]:
+                    slot.caches[rank][name] = result[plan_io.updated(name)][row]
+        for slot, tokens in zip(slots, token_ids, strict=True):
+            slot.tokens += count if tokens is not None else 0
+        assert all(torch.equal(results[0]["logits"], r["logits"]) for r in results)
+        return results[0]["logits"]
+
+    def _slide(self, slot: Slot, count: int) -> None:
+        """Make room for `count` tokens in the local caches, and poison what was given up."""
+        if not self.spec.layers_of(LOCAL):
+            return
+        length = slot.tokens - slot.base[LOCAL]
+        if length + count < self.limits.entries(self.spec, LOCAL):
+            return
+        keep = min(length, self.spec.sliding_window - 1)
+        for caches in slot.caches:
+            for layer in self.spec.layers_of(LOCAL):
+                for part in ("k", "v"):
+                    old = caches[plan_io.cache(part, layer)]
+                    new = torch.full_like(old, torch.nan)
+                    new[:, :keep] = old[:, length - keep : length]
+                    caches[plan_io.cache(part, layer)] = new
+        slot.base[LOCAL] = slot.tokens - keep
+
+
+def _is_collective(network: Any, index: int) -> bool:
+    layer = network.get_layer(index)
+    return bool(trt.ILayer.type.__get__(layer) == trt.LayerType.DIST_COLLECTIVE)
