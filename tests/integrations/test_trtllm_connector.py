@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,19 @@ def test_a_prompt_comes_back(make: Make, counts_matched: bool, chunk: int) -> No
     engine.check_idle()
 
 
+@pytest.mark.parametrize("counts_matched", [False, True])
+def test_what_follows_a_matched_prefix_is_saved_right(make: Make, counts_matched: bool) -> None:
+    """Versions differ in whether computed_position counts matched tokens; neither may save pages too early."""
+    engine = make(counts_matched=counts_matched)
+    prefix, one, two = prompt(9), prompt(13, 1), prompt(13, 2)
+    engine.serve([*prefix, *one])
+    engine.settle()
+    assert engine.serve([*prefix, *two], chunk=3) == 8
+    engine.settle()
+    assert engine.serve([*prefix, *two, 1]) == 20
+    engine.check_idle()
+
+
 def test_a_page_is_saved_when_it_is_full(make: Make) -> None:
     """Not before its last position was computed, though all of its tokens are known."""
     engine = make()
@@ -110,6 +125,23 @@ def test_a_restart_is_warm(make: Make) -> None:
     host, disk = engine.hub.tiers.stats()
     assert disk.read_bytes == 5 * LAYERS * 2 * SIZE * WIDTH * 2 and host.read_bytes == disk.read_bytes
     engine.check_idle()
+
+
+def test_a_process_that_ends_keeps_its_pages(make: Make, tmp_path: Path) -> None:
+    """TensorRT-LLM never tells a connector to close."""
+    tokens = prompt(22)
+    code = f"""
+from pathlib import Path
+from integrations import trtllm_stand_in
+from integrations.trtllm_engine_model import EngineModel, arguments
+trtllm_stand_in.install()
+from wicore_trt.integrations import trtllm_connector
+EngineModel(trtllm_connector, arguments(Path({str(tmp_path / "model")!r}))).serve({tokens})
+"""
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60, cwd=tmp_path)
+    assert make().serve(tokens) == 20
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve": ("errors", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
     "plugins.cpu": ("runtime",),  # its micro-benchmark
     "plugins": ("errors", "plugins"),
-    "integrations": ("errors", "types", "config", "kv", "model", "checkpoint", "engine", "integrations"),
+    "integrations": (
+        "errors",
+        "types",
+        "config",
+        "kv",
+        "model",
+        "checkpoint",
+        "engine",
+        "runtime.executor",
+        "runtime.page_copier",
+        "integrations",
+    ),
     "recipe": ("errors",),
     "config": ("errors", "recipe"),
 }
