@@ -85,6 +85,25 @@ class Tables:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """Pages in memory. For kernels of one layer `pointer` is that layer's part of page 0 and `scales` the layer's KV
+    scale; otherwise both belong to layer 0. `scales` is float32 and 0 (null) where there are none."""
+
+    pointer: Any
+    shape: PoolShape
+    scales: Any = 0
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all."""
+
+    cu_seqlens: Any
+    first_positions: Any
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """Grid and arguments by name. A grid with a 0 has nothing to do and must not be launched."""
 
@@ -94,31 +113,30 @@ class Launch:
 
 def copy_pages_launch(
     constants: Mapping[str, Any],
-    pool: tuple[Any, PoolShape],
+    pool: Pool,
     cache: tuple[Any, CacheShape],
     tables: Tables,
     copies: Any,
     max_tokens: int,
-    scales: Any = 0,
 ) -> Launch:
     """`kernels.pages.copy_pages` for `tables.rows` copies (int32[rows, 4] at `copies`).
 
     `max_tokens` only sizes the grid; a longer copy is done all the same, by fewer programs.
     """
-    shape = cache[1]
-    assert (shape.layers, shape.kv_heads, shape.head_dim) == (pool[1].layers, pool[1].kv_heads, pool[1].head_dim)
+    shape, pages = cache[1], pool.shape
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (pages.layers, pages.kv_heads, pages.head_dim)
     grid = (-(-max_tokens // constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
     return Launch(
         grid,
         {
-            "pool": pool[0],
+            "pool": pool.pointer,
             "cache": cache[0],
             "copies": copies,
-            "scales": scales,
+            "scales": pool.scales,
             "cache_tokens": shape.tokens,
             "layers": shape.layers,
             **tables.arguments(),
-            **pool[1].strides(),
+            **pages.strides(),
             **shape.strides(),
         },
     )
@@ -135,20 +153,20 @@ def kv_write_launch(
     constants: Mapping[str, Any],
     k: Any,
     v: Any,
-    pool: tuple[Any, PoolShape],
+    pool: Pool,
     tables: Tables,
     positions: Any,
     sequences: Any,
     tokens: int,
-    kv_scale: Any = 0,
 ) -> Launch:
-    """`kernels.kv_write.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` points at the layer's part."""
-    shape = pool[1]
+    """`kernels.kv_write.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
+    shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]
     row = shape.kv_heads * shape.head_dim
     steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
-    pointers = {"k": k, "v": v, "pool": pool[0], "positions": positions, "sequences": sequences, "kv_scale": kv_scale}
+    pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
+    pointers["kv_scale"] = pool.scales
     grid = (-(-tokens // constants["BLOCK"]), shape.kv_heads, 1)
     return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
 
@@ -157,31 +175,28 @@ def attention_launch(
     constants: Mapping[str, Any],
     q: Any,
     out: Any,
-    pool: tuple[Any, PoolShape],
+    pool: Pool,
     tables: Tables,
-    cu_seqlens: Any,
-    first_positions: Any,
-    tokens: int,
+    slices: Slices,
     softmax_scale: float,
     window: int,
-    kv_scale: Any = 0,
 ) -> Launch:
-    """`kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per sequence, and
-    `window` is 0 for full attention."""
-    shape = pool[1]
+    """`kernels.attention.paged_attention` of contiguous q, out [tokens, heads, D]; `tables` has a row per sequence,
+    `pool` is the layer's, and `window` is 0 for full attention."""
+    shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]
     row = shape.kv_heads * constants["REPEAT"] * shape.head_dim
     block = constants["BLOCK_M"] // constants["REPEAT"]
     return Launch(
-        (tokens // block + tables.rows if tokens else 0, shape.kv_heads, 1),
+        (slices.tokens // block + tables.rows if slices.tokens else 0, shape.kv_heads, 1),
         {
             "q": q,
             "out": out,
-            "pool": pool[0],
-            "cu_seqlens": cu_seqlens,
-            "first_positions": first_positions,
-            "kv_scale": kv_scale,
+            "pool": pool.pointer,
+            "cu_seqlens": slices.cu_seqlens,
+            "first_positions": slices.first_positions,
+            "kv_scale": pool.scales,
             "softmax_scale": softmax_scale,
             "window": window,
             "n_sequences": tables.rows,

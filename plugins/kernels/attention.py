@@ -9,6 +9,7 @@ block without visible keys changes nothing.
 Online softmax: arXiv:2205.14135. Rows of a block are (token, query head of the group) pairs.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -34,7 +35,7 @@ def _find_sequence(cu_seqlens, n_sequences, block, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _key_block(
+def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
     acc,
     top,
     total,
@@ -96,7 +97,7 @@ def _key_block(
 
 
 @triton.jit
-def paged_attention(
+def paged_attention(  # noqa: PLR0913 - a kernel takes its memory apart
     q,
     out,
     pool,
@@ -126,7 +127,7 @@ def paged_attention(
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
 
-    q, out [N, kv_heads * REPEAT, D]; query head h reads KV head h // REPEAT. Rows cu_seqlens[s] .. cu_seqlens[s + 1] - 1
+    q, out [N, kv_heads * REPEAT, D]; query head h reads KV head h // REPEAT. Rows [cu_seqlens[s], cu_seqlens[s + 1])
     (int32[S + 1]) are sequence s at positions first_positions[s] (int32[S]), + 1, ...; its page j is tables[s, j]
     (int32). A token at p sees positions (p - window, p], or [0, p] when window is 0. pool, kv_scale and FP8 as in
     `kv_write`. Grid: (N // (BLOCK_M // REPEAT) + S, kv_heads).

@@ -5,6 +5,7 @@ Invariant: `decode` is exact, NaN included; `encode` rounds to nearest even, sat
 Format: 1 sign, 4 exponent (bias 7), 3 mantissa bits, no infinity, NaN is 0x7F or 0xFF (arXiv:2209.05433).
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton

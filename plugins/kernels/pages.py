@@ -8,6 +8,7 @@ reaches past the page table or the cache is left out.
 What to copy is read on the device, so that a launch can be part of a CUDA graph or of a TensorRT engine.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -17,7 +18,7 @@ from wicore_trt.plugins.kernels.e4m3 import decode, quantize
 
 
 @triton.jit
-def copy_pages(
+def copy_pages(  # noqa: PLR0913 - a kernel takes its memory apart
     pool,
     cache,
     tables,
@@ -85,7 +86,7 @@ def copy_pages(
 
 
 @triton.jit
-def slide(
+def slide(  # noqa: PLR0913 - a kernel takes its memory apart
     cache,
     moves,
     cache_layer,

@@ -78,7 +78,9 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
 def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
     """Moves within linear caches of `cache_dtype` with the heads of `pool`."""
     constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
-    return _spec(f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants)
+    return _spec(
+        f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants
+    )
 
 
 def kv_write_spec(pool: PoolShape, dtype: str) -> KernelSpec:
@@ -133,4 +135,5 @@ def _named(name: str, pool: PoolShape) -> str:
 
 def _copy_block(pool: PoolShape) -> int:
     """Tokens per block of a copy: about 4,096 elements."""
-    return max(8, min(64, 4096 // pool.head_dim))
+    block: int = max(8, min(64, 4096 // pool.head_dim))
+    return block

@@ -50,7 +50,9 @@ class PluginLogic:
     trt: ClassVar[Any]
     bases: ClassVar[tuple[type, ...]]
 
-    def __init__(self, config: Any, kernels: Mapping[str, CompiledKernel], launcher: Launcher = SHARED_LAUNCHER) -> None:
+    def __init__(
+        self, config: Any, kernels: Mapping[str, CompiledKernel], launcher: Launcher = SHARED_LAUNCHER
+    ) -> None:
         """Raises ValueError for kernels of other roles than the plugin's."""
         for base in self.bases:
             base.__init__(self)  # type: ignore[misc]  # pybind11 wants each base initialised
@@ -127,7 +129,7 @@ class PluginLogic:
 class CreatorLogic:
     """Makes one kind of plugin from its fields; without its TensorRT base."""
 
-    logic: ClassVar[type[PluginLogic]]
+    logic: ClassVar[Any]
     trt: ClassVar[Any]
     base: ClassVar[type]
 
@@ -155,8 +157,11 @@ def field_arrays(config: Any, kernels: Mapping[str, CompiledKernel]) -> dict[str
 
 
 @cache
-def plugin_class(trt: Any, logic: type[PluginLogic]) -> Any:
-    """`logic` as a plugin of the TensorRT module `trt`. Raises EnvironmentUnfitError for a TensorRT that is too old."""
+def plugin_class(trt: Any, logic: Any) -> Any:
+    """`logic`, a class of PluginLogic, as a plugin of the TensorRT module `trt`.
+
+    Raises EnvironmentUnfitError for a TensorRT that is too old.
+    """
     names = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime")
     missing = [name for name in names if not hasattr(trt, name)]
     if missing:
@@ -170,7 +175,7 @@ def plugin_class(trt: Any, logic: type[PluginLogic]) -> Any:
 
 
 @cache
-def creator_class(trt: Any, logic: type[PluginLogic]) -> Any:
+def creator_class(trt: Any, logic: Any) -> Any:
     """The creator of `logic` for the TensorRT module `trt`."""
     base = trt.IPluginCreatorV3One
     members = {"trt": trt, "base": base, "logic": logic}

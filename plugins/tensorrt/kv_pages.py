@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.layout import CacheShape, PoolShape, Tables, copy_pages_launch
+from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Tables, copy_pages_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
 
@@ -78,7 +78,7 @@ class KvPages(PluginLogic):
         workspace: int,
         stream: int,
     ) -> None:
-        """Launch the copy on `stream`. Raises ValueError where the output was not aliased, and what launching raises."""
+        """Launch the copy on `stream`. Raises ValueError where the output is not aliased, and what launching raises."""
         if outputs[0] != inputs[self._target]:
             raise ValueError(f"{self.NAME}: its output is not its input; the builder must alias plugin I/O")
         c: KvPagesConfig = self.config
@@ -87,10 +87,8 @@ class KvPages(PluginLogic):
         tables = Tables(inputs[2], *input_desc[2].dims)
         kernel = self.kernels["copy"]
         longest = min(tokens, tables.length * c.page_tokens)
-        scales = inputs[4] if c.converts else 0
-        call = copy_pages_launch(
-            kernel.constants, (inputs[0], c.pool()), (inputs[1], cache), tables, inputs[3], longest, scales
-        )
+        pool = Pool(inputs[0], c.pool(), inputs[4] if c.converts else 0)
+        call = copy_pages_launch(kernel.constants, pool, (inputs[1], cache), tables, inputs[3], longest)
         self.launcher.launch(kernel, call, stream)
 
     @property
@@ -99,7 +97,7 @@ class KvPages(PluginLogic):
 
 
 def kv_pages_specs(config: KvPagesConfig) -> dict[str, KernelSpec]:
-    """The plugin's kernel by role, for `aot.compile_kernels`. Needs Triton; raises ConfigError for types it cannot do."""
+    """The plugin's kernel by role, for `aot.compile_kernels`. Needs Triton; raises ConfigError for other types."""
     from wicore_trt.plugins.kernels import specs
 
     return {"copy": specs.copy_pages_spec(config.pool(), config.cache_dtype, to_cache=config.to_cache)}

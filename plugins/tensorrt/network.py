@@ -11,11 +11,11 @@ from typing import Any
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.tensorrt.base import NAMESPACE, PluginLogic, creator_class, plugin_class
+from wicore_trt.plugins.tensorrt.base import NAMESPACE, creator_class, plugin_class
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig
 
-PLUGINS: tuple[type[PluginLogic], ...] = (PagedAttention, KvPages)
+PLUGINS: tuple[Any, ...] = (PagedAttention, KvPages)
 _creators: dict[tuple[str, str], Any] = {}  # the registry keeps no reference of its own
 
 
@@ -87,7 +87,7 @@ def add_kv_pages(
 def _add(
     trt: Any,
     network: Any,
-    logic: type[PluginLogic],
+    logic: Any,
     config: Any,
     kernels: Mapping[str, CompiledKernel],
     inputs: list[Any],

@@ -1,7 +1,7 @@
 """The plugin `WicorePagedAttention`: writes a step's keys and values into KV pages and attends over them.
 
-One plugin is one layer. Knows shapes and pointers; not models, pages' owners or files. Invariant: the pool is changed in
-place, so its output is its input's memory, and the next layer of the group takes it from there: the data flow orders
+One plugin is one layer. Knows shapes and pointers; not models, pages' owners or files. Invariant: the pool is changed
+in place, so its output is its input's memory, and the next layer of the group takes it from there: the data flow orders
 the layers.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.layout import PoolShape, Tables, attention_launch, kv_write_launch
+from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables, attention_launch, kv_write_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
 
@@ -102,12 +102,12 @@ class PagedAttention(PluginLogic):
         c: PagedAttentionConfig = self.config
         q, k, v, pool, table, positions, sequences, cu_seqlens, first_positions = inputs[:9]
         shape = c.pool()
-        layer = (pool + shape.layer_offset(c.layer), shape)
         scale = inputs[9] + 4 * c.layer if c.kv_dtype == "fp8" else 0
+        layer = Pool(pool + shape.layer_offset(c.layer), shape, scale)
         tokens = input_desc[0].dims[0]
         tables = Tables(table, *input_desc[4].dims)
         write, attend = (self.kernels[role] for role in self.ROLES)
-        call = kv_write_launch(write.constants, k, v, layer, tables, positions, sequences, tokens, scale)
+        call = kv_write_launch(write.constants, k, v, layer, tables, positions, sequences, tokens)
         self.launcher.launch(write, call, stream)
         call = attention_launch(
             attend.constants,
@@ -115,12 +115,9 @@ class PagedAttention(PluginLogic):
             outputs[0],
             layer,
             tables,
-            cu_seqlens,
-            first_positions,
-            tokens,
+            Slices(cu_seqlens, first_positions, tokens),
             c.softmax_scale,
             c.window,
-            scale,
         )
         self.launcher.launch(attend, call, stream)
 

@@ -11,7 +11,7 @@ from kernel_checks import E4M3, EPSILON, TORCH, Runner, to_e4m3
 
 from wicore_trt.plugins import layout
 from wicore_trt.plugins.kernels import specs
-from wicore_trt.plugins.layout import PoolShape, Tables
+from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,16 @@ def attend(run: Runner, problem: Problem) -> torch.Tensor:
     noise = torch.full((total + 7, case.heads, case.head_dim), 77.0, dtype=problem.q.dtype)
     noise[:total] = torch.nan
     out = run.put(noise)
+    scale = run.put(torch.tensor([problem.kv_scale])) if case.kv_dtype == "fp8" else 0
     call = layout.attention_launch(
         spec.constants,
         run.put(problem.q),
         out,
-        (run.put(problem.pool)[:, 1:], shape),
+        Pool(run.put(problem.pool)[:, 1:], shape, scale),
         Tables(run.put(problem.tables), *problem.tables.shape),
-        run.ints(problem.bounds()),
-        run.ints([first for first, _ in case.slices]),
-        total,
+        Slices(run.ints(problem.bounds()), run.ints([first for first, _ in case.slices]), total),
         case.head_dim**-0.5,
         case.window,
-        run.put(torch.tensor([problem.kv_scale])) if case.kv_dtype == "fp8" else 0,
     )
     run.launch(spec, call)
     result = out.cpu()
@@ -113,9 +111,7 @@ def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     for s, (first, n) in enumerate(case.slices):
         q = problem.q[bounds[s] : bounds[s + 1]].double()
         low = problem.low(s)
-        k, v = (
-            x[low:].repeat_interleave(case.heads // case.kv_heads, 1) for x in (problem.keys[s], problem.values[s])
-        )
+        k, v = (x[low:].repeat_interleave(case.heads // case.kv_heads, 1) for x in (problem.keys[s], problem.values[s]))
         scores = torch.einsum("thd,phd->htp", q, k) * case.head_dim**-0.5
         behind = torch.arange(first, first + n)[:, None] - torch.arange(low, first + n)[None, :]
         hidden = (behind < 0) | ((behind >= case.window) if case.window else False)
@@ -134,7 +130,7 @@ def check_case(run: Runner, case: Case) -> None:
 
 
 def check_poison(run: Runner, window: int) -> None:
-    """A key or value that is NaN or infinite reaches the tokens that see it and no others, in blocks that both share."""
+    """A key or value that is NaN or infinite reaches the tokens that see it and no others of their block."""
     case = Case(((3, 40),), head_dim=16, page_tokens=8, window=window, kv_dtype="float16", dtype="float16")
     for kv, value in ((0, torch.nan), (1, torch.nan), (1, torch.inf)):
         problem = make(case)
@@ -177,7 +173,9 @@ def check_rows_alone(run: Runner, dtype: str) -> None:
 
 
 RAGGED = ((0, 1), (17, 5), (9, 0), (0, 23), (31, 1), (8, 8))
+EDGES = tuple((first, 5) for first in (*range(27, 34), 62))  # keys are taken 32 at a time
 CASES: dict[str, Case] = {
+    **{f"block edges, window {w}": Case(EDGES, 2, 1, 16, window=w) for w in (0, 31, 32, 33, 60)},
     "ragged": Case(RAGGED),
     "ragged, window 8, pages of 8": Case(RAGGED, window=8),
     "ragged, window 1": Case(RAGGED, window=1),

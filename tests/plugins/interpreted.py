@@ -141,8 +141,7 @@ def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def launch(spec: KernelSpec, call: Launch) -> None:
-    """Run `call` on CPU tensors, where an integer 0 stands for a null pointer. Its names must be the spec's, as the real
-    launcher demands."""
+    """Run `call` on CPU tensors; the integer 0 is a null pointer. Its names must be the spec's, as for the launcher."""
     assert {*call.arguments} == {*spec.signature}, {*call.arguments} ^ {*spec.signature}
     arguments = dict(call.arguments)
     for name, type_ in spec.signature.items():
@@ -173,7 +172,9 @@ class AddressLauncher:
         for name, type_ in kernel.arguments:
             if type_.startswith("*") and arguments[name]:
                 arguments[name] = self._at(arguments[name])
-        launch(KernelSpec(kernel.name, function, dict(kernel.arguments), kernel.constants), Launch(call.grid, arguments))
+        launch(
+            KernelSpec(kernel.name, function, dict(kernel.arguments), kernel.constants), Launch(call.grid, arguments)
+        )
 
     def _at(self, address: int) -> torch.Tensor:
         for t in self._tensors:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import attention_checks
 import kernel_checks
 import torch
-from attention_checks import Case
+from attention_checks import Case, Problem
 from kernel_checks import TORCH, Runner
 
+from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.tensorrt import base
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig, paged_attention_specs
@@ -32,19 +33,32 @@ class Desc:
         self.dims = tuple(tensor.shape)
 
 
-def enqueue(plugin: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    plugin.enqueue(
-        [Desc(t) for t in inputs],
-        [Desc(t) for t in outputs],
-        [t.data_ptr() for t in inputs],
-        [t.data_ptr() for t in outputs],
-        0,
-        torch.cuda.current_stream().cuda_stream,
-    )
+Enqueue = Callable[[], None]
 
 
-def attention_plugin(case: Case) -> Any:
-    config = PagedAttentionConfig(
+def enqueuer(
+    run: Runner,
+    logic: Any,
+    config: Any,
+    specs: Mapping[str, KernelSpec],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> Enqueue:
+    """A call of a plugin's enqueue on the current stream."""
+    kernels = {role: run.compile(spec) for role, spec in specs.items()}
+    plugin = base.plugin_class(NoTensorRT, logic)(config, kernels, run.launcher([*inputs, *outputs]))
+    descs = [Desc(t) for t in inputs], [Desc(t) for t in outputs]
+    pointers = [t.data_ptr() for t in inputs], [t.data_ptr() for t in outputs]
+
+    def enqueue() -> None:
+        stream = torch.cuda.current_stream().cuda_stream if run.device == "cuda" else 0
+        plugin.enqueue(*descs, *pointers, 0, stream)
+
+    return enqueue
+
+
+def attention_config(case: Case) -> PagedAttentionConfig:
+    return PagedAttentionConfig(
         layers=2,
         layer=1,
         page_tokens=case.page_tokens,
@@ -56,45 +70,54 @@ def attention_plugin(case: Case) -> Any:
         window=case.window,
         softmax_scale=case.head_dim**-0.5,
     )
-    return base.plugin_class(NoTensorRT, PagedAttention)(config, compile_paged_attention(config, target()))
 
 
-def check_attention(run: Runner, kv_dtype: str) -> None:
-    """A step's keys and values are absent from the pool before and present after; on a GPU also in a CUDA graph."""
-    case = Case(((40, 9), (0, 3), (25, 1)), 4, 2, 64, 16, dtype="bfloat16", kv_dtype=kv_dtype, window=20)
-    problem = attention_checks.make(case)
+def attention_inputs(run: Runner, problem: Problem) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The plugin's inputs, with a pool that lacks the step's keys and values, and a copy of that pool."""
+    case = problem.case
     places = [(s, first + i) for s, (first, n) in enumerate(case.slices) for i in range(n)]
     kv = torch.stack([torch.stack((problem.keys[s][p], problem.values[s][p])) for s, p in places])
     before = problem.pool.clone()
     for s, p in places:
-        before[problem.tables[s, p // 16], 1, :, p % 16] = 0x7F if kv_dtype == "fp8" else torch.nan
-    pool = run.put(before)
-    inputs = [run.put(problem.q), *(run.put(kv[:, i].to(TORCH[case.dtype])) for i in (0, 1)), pool]
+        row = before[problem.tables[s, p // case.page_tokens], 1, :, p % case.page_tokens]
+        row.fill_(0x7F if case.kv_dtype == "fp8" else torch.nan)
+    inputs = [run.put(problem.q), *(run.put(kv[:, i].to(TORCH[case.dtype])) for i in (0, 1)), run.put(before.clone())]
     inputs += [run.put(problem.tables), run.ints([p for _, p in places]), run.ints([s for s, _ in places])]
     inputs += [run.ints(problem.bounds()), run.ints([first for first, _ in case.slices])]
-    if kv_dtype == "fp8":
+    if case.kv_dtype == "fp8":
         inputs.append(run.put(torch.tensor([9.9, problem.kv_scale])))
-    out = torch.full_like(inputs[0], torch.nan)
-    plugin = attention_plugin(case)
-    enqueue(plugin, inputs, [out, pool])
-    torch.cuda.synchronize()
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            enqueue(plugin, inputs, [out, pool])
+    return inputs, before
+
+
+def check_attention(run: Runner, dtype: str, kv_dtype: str) -> None:
+    """The step's keys and values are in the pool afterwards, nothing else is, and the result is right. On a GPU also
+    when replayed from a CUDA graph."""
+    case = Case(((40, 9), (0, 3), (25, 1)), 4, 2, 64, 16, dtype=dtype, kv_dtype=kv_dtype, window=20)
+    problem = attention_checks.make(case)
+    inputs, before = attention_inputs(run, problem)
+    pool, out = inputs[3], torch.full_like(inputs[0], torch.nan)
+    config = attention_config(case)
+    enqueue = enqueuer(run, PagedAttention, config, paged_attention_specs(config), inputs, [out, pool])
+    want, error = attention_checks.reference(problem)
+
+    def verify() -> None:
+        # Dequantised values are multiples of the scale, so they quantise to where they came from.
+        kernel_checks.same_bits(pool.view(torch.uint8), problem.pool.view(torch.uint8))
+        assert ((out.cpu().double() - want).abs() <= error).all()
+
+    enqueue()
+    verify()
+    if run.device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            enqueue()
         pool.copy_(before)
         out.fill_(torch.nan)
-        captured.replay()
-        torch.cuda.synchronize()
-    if kv_dtype != "fp8":
-        kernel_checks.same_bits(pool.view(torch.int16), problem.pool.view(torch.int16))
-    want, error = attention_checks.reference(problem)
-    if kv_dtype == "fp8":  # the step's own values were rounded twice; one code of E4M3 is 1/8 of a value at most
-        error = error + 0.13 * want.abs().amax()
-    assert ((out.cpu().double() - want).abs() <= error).all()
+        graph.replay()
+        verify()
 
 
-def check_pages_plugin(run: Runner) -> None:
+def check_pages(run: Runner) -> None:
     """Pages to a cache and back: every page as before."""
     pool = run.put(kernel_checks.noise(6, 3, 2, 8, 2, 64, dtype="bfloat16"))
     cache = run.put(kernel_checks.noise(3, 2, 2, 2, 48, 64, dtype="bfloat16"))
@@ -102,11 +125,17 @@ def check_pages_plugin(run: Runner) -> None:
     before = pool.clone()
     for to_cache in (True, False):
         config = KvPagesConfig(3, 8, 2, 64, cache_dtype="bfloat16", kv_dtype="bfloat16", to_cache=to_cache)
-        plugin = base.plugin_class(NoTensorRT, KvPages)(config, compile_kv_pages(config, target()))
-        enqueue(plugin, [pool, cache, tables, copies], [cache if to_cache else pool])
+        inputs, target = [pool, cache, tables, copies], cache if to_cache else pool
+        enqueuer(run, KvPages, config, kv_pages_specs(config), inputs, [target])()
         if to_cache:
             pool.zero_()
-    torch.cuda.synchronize()
     kernel_checks.same_bits(pool, before.cpu())
 
 
+CHECKS: dict[str, Callable[[Runner], None]] = {
+    **{
+        f"plugin: attention {dtype}, {kv_dtype} pages": partial(check_attention, dtype=dtype, kv_dtype=kv_dtype)
+        for dtype, kv_dtype in (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "fp8"))
+    },
+    "plugin: pages": check_pages,
+}

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-from representative import SPECS  # noqa: E402
+from representative import SPECS
 
-from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
-from wicore_trt.plugins import aot  # noqa: E402
+from wicore_trt.errors import ConfigError, EngineFormatError
+from wicore_trt.plugins import aot
 
 NAMES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
 

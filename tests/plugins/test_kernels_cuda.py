@@ -13,22 +13,17 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-try:
-    import wicore_trt.plugins
-except ImportError:
-    # A checkout: plugins/ lies beside wicore_trt/ and is a part of it only where the package is installed. With the
-    # root on the package's path, `wicore_trt.plugins` is the root's plugins/.
+if __name__ == "__main__":
+    # A checkout: plugins/ lies beside wicore_trt/ and becomes a part of it only by installing. With the root on the
+    # package's own path, `wicore_trt.plugins` is the root's plugins/.
     ROOT = str(Path(__file__).resolve().parents[2])
     sys.path.insert(0, ROOT)
     import wicore_trt
 
     wicore_trt.__path__.append(ROOT)
-
-if "pytest" in sys.modules:
+else:
     import pytest
 
     for needed in ("torch", "triton", "cuda.bindings"):
@@ -38,63 +33,43 @@ if "pytest" in sys.modules:
 
 import attention_checks
 import kernel_checks
+import plugin_checks
 import torch
 from attention_checks import Case
-from kernel_checks import TORCH, Runner
+from kernel_checks import Runner
 
-from wicore_trt.plugins.aot import KernelSpec, compile_kernel
+from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.plugins.tensorrt import base
-from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, compile_kv_pages
-from wicore_trt.plugins.tensorrt.paged_attention import (
-    PagedAttention,
-    PagedAttentionConfig,
-    compile_paged_attention,
-)
+from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
+from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, paged_attention_specs
+
+CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
+_compiled: dict[str, CompiledKernel] = {}
 
 
-@cache
-def target() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm{major}{minor}"
+def compiled(spec: KernelSpec) -> CompiledKernel:
+    """`spec` for this machine's GPU, compiled once."""
+    if spec.name not in _compiled:
+        major, minor = torch.cuda.get_device_capability()
+        _compiled[spec.name] = compile_kernel(spec, f"sm{major}{minor}")
+    return _compiled[spec.name]
 
 
 def launch(spec: KernelSpec, call: Launch) -> None:
     """As `interpreted.launch`, on the GPU."""
     pointers = {n: a.data_ptr() if isinstance(a, torch.Tensor) else a for n, a in call.arguments.items()}
-    kernel = compiled(spec.name, spec)
-    SHARED_LAUNCHER.launch(kernel, Launch(call.grid, pointers), torch.cuda.current_stream().cuda_stream)
+    SHARED_LAUNCHER.launch(compiled(spec), Launch(call.grid, pointers), torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
 
 
-_compiled: dict[str, Any] = {}
+GPU = Runner("cuda", launch, compiled, lambda tensors: SHARED_LAUNCHER)
 
-
-def compiled(name: str, spec: KernelSpec) -> Any:
-    if name not in _compiled:
-        _compiled[name] = compile_kernel(spec, target())
-    return _compiled[name]
-
-
-CHECKS: dict[str, Callable[[Runner], None]] = {
-    **kernel_checks.CHECKS,
-    **attention_checks.CHECKS,
-    **{
-        f"plugin: attention, {kv_dtype}{', graph' if graph else ''}": partial(
-            check_attention_plugin, kv_dtype=kv_dtype, graph=graph
-        )
-        for kv_dtype in ("bfloat16", "fp8")
-        for graph in (False, True)
-    },
-    "plugin: pages": check_pages_plugin,
-}
-
-if "pytest" in sys.modules:
+if __name__ != "__main__":
 
     @pytest.mark.parametrize("name", CHECKS)
     def test_on_gpu(name: str) -> None:
-        CHECKS[name](Runner("cuda", launch))
+        CHECKS[name](GPU)
 
 
 def milliseconds(work: Callable[[], None]) -> float:
@@ -127,19 +102,20 @@ def print_times() -> None:
         owner = torch.arange(sequences, dtype=torch.int32, device=device).repeat_interleave(tokens)
         bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device) * tokens
         first = torch.full((sequences,), context, dtype=torch.int32, device=device)
-        plugin, out = attention_plugin(case), torch.empty_like(q)
-        inputs = [q, k, k, pool, table, positions, owner, bounds, first]
-        took = milliseconds(partial(enqueue, plugin, inputs, [out, pool]))
+        config = plugin_checks.attention_config(case)
+        inputs, outputs = [q, k, k, pool, table, positions, owner, bounds, first], [torch.empty_like(q), pool]
+        specs = paged_attention_specs(config)
+        took = milliseconds(plugin_checks.enqueuer(GPU, PagedAttention, config, specs, inputs, outputs))
         flops = 4 * 32 * 128 * sequences * tokens * (context + (tokens + 1) / 2)
         read = 2 * 16 * 128 * 2 * sequences * (context + tokens)
         print(f"time  {name}: {took:.3f} ms, {flops / took / 1e9:.1f} TFLOP/s, KV {read / took / 1e6:.0f} GB/s")
-    config = KvPagesConfig(52, 32, 16, 128, cache_dtype="bfloat16", kv_dtype="bfloat16", to_cache=True)
-    plugin = base.plugin_class(NoTensorRT, KvPages)(config, compile_kv_pages(config, target()))
+    pages = KvPagesConfig(52, 32, 16, 128, cache_dtype="bfloat16", kv_dtype="bfloat16", to_cache=True)
     pool = torch.zeros(32, 52, 2, 32, 16, 128, dtype=torch.bfloat16, device=device)
-    cache_ = torch.zeros(52, 2, 1, 16, 2048, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.zeros(52, 2, 1, 16, 2048, 128, dtype=torch.bfloat16, device=device)
     table = torch.arange(32, dtype=torch.int32, device=device).view(1, 32)
     copies = torch.tensor([[0, 0, 1024, 0]], dtype=torch.int32, device=device)
-    took = milliseconds(partial(enqueue, plugin, [pool, cache_, table, copies], [cache_]))
+    inputs = [pool, cache, table, copies]
+    took = milliseconds(plugin_checks.enqueuer(GPU, KvPages, pages, kv_pages_specs(pages), inputs, [cache]))
     print(f"time  1024 tokens of 52 layers to a slot: {took:.3f} ms, {2 * pool.nbytes / took / 1e6:.0f} GB/s moved")
 
 
@@ -148,10 +124,10 @@ def main() -> int:
         print("no GPU: nothing was checked")
         return 2
     failed = 0
-    print(f"{torch.cuda.get_device_name()} {target()}, torch {torch.__version__}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name, check in CHECKS.items():
         try:
-            check(Runner("cuda", launch))
+            check(GPU)
             print(f"ok    {name}", flush=True)
         except Exception:
             failed += 1

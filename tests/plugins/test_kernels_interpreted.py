@@ -7,13 +7,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-import attention_checks  # noqa: E402
-import interpreted  # noqa: E402
-import kernel_checks  # noqa: E402
+import attention_checks
+import interpreted
+import kernel_checks
+import plugin_checks
 
-CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS}
+CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
+CPU = kernel_checks.Runner("cpu", interpreted.launch, interpreted.uncompiled, interpreted.AddressLauncher)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_kernel(name: str) -> None:
-    CHECKS[name](kernel_checks.Runner("cpu", interpreted.launch))
+    CHECKS[name](CPU)

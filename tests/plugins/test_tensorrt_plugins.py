@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,8 @@ import numpy as np
 import pytest
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings", reason="pip install wicore-trt[tensorrt]")
-try:
+with suppress(ImportError):
     import tensorrt as trt  # type: ignore[no-redef]  # the full one where it is installed
-except ImportError:
-    pass
 
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.plugins.aot import CompiledKernel  # noqa: E402
@@ -62,7 +61,11 @@ def descriptions(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
     found = []
     for dtype, shape in shapes:
         desc = trt.PluginTensorDesc()
-        desc.dims, desc.type, desc.format = trt.Dims(shape), getattr(trt.DataType, TYPES[dtype]), trt.TensorFormat.LINEAR
+        desc.dims, desc.type, desc.format = (
+            trt.Dims(shape),
+            getattr(trt.DataType, TYPES[dtype]),
+            trt.TensorFormat.LINEAR,
+        )
         found.append(desc)
     return found
 
@@ -170,7 +173,9 @@ def test_output_shapes_and_aliases(logic: Any, config: Any) -> None:
     inputs, outputs = shapes_of(config)
     exprs = [trt.DimsExprs(len(shape)) for _, shape in inputs]
     assert [len(e) for e in plugin.get_output_shapes(exprs, [], None)] == [len(shape) for _, shape in outputs]
-    assert plugin.get_output_shapes(list(range(9)), [], None) == ([0, 3] if logic is PagedAttention else [plugin._target])
+    assert plugin.get_output_shapes(list(range(9)), [], None) == (
+        [0, 3] if logic is PagedAttention else [plugin._target]
+    )
     aliases = [plugin.get_aliased_input(i) for i in range(len(outputs))]
     if logic is PagedAttention:
         assert aliases == [-1, 3]
