@@ -135,6 +135,12 @@ def _cuda_driver() -> Any:
         raise EnvironmentUnfitError(
             f"The CUDA driver's Python bindings cannot be loaded: {error}.", fix="pip install cuda-bindings"
         ) from error
+    try:
+        (status,) = driver.cuInit(0)  # harmless where the framework has done it
+    except RuntimeError as error:  # the driver's library is not there
+        raise EnvironmentUnfitError(f"No NVIDIA driver: {error}", fix="Run on a machine with a GPU.") from error
+    if int(status) != 0:
+        raise EnvironmentUnfitError(f"CUDA cannot be initialised: {status.name}.", fix="Is there a GPU and a driver?")
     return driver
 
 

@@ -95,9 +95,9 @@ def each_copied(tables: list[list[int]]) -> list[tuple[tuple[Any, ...], tuple[An
     return found
 
 
-def check_copies_bits(run: Runner, dtype: str, *, to_cache: bool, max_tokens: int) -> None:
-    shape, lines = PoolShape(2, 4, 2, 16, dtype), CacheShape(2, 7, 2, 24, 16, dtype)
-    pool, cache = noise(42, 2, 2, 4, 2, 16, dtype=dtype), noise(2, 2, 7, 2, 24, 16, dtype=dtype)
+def check_copies_bits(run: Runner, dtype: str, d: int, *, to_cache: bool, max_tokens: int) -> None:
+    shape, lines = PoolShape(2, 4, 2, d, dtype), CacheShape(2, 7, 2, 24, d, dtype)
+    pool, cache = noise(42, 2, 2, 4, 2, d, dtype=dtype), noise(2, 2, 7, 2, 24, d, dtype=dtype)
     tables = copy_tables()
     spec = specs.copy_pages_spec(shape, dtype, to_cache=to_cache)
     on_pool, on_cache = run.put(pool.clone()), run.put(cache.clone())
@@ -220,10 +220,10 @@ CHECKS: dict[str, Callable[[Runner], None]] = {
     "e4m3": check_e4m3,
     **{
         f"copy {dtype} {'to cache' if to_cache else 'to pages'}": partial(
-            check_copies_bits, dtype=dtype, to_cache=to_cache, max_tokens=max_tokens
+            check_copies_bits, dtype=dtype, d=d, to_cache=to_cache, max_tokens=max_tokens
         )
-        # With 1 the grid is too small for most copies, which must be whole all the same.
-        for dtype, max_tokens in (("float32", 24), ("bfloat16", 1), ("fp8", 24))
+        # bfloat16: blocks of 16 tokens and a grid for one, which is too small, and all is copied all the same.
+        for dtype, d, max_tokens in (("float32", 16, 24), ("bfloat16", 256, 1), ("fp8", 16, 24))
         for to_cache in (True, False)
     },
     **{

@@ -130,6 +130,18 @@ def test_arguments_that_do_not_fit_never_reach_the_driver(change: dict[str, int]
     assert not driver.calls
 
 
+def test_a_machine_without_a_gpu_is_told_so() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="pip install cuda-bindings")
+    try:
+        ready = int(driver.cuInit(0)[0]) == 0
+    except RuntimeError:
+        ready = False
+    if ready:
+        pytest.skip("this machine has one")
+    with pytest.raises(EnvironmentUnfitError, match=r"No NVIDIA driver|cannot be initialised"):
+        CudaLauncher().launch(kernel(), Launch((1, 1, 1), VALUES), 0)
+
+
 def test_cuda_errors_are_named() -> None:
     driver = FakeDriver()
     driver.fails["cuLaunchKernel"] = Status.CUDA_ERROR_INVALID_VALUE
