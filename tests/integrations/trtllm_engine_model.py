@@ -20,13 +20,13 @@ SIZE, LAYERS, WIDTH = 4, 3, 5
 POISON = -1
 
 
-def values(tokens: list[int], salt: int | None) -> torch.Tensor:
+def values(tokens: list[int], salt: int | None, device: str = "cpu") -> torch.Tensor:
     """int16 [len(tokens), LAYERS, 2, WIDTH]."""
     state, rows = str(salt).encode(), []
     for token in tokens:
         state = blake2b(state + token.to_bytes(4, "little"), digest_size=60).digest()
         rows.append(torch.frombuffer(bytearray(state), dtype=torch.int16).view(LAYERS, 2, WIDTH))
-    return torch.stack(rows)
+    return torch.stack(rows).to(device)
 
 
 @dataclass
@@ -46,8 +46,18 @@ class Running:
 class EngineModel:
     """`counts_matched`: whether computed_position of a new request counts the connector's tokens; versions differ."""
 
-    def __init__(self, connector: Any, llm_args: Any, blocks: int = 40, *, counts_matched: bool = False) -> None:
-        self.pool = torch.full((blocks, LAYERS, 2, SIZE * WIDTH), POISON, dtype=torch.int16)
+    def __init__(
+        self,
+        connector: Any,
+        llm_args: Any,
+        blocks: int = 40,
+        *,
+        counts_matched: bool = False,
+        device: str = "cpu",
+        stream: Any = None,
+    ) -> None:
+        self.pool = torch.full((blocks, LAYERS, 2, SIZE * WIDTH), POISON, dtype=torch.int16, device=device)
+        self.device, self.stream = device, stream
         self.scheduler, self.worker = connector.WicoreScheduler(llm_args), connector.WicoreWorker(llm_args)
         self.worker.register_kv_caches(self.pool)
         self.free = list(range(blocks))
@@ -79,18 +89,18 @@ class EngineModel:
         data = self._data(running, count)
         output = SchedulerOutput([data], []) if running.first else SchedulerOutput([], [data])
         self.worker.bind_connector_meta(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
-        self.worker.start_load_kv(None)
+        self.worker.start_load_kv(self.stream)
         if running.first:
             running.computed += running.matched
             self.loaded += running.matched
             running.first = False
         for layer in range(LAYERS):
-            self.worker.wait_for_layer_load(layer, None)
-            self.worker.save_kv_layer(layer, None)
+            self.worker.wait_for_layer_load(layer, self.stream)
+            self.worker.save_kv_layer(layer, self.stream)
         self.check(running)
         self._write(running, running.computed, running.computed + count)
         running.computed += count
-        self.worker.wait_for_save(None)
+        self.worker.wait_for_save(self.stream)
         self.poll([])
 
     def serve(self, tokens: list[int], salt: int | None = None, *, answer: int = 2, chunk: int = 7) -> int:
@@ -140,7 +150,7 @@ class EngineModel:
         if not running.computed:
             return
         found = torch.cat([self.pool[b].view(LAYERS, 2, SIZE, WIDTH) for b in running.blocks], dim=2)
-        expected = values(running.tokens, running.request.cache_salt_id).permute(1, 2, 0, 3)
+        expected = values(running.tokens, running.request.cache_salt_id, self.device).permute(1, 2, 0, 3)
         assert torch.equal(found[:, :, : running.computed], expected[:, :, : running.computed])
 
     def check_idle(self) -> None:
@@ -167,7 +177,7 @@ class EngineModel:
         return data
 
     def _write(self, running: Running, start: int, stop: int) -> None:
-        rows = values(running.tokens[:stop], running.request.cache_salt_id)
+        rows = values(running.tokens[:stop], running.request.cache_salt_id, self.device)
         for position in range(start, stop):
             block = self.pool[running.blocks[position // SIZE]].view(LAYERS, 2, SIZE, WIDTH)
             block[:, :, position % SIZE] = rows[position]
