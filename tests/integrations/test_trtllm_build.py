@@ -5,31 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from integrations import trtllm_stand_in
-from integrations.trtllm_checkpoints import checkpoint
+from integrations.trtllm_checkpoints import checkpoint, source
 
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import open_engine
+from wicore_trt.engine.options import BACKENDS, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.integrations import trtllm_installed
-from wicore_trt.integrations.trtllm_build import (
-    BatchLimits,
-    build_arguments,
-    compile_tensorrt_llm,
-    tensorrt_llm_targets,
-)
+from wicore_trt.integrations.trtllm_build import TensorRTLLMBackend, build_arguments
+
+BACKEND = TensorRTLLMBackend()
 
 
-@dataclass(frozen=True)
-class Options:
-    kv_dtype: str = "auto"
-    page_tokens: int = 32
-    max_context: int | None = None
-    targets: tuple[str, ...] = ()
+def options(**changes: Any) -> BuildOptions:
+    values = {"backend": "tensorrt-llm", "dtype": "auto", "kv_dtype": "auto", "tp_size": 1, "page_tokens": 32}
+    values |= {"targets": (), "max_context": None, "max_batch": 8, "max_chunk": 512, "calibration": None}
+    return BuildOptions(**(values | changes))
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def test_it_builds_an_engine(installed: Path, dtype: str, tp: int, caplog: pytes
     made = checkpoint(installed.parent, dtype=dtype, tp=tp, static=dtype == "fp8")
     phases: list[tuple[str, int, int]] = []
     with caplog.at_level(logging.INFO):
-        found = compile_tensorrt_llm(made, installed, Options(), lambda *phase: phases.append(phase))
+        found = BACKEND.compile(made, installed, options(), lambda *phase: phases.append(phase))
     assert [p.name for p in installed.iterdir()] == ["trtllm"]  # the intermediate checkpoint is gone
     assert sorted(p.name for p in (installed / "trtllm").iterdir()) == [
         "config.json", *(f"rank{rank}.engine" for rank in range(tp))
@@ -74,14 +72,29 @@ def test_it_builds_an_engine(installed: Path, dtype: str, tp: int, caplog: pytes
         assert np.allclose(table, np.stack([np.cos(angle), np.sin(angle)], -1), atol=1e-6)
 
 
+def test_it_is_a_backend_of_wicore_build(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{TensorRTLLMBackend.__module__}:{TensorRTLLMBackend.__name__}"
+    monkeypatch.setitem(BACKENDS, "tensorrt-llm", name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    output = installed.parent / "built"
+    built = build_engine(source(installed.parent / "hf", 0), output, backend="tensorrt-llm", max_context=96)
+    assert built.manifest.targets == ["sm90"] and built.manifest.max_context == 96
+    assert {"trtllm/config.json", "trtllm/rank0.engine"} < set(built.manifest.files)
+    assert not any("checkpoint" in name for name in built.manifest.files)
+    open_engine(output, verify=True)
+    config = json.loads((output / "trtllm" / "config.json").read_text())
+    assert config["build_config"]["max_seq_len"] == 96 and config["pretrained_config"]["dtype"] == "bfloat16"
+
+
 def test_arguments_say_all_limits(tmp_path: Path) -> None:
     made = checkpoint(tmp_path)
-    arguments = build_arguments(made, Options(page_tokens=64, max_context=96), BatchLimits(3, 200))
+    arguments = build_arguments(made, options(page_tokens=64, max_context=96, max_batch=3, max_chunk=197))
     expected = {"max_batch_size": 3, "max_num_tokens": 200, "max_seq_len": 96, "max_input_len": 96, "workers": 1}
     assert expected.items() <= {k.removeprefix("--"): v for k, v in arguments.items()}.items()
     assert arguments["--tokens_per_block"] == 64 and arguments["--kv_cache_type"] == "paged"
     assert arguments["--use_paged_context_fmha"] == "enable" and arguments["--gemm_plugin"] == "auto"
-    assert build_arguments(made, Options(), BatchLimits())["--max_seq_len"] == 128  # not times the rope factor
+    assert build_arguments(made, options())["--max_seq_len"] == 128  # not times the rope factor
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_arguments_say_all_limits(tmp_path: Path) -> None:
     [
         ("STAND_IN_FAIL", "CUDA out of memory", r"exit code 3(.|\n)*CUDA out of memory"),
         ("STAND_IN_OWN_CLASS", "1", "wrong rope on local layers"),
-        ("STAND_IN_CLAMP", "1", "max_num_tokens 7, not 8192"),
+        ("STAND_IN_CLAMP", "1", "max_num_tokens 7, not 520"),
         ("STAND_IN_DROP", "rotary_scaling", "rotary_scaling None, not .*8.0"),
         ("STAND_IN_DROP", "runtime_defaults", "runtime_defaults"),
     ],
@@ -99,15 +112,15 @@ def test_a_bad_build_is_an_error(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(EnvironmentUnfitError, match=words):
-        compile_tensorrt_llm(checkpoint(installed.parent), installed, Options())
+        BACKEND.compile(checkpoint(installed.parent), installed, options(), None)
     assert not any(installed.iterdir())
 
 
 def test_options_that_it_does_not_have(installed: Path) -> None:
     made = checkpoint(installed.parent)
-    for options, words in ((Options(page_tokens=4), "blocks of 8"), (Options(kv_dtype="float32"), "float32")):
+    for changes, words in (({"page_tokens": 4}, "blocks of 8"), ({"kv_dtype": "float32"}, "float32")):
         with pytest.raises(ConfigError, match=words):
-            compile_tensorrt_llm(made, installed, options)
+            BACKEND.compile(made, installed, options(**changes), None)
     assert not any(installed.iterdir())
 
 
@@ -120,7 +133,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentUnfitError, match="not installed.*>=1.2,<1.3"):
-        tensorrt_llm_targets(Options())
+        BACKEND.targets(options())
     trtllm_stand_in.install_metadata(monkeypatch, tmp_path / "site")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EnvironmentUnfitError, match="trtllm-build"):
@@ -129,11 +142,12 @@ def test_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_targets_are_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trtllm_stand_in.install_metadata(monkeypatch, tmp_path / "site")
+    trtllm_stand_in.install_command(monkeypatch, tmp_path / "bin")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentUnfitError, match="there is none here"):
-        tensorrt_llm_targets(Options())
+        BACKEND.targets(options())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert tensorrt_llm_targets(Options()) == tensorrt_llm_targets(Options(targets=("sm90",))) == ["sm90"]
+    assert BACKEND.targets(options()) == BACKEND.targets(options(targets=("sm90",))) == ["sm90"]
     with pytest.raises(ConfigError, match="sm89"):
-        tensorrt_llm_targets(Options(targets=("sm89",)))
+        BACKEND.targets(options(targets=("sm89",)))

@@ -15,12 +15,12 @@ import os
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from wicore_trt.checkpoint.format import Checkpoint
+from wicore_trt.engine.directory import Progress
+from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.integrations import trtllm_model
 from wicore_trt.integrations.trtllm_checkpoint import PATTERN_KEY, export_checkpoint, trtllm_config
@@ -33,110 +33,89 @@ BLOCK_TOKENS = (8, 16, 32, 64, 128)
 _LAST_LINES = 20
 _SCRATCH = "trtllm-checkpoint"
 _log = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 
 
-class CompileOptions(Protocol):
-    """What this backend reads of `engine.build.BuildOptions`."""
+class TensorRTLLMBackend:
+    """Implements `engine.options.Backend`. Its part of the engine directory is `trtllm/`."""
 
-    @property
-    def kv_dtype(self) -> str: ...
+    def targets(self, options: BuildOptions) -> list[str]:
+        """The architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
 
-    @property
-    def page_tokens(self) -> int: ...
+        Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU.
+        """
+        require_tensorrt_llm()
+        find_trtllm_build()
+        import torch
 
-    @property
-    def max_context(self) -> int | None: ...
+        if not torch.cuda.is_available():
+            raise EnvironmentUnfitError(
+                "trtllm-build compiles for the GPU that it runs on, and there is none here.",
+                fix="Build on the machine that will serve, or use --backend tensorrt, which compiles without a GPU.",
+            )
+        here = "sm{}{}".format(*torch.cuda.get_device_capability())
+        if options.targets not in ((), (here,)):
+            raise ConfigError(
+                f"Backend tensorrt-llm compiles for the GPU of this machine, {here}, not for "
+                f"{', '.join(options.targets)}.",
+                fix="Leave --target out.",
+            )
+        return [here]
 
-    @property
-    def targets(self) -> tuple[str, ...]: ...
+    def default_context(self, limit: int) -> int:
+        """The model's own limit: its KV cache is paged."""
+        return limit
 
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Build the engine of `checkpoint` into `directory`/trtllm and say how, for the manifest.
 
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """Sequences at the same time, and tokens of one step; both are fixed when the engine is built."""
-
-    max_batch_size: int = 64
-    max_num_tokens: int = 8192
-
-
-def tensorrt_llm_targets(options: CompileOptions) -> list[str]:
-    """The architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
-
-    Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU.
-    """
-    require_tensorrt_llm()
-    import torch
-
-    if not torch.cuda.is_available():
-        raise EnvironmentUnfitError(
-            "trtllm-build compiles for the GPU that it runs on, and there is none here.",
-            fix="Build on the machine that will serve, or use --backend tensorrt, which compiles without a GPU.",
-        )
-    here = "sm{}{}".format(*torch.cuda.get_device_capability())
-    if options.targets not in ((), (here,)):
-        raise ConfigError(
-            f"Backend tensorrt-llm compiles for the GPU of this machine, {here}, not for {', '.join(options.targets)}.",
-            fix="Leave --target out.",
-        )
-    return [here]
-
-
-def compile_tensorrt_llm(
-    checkpoint: Checkpoint,
-    directory: Path,
-    options: CompileOptions,
-    progress: Progress | None = None,
-    *,
-    limits: BatchLimits | None = None,
-) -> dict[str, Any]:
-    """Build the engine of `checkpoint` into `directory`/trtllm and say how, for the manifest.
-
-    Needs as much free disk as the checkpoint, for the time of the build. Raises ConfigError for options that
-    TensorRT-LLM does not have, CheckpointError for a model that it cannot express, EnvironmentUnfitError when it is
-    missing or fails.
-    """
-    installed, command = require_tensorrt_llm(), find_trtllm_build()
-    kv_fp8 = _check(checkpoint, options)
-    scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
-    arguments = build_arguments(checkpoint, options, limits or BatchLimits())
-    paths = {
-        "--checkpoint_dir": scratch,
-        "--output_dir": output,
-        "--model_cls_file": Path(trtllm_model.__file__),
-        "--output_timing_cache": scratch / "timing.cache",
-    }
-    scratch.mkdir()
-    try:
-        export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
-        if progress:
-            progress("compile", 0, 1)
-        flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
-        _run([command, *flags], cwd=scratch)
-        _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
-        if progress:
-            progress("compile", 1, 1)
-    except BaseException:
-        shutil.rmtree(output, ignore_errors=True)
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
+        Needs as much free disk as the checkpoint, for the time of the build. Raises ConfigError for options that
+        TensorRT-LLM does not have, CheckpointError for a model that it cannot express, EnvironmentUnfitError when it is
+        missing or fails.
+        """
+        installed, command = require_tensorrt_llm(), find_trtllm_build()
+        kv_fp8 = _check(checkpoint, options)
+        scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
+        arguments = build_arguments(checkpoint, options)
+        paths = {
+            "--checkpoint_dir": scratch,
+            "--output_dir": output,
+            "--model_cls_file": Path(trtllm_model.__file__),
+            "--output_timing_cache": scratch / "timing.cache",
+        }
+        scratch.mkdir()
+        try:
+            export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
+            if progress:
+                progress("compile", 0, 1)
+            flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
+            _run([command, *flags], cwd=scratch)
+            _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
+            if progress:
+                progress("compile", 1, 1)
+        except BaseException:
+            shutil.rmtree(output, ignore_errors=True)
+            raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
 
 
-def build_arguments(checkpoint: Checkpoint, options: CompileOptions, limits: BatchLimits) -> dict[str, str | int]:
+def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, str | int]:
     """Flags of `trtllm-build`, paths apart.
 
     max_seq_len is explicit, because the command would take max_position_embeddings times the rope factor; and so is
-    max_input_len, whose default is 1,024. FP8 goes without the GEMM plugin, as TensorRT-LLM's Gemma guide has it.
+    max_input_len, whose default is 1,024. A step may prefill max_chunk tokens while max_batch sequences decode. FP8
+    goes without the GEMM plugin, as TensorRT-LLM's Gemma guide has it.
     """
     context = options.max_context or checkpoint.spec.max_position_embeddings
     return {
         "--model_cls_name": trtllm_model.MODEL_CLASS,
-        "--max_batch_size": limits.max_batch_size,
+        "--max_batch_size": options.max_batch,
         "--max_input_len": context,
         "--max_seq_len": context,
-        "--max_num_tokens": limits.max_num_tokens,
+        "--max_num_tokens": options.max_chunk + options.max_batch,
         "--max_beam_width": 1,
         "--kv_cache_type": "paged",
         "--tokens_per_block": options.page_tokens,
@@ -150,7 +129,7 @@ def build_arguments(checkpoint: Checkpoint, options: CompileOptions, limits: Bat
     }
 
 
-def _check(checkpoint: Checkpoint, options: CompileOptions) -> bool:
+def _check(checkpoint: Checkpoint, options: BuildOptions) -> bool:
     """Whether the KV cache is FP8. Raises ConfigError."""
     if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
         raise ConfigError(

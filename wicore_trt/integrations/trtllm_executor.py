@@ -131,7 +131,7 @@ class TrtllmExecutor:
     def stats(self) -> dict[str, int]:
         """Sequences that run, tokens made since start, and blocks of the device's cache once a step has run."""
         found = {"running": len(self._streams), "generated_tokens": self._generated}
-        latest = list(self._executor.get_latest_iteration_stats())
+        latest = [] if self._closed else list(self._executor.get_latest_iteration_stats())
         if latest and latest[-1].kv_cache_stats is not None:
             kv = latest[-1].kv_cache_stats
             found |= {"kv_blocks": kv.max_num_blocks, "kv_blocks_free": kv.free_num_blocks}
