@@ -1,0 +1,197 @@
+"""Executor of the tensorrt backend: plans over linear KV slots, which are a cache of the KV pages.
+
+Owns the weights, the page pools, the slots and the sampler of one engine. It must not know requests, queues or which
+pages hold what; the batch says that. Invariants: after execute() the pages hold the KV of the whole batch, so that the
+tiers, prefix reuse and preemption work as they do without slots; what a step computes follows from the batch and the
+pages alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.engine.tensorrt_backend import plan_file
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
+from wicore_trt.model.plan_io import DECODE, PREFILL
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
+from wicore_trt.runtime.trt_cache import RuntimeCache, runtime_cache_path
+from wicore_trt.runtime.trt_copies import choose_copier
+from wicore_trt.runtime.trt_device import Device
+from wicore_trt.runtime.trt_inputs import part_batch, step_inputs
+from wicore_trt.runtime.trt_plan import load_plans, plan_limits, rebuild_plans
+from wicore_trt.runtime.trt_session import Session, activation_bytes
+from wicore_trt.runtime.trt_slot_memory import SlotMemory
+from wicore_trt.runtime.trt_slots import Part, SlotTable
+from wicore_trt.runtime.trt_weights import load_weights, rope_tables
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+
+
+class TensorRTExecutor:
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89"."""
+
+    def __init__(self, engine: EngineDir, settings: ExecutorSettings, trt: Any, device: Device) -> None:
+        """Load `engine` with the TensorRT module `trt` of the engine's flavour.
+
+        Raises EnvironmentUnfitError for another version of TensorRT or a GPU that no plan is for, EngineFormatError for
+        files that do not fit, ConfigError for too little memory.
+        """
+        check_environment(engine, trt, device.target)
+        self._closed = False
+        self.spec, self._device = engine.manifest.spec, device
+        limits = plan_limits(engine)
+        self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
+        self.kernels = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
+        self.layout = _layout(engine, settings)
+        with device.active():
+            plans = load_plans(trt, engine, device.target)
+            inputs = plans[DECODE].tensors.values()
+            constants = load_weights(engine.rank_files[0], inputs, self.spec, device)
+            constants |= rope_tables(inputs, self.spec, device)
+            activations = device.empty((activation_bytes(plans),), torch.uint8)
+            memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
+            slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
+            self.pools = {g: _new_pool(self.spec, self.layout, g, device) for g in self.layout.num_pages}
+            caches = memory.allocate(slots, device)
+            self._runtime_caches = {
+                phase: RuntimeCache(runtime_cache_path(trt.__version__, device.target, plan.digest))
+                for phase, plan in plans.items()
+            }
+            by_layer = memory.by_layer(caches)
+            self._session = Session(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
+            scales = _kv_scales(self.spec, constants, device)
+            self._copies = choose_copier(self.pools, caches, scales)
+            device.synchronize()
+        self.copier: PageCopier = TorchPageCopier(self.pools)
+        self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
+        self._sampler = Sampler()
+        log.info(
+            "engine on %s, %s, %d slots, KV pages %s", device.torch_device, self.kernels, slots, self.layout.num_pages
+        )
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: fill slots from pages, run plans, store the batch's KV to pages, sample the slices that ask."""
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        sampling = [i for i, piece in enumerate(batch.slices) if piece.sample]
+        with self._device.active(), torch.inference_mode():
+            logits = torch.empty((len(sampling), self.spec.vocab_size), device=self._device.torch_device)
+            result_row = {index: row for row, index in enumerate(sampling)}
+            for part in self._table.plan(batch.slices):
+                self._run(part)
+                done = [row for row in part.rows if row.last and row.index in result_row]
+                if done:
+                    own = [0 if part.phase == PREFILL else row.slot for row in done]
+                    logits[[result_row[row.index] for row in done]] = self._session.logits[own]
+            slices = [batch.slices[i] for i in sampling]
+            result = self._sampler.sample(logits, slices) if sampling else StepResult([])
+            self._session.end_step()
+        return result
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+        self._table.release(seq_id)
+
+    def close(self) -> None:
+        """Keep what TensorRT-RTX compiled, drop everything on the device; calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._device.synchronize()
+        for cache in self._runtime_caches.values():
+            cache.save()
+        self.pools = {}
+        del self._session, self._copies, self.copier
+
+    def _run(self, part: Part) -> None:
+        """One part of a step, in the order that `Part` demands."""
+        for slot in part.clears:
+            self._copies.clear(slot)
+        for group, copies in part.loads.items():
+            self._copies.load(group, copies)
+        for group, moves in part.slides.items():
+            self._copies.slide(group, moves)
+        inputs = step_inputs(part, part_batch(part, self._table.slots), self._table.groups)
+        if part.phase == PREFILL:
+            self._session.prefill(inputs, part.rows[0].slot)
+        else:
+            self._session.decode(inputs)
+        for group, copies in part.stores.items():
+            self._copies.store(group, copies)
+
+
+def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
+    """Raises EnvironmentUnfitError where `engine` has no plans for this GPU or this TensorRT, EngineFormatError for an
+    engine of several ranks."""
+    manifest = engine.manifest
+    if manifest.tp_size != 1:
+        raise EngineFormatError(
+            f"This engine is split over {manifest.tp_size} ranks, and backend 'tensorrt' runs one.",
+            fix="Build it again with --tp 1.",
+        )
+    if any(plan_file(target, phase) not in manifest.files for phase in (PREFILL, DECODE)):
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} has plans for {', '.join(manifest.targets)}, and this GPU is {target}.",
+            fix=rebuild_plans(engine, target),
+        )
+    if trt.__version__ != manifest.compiled.get("version"):
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} was built by {manifest.compiled.get('flavour')} {manifest.compiled.get('version')}, "
+            f"and {trt.__version__} is installed.",
+            fix=f"Install that version. Or: {rebuild_plans(engine)}",
+        )
+
+
+def _layout(engine: EngineDir, settings: ExecutorSettings) -> KVLayout:
+    manifest, spec = engine.manifest, engine.manifest.spec
+    page_tokens, itemsize = settings.page_tokens or manifest.page_tokens, TORCH_DTYPES[manifest.kv_dtype].itemsize
+    max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
+    pages = settings.kv_pages or plan_pools(
+        spec,
+        page_tokens,
+        itemsize,
+        settings.kv_bytes,
+        max_context,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
+    )
+    groups = [g for g in GROUPS if spec.layers_of(g)]
+    page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups}
+    return KVLayout(page_tokens, manifest.kv_dtype, {g: pages[g] for g in groups}, page_bytes)
+
+
+def _new_pool(spec: Gemma3Spec, layout: KVLayout, group: str, device: Device) -> torch.Tensor:
+    """Filled with NaN, so that reading a page before it is written ends in a failed sequence and not in text."""
+    layers, dtype = len(spec.layers_of(group)), TORCH_DTYPES[layout.kv_dtype]
+    shape = (layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
+    pool = device.empty(shape, dtype)
+    if dtype == E4M3:
+        pool.view(torch.uint8).fill_(0x7F)
+    else:
+        pool.fill_(torch.nan)
+    return pool
+
+
+def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+    """Per group float32 [layers]: scales of FP8 pages, 1 where the checkpoint has none."""
+    one = torch.ones(1, device=device.torch_device)
+    return {
+        group: torch.cat([constants.get(kv_scale_name(layer), one) for layer in spec.layers_of(group)])
+        for group in GROUPS
+        if spec.layers_of(group)
+    }

@@ -1,0 +1,94 @@
+"""The GPU as the TensorRT executor uses it: memory, one stream, graphs. Everything that only a GPU can do is here.
+
+It must not know plans or KV. Invariant: all work of an executor goes through one stream of its own, in the order in
+which it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from wicore_trt.errors import EnvironmentUnfitError
+
+ALIGNMENT = 256  # bytes; what TensorRT asks of addresses
+
+
+class Device(Protocol):
+    """`target` is the architecture, like "sm89"; `stream` a CUDA stream's handle."""
+
+    torch_device: torch.device
+    target: str
+    stream: int
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised contiguous memory on the device, at a multiple of ALIGNMENT."""
+        ...
+
+    def staging(self, shape: Sequence[int]) -> torch.Tensor:
+        """int32 zeros in host memory that the device can copy from while the host goes on."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that `empty` can still give."""
+        ...
+
+    def active(self) -> AbstractContextManager[object]:
+        """Inside, torch's work goes to `stream`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done everything."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` puts on the stream, without running it; what comes back runs it. The caller keeps all
+        memory that it uses."""
+        ...
+
+
+class CudaDevice:
+    """Implements `Device` on one NVIDIA GPU."""
+
+    def __init__(self, name: str = "auto") -> None:
+        """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU."""
+        if name == "cpu" or not torch.cuda.is_available():
+            why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
+            raise EnvironmentUnfitError(
+                f"An engine of backend 'tensorrt' runs on an NVIDIA GPU, and {why}.",
+                fix="Run it where one is, or build an engine with --backend torch.",
+            )
+        self.torch_device = torch.device("cuda" if name == "auto" else name)
+        if self.torch_device.index is None:
+            self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        self.target = f"sm{major}{minor}"
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self.stream = int(self._stream.cuda_stream)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(
+            tuple(shape), dtype=dtype, device=self.torch_device
+        )  # the caching allocator aligns to 512 bytes
+
+    def staging(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.int32, pin_memory=True)
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def active(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            work()
+        return graph.replay
