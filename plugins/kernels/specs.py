@@ -96,14 +96,18 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
     """Attention of `heads` query heads of `dtype` over `pool`.
 
     `block_rows` (a power of two of at least 16) are the (token, head) rows that one program takes: 16 wastes least in
-    decode, 64 reads KV least often in prefill. Raises ConfigError for queries narrower than the keys.
+    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises ConfigError for queries narrower than the keys.
     """
     repeat = heads // pool.kv_heads
+    fp8, wide = pool.dtype == "fp8", ITEM_BYTES[dtype] == 4
+    if wide:
+        # From 64 rows on, Triton 3.6 takes TF32 on sm100 for float32 queries and keys of 16 bits or less, whatever
+        # precision a product asks for.
+        block_rows = min(block_rows, 32)
     if heads % pool.kv_heads or repeat > block_rows:
         raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
     if pool.dtype not in ("fp8", dtype) and dtype != "float32":
         raise ConfigError(f"{dtype} queries cannot read {pool.dtype} keys.", fix="Use one type, or FP8 keys.")
-    fp8, wide = pool.dtype == "fp8", ITEM_BYTES[dtype] == 4
     block_k = max(16, min(64, 8192 // pool.head_dim)) // (2 if wide else 1)
     constants = {
         "D": pool.head_dim,

@@ -7,15 +7,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from representative import SPECS
 
 from wicore_trt.errors import ConfigError, EngineFormatError
 from wicore_trt.plugins import aot
+from wicore_trt.plugins.kernels import specs
+from wicore_trt.plugins.layout import PoolShape
 
 NAMES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
 
@@ -55,6 +58,21 @@ def test_parameters_of_the_cubin_are_the_arguments_and_two_scratch_pointers(name
     sizes = {"i32": 4, "fp32": 4, "i64": 8}
     want = [8 if type_.startswith("*") else sizes[type_] for _, type_ in kernel.arguments]
     assert parameter_sizes(kernel.cubin, kernel.symbol) == [*want, 8, 8]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+def test_float32_attention_is_float32(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 keeps 11 bits of a query."""
+    texts, compile_ = [], triton.compile
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        built = compile_(*arguments, **options)
+        texts.append(built.asm["ptx"])
+        return built
+
+    monkeypatch.setattr(triton, "compile", recorded)
+    aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 64, kv_dtype), "float32", 4), "sm100")
+    assert "fma.rn.f32" in texts[0] and "tf32" not in texts[0]
 
 
 def test_saved_kernels_come_back(tmp_path: Path) -> None:
