@@ -96,7 +96,8 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
     """Attention of `heads` query heads of `dtype` over `pool`.
 
     `block_rows` (a power of two of at least 16) are the (token, head) rows that one program takes: 16 wastes least in
-    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises ConfigError for queries narrower than the keys.
+    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises
+    ConfigError for queries narrower than the keys.
     """
     repeat = heads // pool.kv_heads
     fp8, wide = pool.dtype == "fp8", ITEM_BYTES[dtype] == 4

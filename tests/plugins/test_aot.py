@@ -13,12 +13,12 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-from representative import SPECS
+from representative import SPECS  # noqa: E402
 
-from wicore_trt.errors import ConfigError, EngineFormatError
-from wicore_trt.plugins import aot
-from wicore_trt.plugins.kernels import specs
-from wicore_trt.plugins.layout import PoolShape
+from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
+from wicore_trt.plugins import aot  # noqa: E402
+from wicore_trt.plugins.kernels import specs  # noqa: E402
+from wicore_trt.plugins.layout import PoolShape  # noqa: E402
 
 NAMES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
 
