@@ -70,21 +70,28 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
-    """The executor of the engine's backend."""
+    """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that."""
     from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 
-    return TorchExecutor(
-        engine,
-        ExecutorSettings(
-            device=settings.executor.device,
-            kernels=settings.executor.kernels,
-            threads=settings.executor.threads,
-            page_tokens=settings.kv.page_tokens,
-            kv_bytes=settings.kv.device_bytes,
-            max_batch_tokens=settings.scheduler.max_batch_tokens,
-            max_sequences=settings.scheduler.max_sequences,
-            max_context=settings.scheduler.max_context,
-        ),
+    values = ExecutorSettings(
+        device=settings.executor.device,
+        kernels=settings.executor.kernels,
+        threads=settings.executor.threads,
+        page_tokens=settings.kv.page_tokens,
+        kv_bytes=settings.kv.device_bytes,
+        max_batch_tokens=settings.scheduler.max_batch_tokens,
+        max_sequences=settings.scheduler.max_sequences,
+        max_context=settings.scheduler.max_context,
+    )
+    if engine.manifest.backend == "torch":
+        return TorchExecutor(engine, values)
+    if engine.manifest.backend == "tensorrt":
+        from wicore_trt.runtime.tensorrt_executor import open_executor
+
+        return open_executor(engine, values)
+    raise EnvironmentUnfitError(
+        f"engine {engine.path} is of backend {engine.manifest.backend!r}, which this version does not run.",
+        fix="Build it again with --backend torch or tensorrt.",
     )
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.engine.tensorrt_api import INSTALL, RTX
 from wicore_trt.engine.tensorrt_backend import plan_file
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
@@ -28,7 +30,7 @@ from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.trt_cache import RuntimeCache, runtime_cache_path
 from wicore_trt.runtime.trt_copies import choose_copier
-from wicore_trt.runtime.trt_device import Device
+from wicore_trt.runtime.trt_device import CudaDevice, Device
 from wicore_trt.runtime.trt_inputs import part_batch, step_inputs
 from wicore_trt.runtime.trt_plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.runtime.trt_session import Session, activation_bytes
@@ -133,6 +135,30 @@ class TensorRTExecutor:
             self._session.decode(inputs)
         for group, copies in part.stores.items():
             self._copies.store(group, copies)
+
+
+def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TensorRTExecutor:
+    """An executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and EnvironmentUnfitError
+    without a GPU or without the TensorRT that built the engine."""
+    try:
+        device = CudaDevice(settings.device)
+    except EnvironmentUnfitError as error:
+        targets = ", ".join(engine.manifest.targets)
+        raise EnvironmentUnfitError(f"{error.message} Engine {engine.path} is for {targets}.", fix=error.fix) from None
+    return TensorRTExecutor(engine, settings, _module(engine), device)
+
+
+def _module(engine: EngineDir) -> Any:
+    """The TensorRT module of the engine's flavour, which need not be the one that a build would choose."""
+    flavour = engine.manifest.compiled.get("flavour")
+    name = "tensorrt_rtx_bindings" if flavour == RTX else "tensorrt"
+    try:
+        return import_module(name)
+    except (ImportError, OSError) as error:
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
+            fix=f"Install it: {INSTALL}.",
+        ) from None
 
 
 def check_environment(engine: EngineDir, trt: Any, target: str) -> None:

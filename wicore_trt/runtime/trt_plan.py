@@ -76,6 +76,9 @@ def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
                 raise _damaged(
                     engine, f"{INDEX}, {phase}: {name} is {listed.get(name)}, and this version has {expected.get(name)}"
                 )
+    weights = [[t for t in index[phase] if t.kind == "weight"] for phase in PHASES]
+    if weights[0] != weights[1]:
+        raise _damaged(engine, f"{INDEX}: the phases take different weights")
     return index
 
 

@@ -79,9 +79,8 @@ def _assembled(tensor: PlanTensor, parts: Sequence[torch.Tensor], path: Path, de
             raise _misfit(path, f"{name} is {part.dtype}, and input {tensor.name} takes {tensor.dtype}")
     if tensor.combine == "max":
         parts = [torch.stack([part.flatten() for part in parts]).amax(0)]
-    elif len(shape) == 1 and all(part.numel() == 1 for part in parts) and shape[0] % len(parts) == 0:
-        # one scale for all rows of a part; parts are of one height
-        parts = [part.flatten().expand(shape[0] // len(parts)) for part in parts]
+    elif all(part.numel() == 1 for part in parts):  # a scale for all rows of its part; parts are of one height
+        parts = [part.flatten().expand(torch.Size(shape).numel() // len(parts)) for part in parts]
     _check_size(tensor, sum(part.numel() for part in parts), path)
     memory = device.empty((sum(part.numel() for part in parts),), dtype)
     at = 0
