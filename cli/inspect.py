@@ -20,6 +20,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the model, sizes, KV bytes and files of an engine or a checkpoint."""
+    from wicore_trt.cli._plans import print_plans
     from wicore_trt.cli._ui import human_bytes, print_json, print_table
     from wicore_trt.engine.build import is_unified_checkpoint
 
@@ -32,6 +33,8 @@ def command(
         print_table("model", ("field", "value"), _rows(report["spec"]))
         columns = ("group", "layers", "bytes/token", "page tokens", "bytes/page")
         print_table("KV cache", columns, [tuple(row.values()) for row in report["kv"]])
+        if report.get("compiled"):
+            print_plans(report["compiled"])
         files = [(f["name"], human_bytes(f["bytes"]), f["state"]) for f in report["files"]]
         print_table("files", ("name", "size", "hash"), files)
     if any(f["state"] == "corrupted" for f in report["files"]):
@@ -45,17 +48,23 @@ def command(
 
 
 def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
+    from wicore_trt.cli._plans import plans_report
     from wicore_trt.engine.directory import file_state, open_engine
 
     engine = open_engine(path, verify=False)
     about = engine.manifest.to_dict()
     spec, entries = about.pop("spec"), about.pop("files")
     about.pop("kind")
-    about["cpu_kernels"] = _cpu_kernels(engine)
+    if not about["compiled"]:
+        del about["compiled"]
+    if engine.manifest.backend == "torch":
+        about["cpu_kernels"] = _cpu_kernels(engine)
+    plans = plans_report(engine)
     return {
         "kind": "engine",
         "path": str(path),
         "about": about,
+        **({"compiled": plans} if plans else {}),
         "spec": spec,
         "kv": _kv(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
         "files": [

@@ -75,6 +75,7 @@ class TorchBackend:
 BACKENDS = {
     "torch": "wicore_trt.engine.options:TorchBackend",
     "tensorrt": "wicore_trt.engine.tensorrt_backend:TensorRTBackend",
+    "tensorrt-llm": "wicore_trt.integrations.trtllm_build:TensorRTLLMBackend",
 }
 """Name of a backend to "module:class"."""
 

@@ -6,9 +6,9 @@ its context did not ask for, so that a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from wicore_trt.engine.plan_log import BuildLog, make_logger, make_monitor
@@ -32,6 +32,18 @@ class PlanRequest:
     target: str
     phase: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        weights = [tensor.to_dict() for tensor in self.weights]
+        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
+        """Inverse of to_dict."""
+        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
+        weights = [PlanTensor.from_dict(tensor) for tensor in data["weights"]]
+        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -50,7 +62,6 @@ def build_plan(
     *,
     timing_cache: bytes | None = None,
     report: Callable[[float], None] = lambda fraction: None,
-    cancelled: threading.Event | None = None,
 ) -> Plan:
     """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only).
 
@@ -72,7 +83,7 @@ def build_plan(
     if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
         cache = config.create_timing_cache(timing_cache or b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
-    monitor = make_monitor(trt, report, cancelled or threading.Event())
+    monitor = make_monitor(trt, report)
     config.progress_monitor = monitor
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
@@ -80,10 +91,12 @@ def build_plan(
             f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
         )
     facts = {
+        "network_hash": hash_network(network),
         "network_layers": network.num_layers,
         "kernels": dict(sorted(book.kernels.items())),
         "precisions": dict(sorted(book.precisions.items())),
         "activation_bytes": book.activation_bytes,
+        "rearranged_weights": sorted(book.rearranged),
     }
     return Plan(bytes(serialized), tensors, facts, bytes(cache.serialize()) if cache else None)
 
@@ -104,6 +117,22 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
         tp_size=request.tp_size,
     )
     return network, tensors
+
+
+def hash_network(network: Any) -> str:
+    """Hex blake2b over every layer's name, kind, inputs and outputs with their dtypes and shapes.
+
+    What two builds have in common: TensorRT writes the tables of a plan in the order of memory addresses, so the files
+    of two builds have the same size and contents, and not the same bytes.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+        tensors = [t and (t.name, t.dtype.name, tuple(t.shape)) for t in (*inputs, *outputs)]
+        hasher.update(repr((layer.name, type(layer).__name__, tensors)).encode())
+    return hasher.hexdigest()
 
 
 def _profile(builder: Any, request: PlanRequest, tensors: Sequence[PlanTensor]) -> Any:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _KERNEL = re.compile(r"^Name: (?P<name>.+?), LayerType: (?P<type>\w+), .*?Outputs: \[ \{.*?Datatype: (?P<dtype>\w+)")
 _MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+_WEIGHT = re.compile(r"Name: ((?:transformer\.|lm_head\.)[\w.]+\.weight),")
+_REARRANGED = re.compile(r"^__myl_(?:Cast|Mul|Resh|Move|Repl)*Tran")
 _ATTENTION = re.compile(r"_mha_|_fmha")
 _DTYPES = {"Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "FP8": "fp8", "Int32": "int32"}
 _DTYPES |= {"Int64": "int64", "Bool": "bool"}
@@ -27,11 +29,13 @@ _DTYPES |= {"Int64": "int64", "Bool": "bool"}
 class BuildLog:
     """What was learnt from one build. `kernels` counts the plan's kernels by kind ("gemm", "attention", "kgen": fused
     elementwise, ...), `precisions` by the dtype that they write. `activation_bytes` is the device memory that the plan
-    needs beside its inputs and outputs, 0 where TensorRT did not say."""
+    needs beside its inputs and outputs, 0 where TensorRT did not say. `rearranged` are weights that the plan transposes
+    in every step before it can use them: bandwidth lost."""
 
     errors: list[str] = field(default_factory=list)
     kernels: Counter[str] = field(default_factory=Counter)
     precisions: Counter[str] = field(default_factory=Counter)
+    rearranged: set[str] = field(default_factory=set)
     activation_bytes: int = 0
 
     def line(self, severity: str, text: str) -> None:
@@ -52,6 +56,8 @@ class BuildLog:
             return
         kind = "attention" if _ATTENTION.search(kernel["name"]) else kernel["type"]
         self.kernels[kind] += 1
+        if _REARRANGED.match(kernel["name"]):
+            self.rearranged.update(_WEIGHT.findall(text.partition("Outputs: [")[0]))
         self.precisions[_DTYPES.get(kernel["dtype"], kernel["dtype"].lower())] += 1
 
     def reason(self) -> str:
@@ -72,8 +78,8 @@ def make_logger(trt: Any, book: BuildLog) -> Any:
     return Logger()
 
 
-def make_monitor(trt: Any, report: Callable[[float], None], cancelled: threading.Event) -> Any:
-    """A trt.IProgressMonitor that reports the fraction done, never going back; a set `cancelled` ends the build."""
+def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
+    """A trt.IProgressMonitor that reports the fraction done, never going back."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -91,7 +97,7 @@ def make_monitor(trt: Any, report: Callable[[float], None], cancelled: threading
                 if name in self._phases:
                     self._phases[name][2] = step + 1
                     self._advance(name)
-            return not cancelled.is_set()
+            return True
 
         def phase_finish(self, name: str) -> None:
             with self._lock:

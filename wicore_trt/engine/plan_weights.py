@@ -6,7 +6,7 @@ for, in the shapes that the lowering broadcasts, and every rank of a checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors
@@ -26,13 +26,14 @@ def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) 
     embedding: TensorRT would otherwise transpose the embedding in every step to read it in two ways.
     Raises CheckpointError for files that miss a tensor or differ.
     """
-    lists = [_weights(SafetensorsFile(path).tensors, spec, kv_dtype) for path in rank_files]
+    lists = [weight_inputs(SafetensorsFile(path).tensors, spec, kv_dtype) for path in rank_files]
     if any(other != lists[0] for other in lists[1:]):
         raise CheckpointError("The ranks of the checkpoint hold tensors of different shapes.")
     return lists[0]
 
 
-def _weights(found: dict[str, TensorInfo], spec: Gemma3Spec, kv_dtype: str) -> list[PlanTensor]:
+def weight_inputs(found: Mapping[str, TensorInfo], spec: Gemma3Spec, kv_dtype: str) -> list[PlanTensor]:
+    """Weight inputs over a rank file with these tensors. Raises CheckpointError for one that is missing."""
     tensors: list[PlanTensor] = []
     for unified in unified_tensors(spec):
         name = unified.name
@@ -50,7 +51,7 @@ def _weights(found: dict[str, TensorInfo], spec: Gemma3Spec, kv_dtype: str) -> l
     return tensors
 
 
-def _inputs(found: dict[str, TensorInfo], name: str, parts: tuple[str, ...], *, head_norm: bool) -> list[PlanTensor]:
+def _inputs(found: Mapping[str, TensorInfo], name: str, parts: tuple[str, ...], *, head_norm: bool) -> list[PlanTensor]:
     """The weight and, for FP8, its scales."""
     missing = [part for part in parts if part not in found]
     if missing:
@@ -63,7 +64,7 @@ def _inputs(found: dict[str, TensorInfo], name: str, parts: tuple[str, ...], *, 
     tensors = [PlanTensor(name, dtype, shape, "weight", parts)]
     if dtype == "fp8":
         scales = tuple(part + "s_scaling_factor" for part in parts)
-        tensors.append(PlanTensor(name + "s_scaling_factor", "float32", (rows,), "weight", scales))
+        tensors.append(PlanTensor(name + "s_scaling_factor", "float32", (1, rows), "weight", scales))
         static = tuple(part.removesuffix("weight") + "activation_scaling_factor" for part in parts)
         if all(part in found for part in static):
             target = name.removesuffix("weight") + "activation_scaling_factor"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.engine.directory import Progress
 from wicore_trt.engine.options import BuildOptions
-from wicore_trt.engine.plan_build import Plan, PlanRequest, build_plan
+from wicore_trt.engine.plan_build import PlanRequest
 from wicore_trt.engine.plan_weights import weight_tensors
+from wicore_trt.engine.plan_worker import BuiltPlan, finish, start
 from wicore_trt.engine.tensorrt_api import TensorRT, find_tensorrt
-from wicore_trt.errors import ConfigError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.plan_io import PHASES, PlanLimits
 
 if TYPE_CHECKING:
@@ -70,9 +72,8 @@ class TensorRTBackend:
         api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
         (directory / PLANS).mkdir()
         index: dict[str, Any] = {"tensors": {}, "plans": {}}
-        for request, plan in zip(requests, _build_all(api, requests, progress), strict=True):
+        for request, plan in zip(requests, build_plans(api, requests, directory, progress), strict=True):
             name = plan_file(request.target, request.phase)
-            (directory / name).write_bytes(plan.data)
             index["tensors"][request.phase] = [tensor.to_dict() for tensor in plan.tensors]
             index["plans"][name] = {"target": request.target, "phase": request.phase, **plan.facts}
         (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -111,11 +112,17 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
     ]
 
 
-def _build_all(api: TensorRT, requests: list[PlanRequest], progress: Progress | None) -> list[Plan]:
-    """All plans, in order; the first failure or Ctrl-C cancels the rest."""
-    cancelled, fractions, lock = threading.Event(), [0.0] * len(requests), threading.Lock()
+def build_plans(
+    api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress | None
+) -> list[BuiltPlan]:
+    """Build all plans into `directory`/plans, two at a time; results in the order of `requests`.
 
-    def build(number: int) -> Plan:
+    Raises EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
+    fractions, lock = [0.0] * len(requests), threading.Lock()
+    workers: dict[int, subprocess.Popen[str]] = {}
+    stopping = False
+
+    def build(number: int) -> BuiltPlan:
         def report(fraction: float) -> None:
             with lock:
                 fractions[number] = fraction
@@ -123,24 +130,25 @@ def _build_all(api: TensorRT, requests: list[PlanRequest], progress: Progress | 
                     progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
 
         request, begun = requests[number], time.monotonic()
-        cache = _cache_file(api, request.target)
-        earlier = cache.read_bytes() if cache and cache.is_file() else None
-        plan = build_plan(api, request, timing_cache=earlier, report=report, cancelled=cancelled)
-        if cache and plan.timing_cache is not None:
-            _write_cache(cache, plan.timing_cache)
+        with lock:
+            if stopping:
+                raise EnvironmentUnfitError("the build was ended")
+            file = directory / plan_file(request.target, request.phase)
+            workers[number] = start(request, file, _cache_file(api, request.target))
+        plan = finish(workers[number], request, report)
         report(1.0)
-        seconds = time.monotonic() - begun
-        log.info("plan %s %s: %.1f s, %d bytes", request.target, request.phase, seconds, len(plan.data))
+        log.info("plan %s %s: %.1f s", request.target, request.phase, time.monotonic() - begun)
         return plan
 
     with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
-        futures: list[Future[Plan]] = [pool.submit(build, number) for number in range(len(requests))]
+        futures: list[Future[BuiltPlan]] = [pool.submit(build, number) for number in range(len(requests))]
         try:
             return [future.result() for future in futures]
         except BaseException:
-            cancelled.set()
-            for future in futures:
-                future.cancel()
+            with lock:
+                stopping = True
+                for worker in workers.values():
+                    worker.terminate()
             raise
 
 
@@ -150,14 +158,3 @@ def _cache_file(api: TensorRT, target: str) -> Path | None:
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "wicore" / f"timing-{api.version}-{target}.cache"
-
-
-def _write_cache(path: Path, data: bytes) -> None:
-    """Losing the cache costs time and no more, so a directory that cannot be written is not an error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        log.info("the timing cache %s was not kept: %s", path, error)

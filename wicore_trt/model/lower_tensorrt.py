@@ -8,7 +8,8 @@ an operand of a matrix product, a query, or an entry of the cache.
 TensorRT rounds a product to its operands' dtype, and float16 ends at 65,504. So in float16 and FP8 each row of the
 operand is divided by its largest magnitude, and the product multiplied by it in float32: what is rounded is at most
 the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, `model.lower_torch` defines it):
-row / max is quantized with scale 1 / 448, so 448 is reached by the row's largest element.
+row / max is quantized with scale 1 / 448, so 448 is reached by the row's largest element. Both operands of an FP8
+product have that one constant scale, which is what FP8 kernels take; the weight's own scales follow in float32.
 """
 
 from __future__ import annotations
@@ -196,9 +197,10 @@ class TensorRTOps:
         if quantized:
             step = g.constant(E4M3_STEP, np.float32, 0)
             operand = g.dequantize(g.quantize(operand, step), step, self._dtype)
-            w = g.dequantize(w, self._in[weight + "s_scaling_factor"], self._dtype)
-        y = g.matmul_transposed(g.cast(operand, self._dtype), w)
-        return g.binary("PROD", g.cast(y, "float32"), largest)
+            w = g.dequantize(w, step, self._dtype)
+            largest = g.binary("DIV", largest, E4M3_STEP)
+        y = g.binary("PROD", g.cast(g.matmul_transposed(g.cast(operand, self._dtype), w), "float32"), largest)
+        return g.binary("PROD", y, self._in[weight + "s_scaling_factor"]) if quantized else y
 
     def _heads(self, x: Tensor, first: int, count: int) -> Tensor:
         size = self._g.dims(self._batch, count, self._chunk, self._spec.head_dim)

@@ -1,0 +1,98 @@
+"""What `wicore inspect` says of a compiled engine: its plans, the memory they need, their inputs and outputs.
+
+Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output of a plan is in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.model.plan_io import PlanTensor
+
+_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+def plans_report(engine: EngineDir) -> dict[str, Any] | None:
+    """Plans, memory and tensors as plain data; None for an engine without plans. Raises EngineFormatError for an
+    index that cannot be read."""
+    from wicore_trt.engine.tensorrt_backend import INDEX
+    from wicore_trt.errors import EngineFormatError
+    from wicore_trt.model.plan_io import PlanTensor
+
+    if INDEX not in engine.manifest.files:
+        return None
+    try:
+        index = json.loads((engine.path / INDEX).read_text(encoding="utf-8"))
+        tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineFormatError(
+            f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
+        ) from error
+    files = engine.manifest.files
+    plans = [{"file": name, "bytes": files[name].bytes, **facts} for name, facts in sorted(index["plans"].items())]
+    decode = tensors["decode"]
+    weights: dict[tuple[str, ...], int] = {t.parts: _size(t) for t in decode if t.kind == "weight"}  # a tied head once
+    memory = {
+        "weights": sum(weights.values()),
+        "rope tables": sum(_size(t) for t in decode if t.kind == "table"),
+        "KV of one slot": sum(_size(t) for t in decode if t.kind == "cache"),
+        "slots at most": engine.manifest.compiled["max_batch"],
+        "activations": max(plan["activation_bytes"] for plan in plans),
+    }
+    return {"plans": plans, "memory": memory, "tensors": {phase: _grouped(given) for phase, given in tensors.items()}}
+
+
+def print_plans(report: dict[str, Any]) -> None:
+    """The report as tables on stdout."""
+    from wicore_trt.cli._ui import human_bytes, print_table
+
+    rows = [
+        (
+            plan["file"],
+            human_bytes(plan["bytes"]),
+            plan["network_layers"],
+            _counts(plan["kernels"]),
+            _counts(plan["precisions"]),
+            human_bytes(plan["activation_bytes"]),
+        )
+        for plan in report["plans"]
+    ]
+    print_table("plans", ("file", "size", "layers", "kernels", "written as", "activations"), rows)
+    memory = [(name, str(v) if name == "slots at most" else human_bytes(v)) for name, v in report["memory"].items()]
+    print_table("device memory", ("what", "size"), memory)
+    for phase, tensors in report["tensors"].items():
+        cells = [(t["name"], t["count"], t["kind"], t["dtype"], _shape(t["shape"])) for t in tensors]
+        print_table(f"inputs and outputs of {phase}", ("name", "count", "kind", "dtype", "shape"), cells)
+    for plan in report["plans"]:
+        if plan["rearranged_weights"]:
+            print(f"{plan['file']} transposes in every step: {', '.join(plan['rearranged_weights'])}")
+
+
+def _grouped(tensors: Iterable[PlanTensor]) -> list[dict[str, Any]]:
+    """One row per name without its layer number, kind, dtype and shape."""
+    rows: dict[tuple[Any, ...], int] = {}
+    for t in tensors:
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", t.name), t.kind, t.dtype, t.shape)
+        rows[key] = rows.get(key, 0) + 1
+    return [
+        {"name": name, "count": count, "kind": kind, "dtype": dtype, "shape": list(shape)}
+        for (name, kind, dtype, shape), count in rows.items()
+    ]
+
+
+def _size(tensor: PlanTensor) -> int:
+    return prod(d for d in tensor.shape if isinstance(d, int)) * _BYTES[tensor.dtype]
+
+
+def _shape(shape: list[Any]) -> str:
+    return "[" + ", ".join(str(d) for d in shape) + "]"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "-"

@@ -1,0 +1,207 @@
+"""`wicore build --backend tensorrt`: real plans from tiny sources, what they contain, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_source import write_tiny_source
+
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.cli.main import run
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import open_engine
+from wicore_trt.engine.plan_log import BuildLog, make_monitor
+from wicore_trt.engine.tensorrt_api import find_tensorrt
+from wicore_trt.engine.tensorrt_backend import INDEX, build_plans, plan_requests
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.model.plan_io import PHASES, PlanTensor
+
+trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
+MakeSource = Callable[..., Path]
+
+
+def build(source: Path, output: Path, target: str = "sm89", **options: Any) -> dict[str, Any]:
+    """The plan index of a new engine."""
+    build_engine(source, output, backend="tensorrt", targets=(target,), max_batch=2, max_chunk=16, **options)
+    return dict(json.loads((output / INDEX).read_text()))
+
+
+def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One set of weights, a plan for each target and phase; `inspect` shows layers, precisions, memory and I/O."""
+    source, output = write_tiny_source(tmp_path / "source"), tmp_path / "engine"
+    flags = ["--backend", "tensorrt", "--target", "sm80,sm89", "--target", "sm120", "--max-batch", "3"]
+    assert run(["build", str(source), str(output), *flags]) == 0
+    assert "plans ..." in capsys.readouterr().err
+    manifest = open_engine(output).manifest
+    assert manifest.targets == ["sm80", "sm89", "sm120"] and manifest.backend == "tensorrt"
+    assert manifest.compiled == {
+        "flavour": "tensorrt-rtx",
+        "version": find_tensorrt().version,
+        "max_batch": 3,
+        "max_chunk": 128,  # the model's longest sequence
+    }
+    plans = [f"plans/{target}.{phase}.plan" for target in manifest.targets for phase in PHASES]
+    assert {*plans, INDEX, "rank0.safetensors"} <= set(manifest.files)
+    assert all((output / name).stat().st_size > 10_000 for name in plans)
+    assert run(["inspect", str(output), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["compiled"]
+    assert [plan["file"] for plan in report["plans"]] == sorted(plans)
+    for plan in report["plans"]:
+        assert sum(plan["kernels"].values()) > manifest.spec.num_layers, "TensorRT says which kernels it chose"
+        assert plan["precisions"]["bfloat16"] > 0 and plan["activation_bytes"] > 0 and plan["network_layers"] > 50
+    assert report["memory"]["weights"] == sum(
+        2 * t.shape[0] * t.shape[1] if len(t.shape) == 2 else 4 * t.shape[0]
+        for t in SafetensorsFile(output / "rank0.safetensors").tensors.values()
+    )
+    names = {t["name"] for t in report["tensors"]["decode"]}
+    assert {"token_ids", "logits", "cache.k.*", "cache.v.*.updated", "transformer.layers.*.mlp.gate_up.weight"} <= names
+    assert run(["inspect", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "plans/sm89.decode.plan" in out and "KV of one slot" in out and "[B, 1]" in out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8"])
+def test_every_dtype(dtype: str, make_source: MakeSource, tmp_path: Path) -> None:
+    """Weights are inputs of exactly the file's tensors, and no plan transposes one in every step."""
+    index = build(make_source(), tmp_path / "engine", dtype=dtype)
+    file = SafetensorsFile(tmp_path / "engine" / "rank0.safetensors").tensors
+    for phase in PHASES:
+        tensors = [PlanTensor.from_dict(t) for t in index["tensors"][phase]]
+        assert {part for t in tensors if t.kind == "weight" for part in t.parts} == set(file)
+    for plan in index["plans"].values():
+        assert plan["rearranged_weights"] == []
+        wanted = {"fp8": "fp8"}.get(dtype, dtype)
+        assert plan["precisions"][wanted] > 0
+
+
+def test_an_untied_head_and_fp8_pages(make_source: MakeSource, tmp_path: Path) -> None:
+    index = build(make_source(tied=False), tmp_path / "engine", dtype="float16", kv_dtype="fp8")
+    head = next(t for t in index["tensors"]["decode"] if t["name"] == "lm_head.weight")
+    assert head["parts"] == ["lm_head.weight"]
+
+
+def test_two_builds_differ_in_nothing_that_matters(make_source: MakeSource, tmp_path: Path) -> None:
+    source = make_source()
+    one, two = (build(source, tmp_path / name) for name in ("one", "two"))
+    assert one == two, "inputs, outputs, network hashes, kernels, memory"
+    sizes = [[(tmp_path / name / plan).stat().st_size for plan in one["plans"]] for name in ("one", "two")]
+    assert sizes[0] == sizes[1]
+    other = build(source, tmp_path / "three", max_context=100)
+    hashes = [{plan["network_hash"] for plan in index["plans"].values()} for index in (one, other)]
+    assert len(hashes[0] | hashes[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "error"),
+    [
+        ((), {}, "needs a target.*sm75.*sm121"),
+        (("sm90",), {}, "TensorRT-RTX does not run on data-centre Hopper"),
+        (("h100",), {}, "builds for sm75"),
+        (("sm75",), {"dtype": "bfloat16"}, "no bfloat16 arithmetic; it begins with sm80"),
+        (("sm89", "sm80"), {"dtype": "fp8"}, "target 'sm80' has no fp8 arithmetic"),
+        (("sm80",), {"kv_dtype": "fp8"}, "no fp8 arithmetic"),
+        (("sm89",), {"dtype": "bfloat16", "kv_dtype": "float16"}, "Use --kv-dtype bfloat16 or fp8"),
+        (("sm89",), {"max_batch": 0}, "max_batch must be positive"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    targets: tuple[str, ...], options: dict[str, Any], error: str, make_source: MakeSource, tmp_path: Path
+) -> None:
+    source = make_source()
+    with pytest.raises(ConfigError, match=error):
+        build_engine(source, tmp_path / "engine", backend="tensorrt", targets=targets, **options)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_without_tensorrt_it_says_what_to_install(
+    make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[tensorrt\]'"):
+        build(make_source(), tmp_path / "engine")
+
+
+def test_a_plan_that_tensorrt_refuses_carries_its_reason(
+    make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wicore_trt.engine.tensorrt_backend.OLDEST_SM", dict.fromkeys(("fp8", "bfloat16"), 75))
+    with pytest.raises(EnvironmentUnfitError, match="could not build .* for sm80.*fp8_e4m3"):
+        build(make_source(), tmp_path / "engine", "sm80", dtype="fp8")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_progress_grows_to_the_end(make_source: MakeSource, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def report(phase: str, done: int, total: int) -> None:
+        if phase == "plans":
+            seen.append((done, total))
+
+    build(make_source(), tmp_path / "engine", progress=report)
+    assert seen[-1] == (2000, 2000) and seen == sorted(seen) and len({done for done, _ in seen}) > 5
+
+
+def test_a_cancelled_build_ends(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the workers; nothing is left behind."""
+
+    def interrupt(phase: str, done: int, total: int) -> None:
+        if phase == "plans":
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, EnvironmentUnfitError)):
+        build(make_source(), tmp_path / "engine", progress=interrupt)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_worker_that_dies_is_an_error(
+    make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nprint('out of luck')\nsys.stdout.flush()\nos._exit(9)")
+    with pytest.raises(EnvironmentUnfitError, match="ended with exit code 9: out of luck"):
+        build(make_source(), tmp_path / "engine")
+
+
+def test_a_phase_is_one_step_of_its_parent() -> None:
+    seen: list[float] = []
+    monitor = make_monitor(trt, seen.append)
+    monitor.phase_start("whole", None, 4)
+    monitor.phase_start("part", "whole", 2)
+    assert monitor.step_complete("part", 0) and seen == [0.125]
+    monitor.phase_finish("part")
+    assert monitor.step_complete("whole", 0) and seen == [0.125, 0.25]
+    monitor.phase_start("part", "whole", 2)
+    assert monitor.step_complete("part", 0) and seen[-1] == 0.375
+
+
+def test_log_lines() -> None:
+    book = BuildLog()
+    weight = "Name: transformer.layers.1.attention.qkv.weight, Dimensions: [1536,640], Datatype: FP8"
+    out = "Constants: [], Outputs: [ { Name: x, Dimensions: [640,1536], Datatype: FP8 }], TacticName: t"
+    book.line("VERBOSE", f"Name: __myl_Tran_myl0_33, LayerType: kgen, Inputs: [ {{ {weight} }}], {out}")
+    book.line("VERBOSE", "Name: _gemv_mha_v1_myl1_5, LayerType: kgen, Inputs: [], Outputs: [ { Datatype: BFloat16 }]")
+    book.line("INFO", "Total Activation Memory: 1234 bytes")
+    book.line("ERROR", "one")
+    book.line("ERROR", "one")
+    assert book.kernels == {"kgen": 1, "attention": 1} and book.precisions == {"fp8": 1, "bfloat16": 1}
+    assert book.rearranged == {"transformer.layers.1.attention.qkv.weight"}
+    assert book.activation_bytes == 1234 and book.reason() == "one"
+
+
+def test_requests_name_every_phase(make_source: MakeSource, tmp_path: Path) -> None:
+    """build_plans keeps the order of its requests whichever ends first."""
+    from wicore_trt.checkpoint.convert import convert
+    from wicore_trt.engine.options import BuildOptions
+
+    checkpoint = convert(make_source(), tmp_path / "checkpoint", dtype="bfloat16")
+    options = BuildOptions("tensorrt", "auto", "auto", 1, 32, ("sm120", "sm80"), 64, 2, 16, None)
+    requests = plan_requests(checkpoint, checkpoint.path, options)
+    assert [(r.target, r.phase) for r in requests] == [(t, p) for t in ("sm120", "sm80") for p in PHASES]
+    (tmp_path / "plans").mkdir()
+    plans = build_plans(find_tensorrt(), requests, tmp_path, None)
+    assert [plan.tensors[0].shape for plan in plans] == [(1, "T"), ("B", 1)] * 2
