@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("errors", "model", "checkpoint"),
     "engine": ("errors", "model", "checkpoint", "engine"),
     "text": ("errors", "types", "text"),
-    "runtime": ("errors", "types", "config", "model", "engine", "checkpoint", "runtime"),
+    "runtime": ("errors", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
     "core": ("errors", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
     "observe": ("errors", "types", "observe"),

@@ -115,8 +115,8 @@ def random_run(twins: Twins, rng: random.Random, steps: int) -> tuple[list[float
 
 @pytest.mark.parametrize(("window", "layers"), [(5, 3), (16, 3), (33, 3), (9, 2)])
 def test_random_schedules_give_the_tokens_of_the_torch_executor(window: int, layers: int, tmp_path: Path) -> None:
-    """Chunks, decode, more sequences than slots, preemption, pages that move, prefix hits, releases. Of three layers the
-    last is global; two are both local."""
+    """Chunks, decode, more sequences than slots, preemption, pages that move, prefix hits, releases. Of three layers
+    the last is global; two are both local."""
     overrides: dict[str, Any] = {"sliding_window": window, "num_hidden_layers": layers, "sliding_window_pattern": 3}
     twins = Twins(tmp_path, tiny_model(random.randrange(1 << 30), **overrides))
     errors, differed = random_run(twins, random.Random(random.random()), 40)

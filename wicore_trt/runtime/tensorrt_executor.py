@@ -29,9 +29,9 @@ from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.trt_cache import RuntimeCache, runtime_cache_path
-from wicore_trt.runtime.trt_copies import choose_copier
 from wicore_trt.runtime.trt_device import CudaDevice, Device
 from wicore_trt.runtime.trt_inputs import part_batch, step_inputs
+from wicore_trt.runtime.trt_kernels import choose_copier
 from wicore_trt.runtime.trt_plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.runtime.trt_session import Session, activation_bytes
 from wicore_trt.runtime.trt_slot_memory import SlotMemory
@@ -78,7 +78,7 @@ class TensorRTExecutor:
             by_layer = memory.by_layer(caches)
             self._session = Session(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
             scales = _kv_scales(self.spec, constants, device)
-            self._copies = choose_copier(self.pools, caches, scales)
+            self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
         self.copier: PageCopier = TorchPageCopier(self.pools)
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)

@@ -89,12 +89,5 @@ class TorchSlotCopier:
             columns[1].append(at % pool.shape[3])
             columns[2].append(torch.full_like(at, copy.slot))
             columns[3].append(torch.arange(copy.entry, copy.entry + copy.tokens))
-        joined = torch.stack([torch.cat(column) for column in columns]).to(pool.device)
+        joined = torch.stack([torch.cat(column) for column in columns]).to(pool.device, non_blocking=True)
         return [tuple(piece) for piece in torch.split(joined, TOKENS_AT_ONCE, dim=1)]
-
-
-def choose_copier(
-    pools: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]
-) -> SlotCopier:
-    """The fastest implementation for where the tensors are."""
-    return TorchSlotCopier(pools, caches, scales)
