@@ -154,7 +154,7 @@ def wrong_head_order(m: pytest.MonkeyPatch) -> None:
         m,
         Graph,
         "attention",
-        lambda old, self, q, k, v, *rest: old(self, self.slice_reversed(q), k, v, *rest),
+        lambda old, self, q, k, v, *rest, **named: old(self, self.slice_reversed(q), k, v, *rest, **named),
     )
     m.setattr(Graph, "slice_reversed", reversed_heads, raising=False)
 
@@ -166,7 +166,7 @@ def reversed_heads(self: Any, x: Any) -> Any:
 
 @mutant
 def keys_for_values(m: pytest.MonkeyPatch) -> None:
-    wrap(m, Graph, "attention", lambda old, self, q, k, v, *rest: old(self, q, v, k, *rest))
+    wrap(m, Graph, "attention", lambda old, self, q, k, v, *rest, **named: old(self, q, v, k, *rest, **named))
 
 
 @mutant
@@ -174,11 +174,11 @@ def next_layers_cache(m: pytest.MonkeyPatch) -> None:
     """Keys of one layer are attended in the next one of its shape: the cache is right, its reader is not."""
     seen: dict[Any, Any] = {}
 
-    def attention(old: Any, self: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    def attention(old: Any, self: Any, q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
         shape = tuple(k.shape)
         other = seen.get(shape, k)
         seen[shape] = k
-        return old(self, q, other, v, *rest)
+        return old(self, q, other, v, *rest, **named)
 
     wrap(m, Graph, "attention", attention)
 
@@ -229,9 +229,9 @@ def writes_of_the_other_group(m: pytest.MonkeyPatch) -> None:
 
 @mutant
 def causal_mask_from_the_first_key(m: pytest.MonkeyPatch) -> None:
-    def attention(old: Any, self: Any, q: Any, k: Any, v: Any, lengths: Any, mask: Any) -> Any:
+    def attention(old: Any, self: Any, q: Any, k: Any, v: Any, lengths: Any, mask: Any, *, causal: bool) -> Any:
         kinds = self.trt.CausalMaskKind
-        kind = kinds.UPPER_LEFT if mask is None else kinds.NONE
+        kind = kinds.UPPER_LEFT if causal else kinds.NONE
         layer = self.network.add_attention_v2(q, k, v, self.trt.AttentionNormalizationOp.SOFTMAX, kind)
         layer.key_value_lengths = lengths
         if mask is not None:

@@ -12,6 +12,7 @@ from parity.paged import relative_error
 from parity.tiny import TinyModel, cast, overflowing_model, tiny_model
 from plan_driver import PlanDriver, Slot
 
+from wicore_trt.model import lower_tensorrt
 from wicore_trt.model.plan_io import PlanLimits
 
 LIMITS = PlanLimits(max_batch=3, max_chunk=24, max_context=160)
@@ -63,6 +64,14 @@ def test_networks_reproduce_transformers(seed: int, dtype: str, tmp_path: Path) 
     tensors = cast(model.spec, model.tensors, getattr(torch, dtype))
     driver = PlanDriver(model.spec, tensors, tmp_path, LIMITS, dtype=dtype)
     assert compare(model, driver, seed)[0] < BOUNDS[dtype]
+
+
+def test_decode_with_a_long_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query heads as rows of their KV head, as contexts beyond what the decode kernel takes have it."""
+    monkeypatch.setattr(lower_tensorrt, "DIRECT_ENTRIES", LIMITS.max_context)
+    model = tiny_model(6, num_attention_heads=4, num_key_value_heads=2)
+    driver = PlanDriver(model.spec, model.tensors, tmp_path, LIMITS, dtype="float32")
+    assert compare(model, driver, 6)[0] < BOUNDS["float32"]
 
 
 @pytest.mark.parametrize("seed", range(4))

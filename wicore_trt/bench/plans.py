@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", default="sm89")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-chunk", type=int, default=512)
-    parser.add_argument("--max-context", type=int, default=32_768)
+    parser.add_argument("--max-context", type=int, default=16_384)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     limits = PlanLimits(options.max_batch, options.max_chunk, options.max_context)

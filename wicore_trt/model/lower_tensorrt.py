@@ -27,6 +27,7 @@ from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.model.trt_graph import Graph, Tensor
 
 E4M3_STEP = 1 / 448
+DIRECT_ENTRIES = 22_016
 TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
 
 
@@ -137,8 +138,14 @@ class TensorRTOps:
         self._enter(layer_weight(layer, "attention.core"))
         group = spec.layer_groups[layer]
         k, v = (self.updated[plan_io.cache(part, layer)] for part in ("k", "v"))
-        mask = self._mask if group == LOCAL else None
-        attended = g.attention(q, k, v, self._in[plan_io.kv_lengths(group)], mask)
+        mask, lengths = self._mask if group == LOCAL else None, self._in[plan_io.kv_lengths(group)]
+        if self._in[plan_io.TOKEN_IDS].shape[1] == 1 and k.shape[2] > DIRECT_ENTRIES:
+            # Up to here TensorRT-RTX 1.7 has a decode kernel that reads the cache where it is. Beyond, it copies keys
+            # and values once per query head, or once if the query heads of a KV head are its rows.
+            rows = g.dims(self._batch, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+            attended = g.attention(g.reshape(q, rows), k, v, lengths, mask, causal=False)
+            return g.cast(g.reshape(attended, [-1, spec.q_size]), "float32")
+        attended = g.attention(q, k, v, lengths, mask, causal=mask is None)
         return g.cast(g.transpose(attended, (0, 2, 1, 3), (-1, spec.q_size)), "float32")
 
     def add_norm(self, residual: Tensor, x: Tensor, post_weight: str, next_weight: str) -> tuple[Tensor, Tensor]:

@@ -158,13 +158,14 @@ class Graph:
         linear = self.trt.KVCacheMode.LINEAR
         return self._out("kv_update", self.network.add_kv_cache_update(cache, update, first, linear))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Tensor | None) -> Tensor:
-        """softmax(q k^T) v with no scaling. Keys beyond lengths[b] are not there; without a mask (bool, true is
-        visible) the last query sees all keys, the one before it one less, and so on."""
-        kinds = self.trt.CausalMaskKind
-        causal = kinds.NONE if mask is not None else kinds.LOWER_RIGHT
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Tensor | None, *, causal: bool
+    ) -> Tensor:
+        """softmax(q k^T) v with no scaling. Keys beyond lengths[b] are not there; `mask` (bool, true is visible) hides
+        others. `causal`: the last query sees all keys, the one before it one less, and so on."""
+        kind = self.trt.CausalMaskKind.LOWER_RIGHT if causal else self.trt.CausalMaskKind.NONE
         softmax = self.trt.AttentionNormalizationOp.SOFTMAX
-        layer = self._add("attention", self.network.add_attention_v2(q, k, v, softmax, causal))
+        layer = self._add("attention", self.network.add_attention_v2(q, k, v, softmax, kind))
         layer.key_value_lengths = lengths
         if mask is not None:
             layer.mask = mask
