@@ -11,8 +11,8 @@ import pytest
 import torch
 from parity.paged import GREEDY, PagedDriver, PagedSequence, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
-from trt_engines import LIMITS, executor_of, fake_engine
-from trt_fakes import FakeDevice, fake_tensorrt
+from runtime.trt_engines import LIMITS, executor_of, fake_engine
+from runtime.trt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.model.plan_io import PlanLimits
@@ -166,6 +166,20 @@ def test_a_sequence_that_reads_unwritten_pages_fails_alone_and_leaves_nothing_be
     executor.release(1)
     after = executor.execute(StepBatch([piece(3, 0, 20)]))
     assert after.tokens[0].token_id == result.tokens[0].token_id and not after.failed
+
+
+def test_a_released_sequence_is_read_from_its_pages_again(tmp_path: Path) -> None:
+    """The same id, position and pages, but what the pages hold has changed."""
+    model = tiny_model(21)
+    executor = executor_of(fake_engine(tmp_path / "e", model.spec, model.tensors))
+    driver = PagedDriver(executor)  # type: ignore[arg-type]
+    sequence = driver.new_sequence()
+    driver.step([(sequence, [5, 6, 7])])
+    for group, pool in executor.pools.items():
+        pool[sequence.pages[group]] = torch.nan
+    assert driver.step([(sequence, [5])]).isfinite().all(), "a sequence in its slot does not read pages"
+    executor.release(sequence.seq_id)
+    assert not driver.step([(sequence, [5])]).isfinite().all()
 
 
 def test_results_are_in_the_order_of_the_sampling_slices(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from parity.tiny import tiny_model
-from trt_engines import LIMITS, executor_of, fake_engine
-from trt_fakes import FakeDevice, fake_tensorrt
+from runtime.trt_engines import LIMITS, executor_of, fake_engine
+from runtime.trt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.config import Settings
 from wicore_trt.core.assemble import make_executor

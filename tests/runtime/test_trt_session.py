@@ -10,8 +10,8 @@ import pytest
 import torch
 from parity.paged import PagedDriver
 from parity.tiny import tiny_model
-from trt_engines import executor_of, fake_engine
-from trt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
+from runtime.trt_engines import executor_of, fake_engine
+from runtime.trt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
 
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.model import plan_io

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from parity.tiny import cast, tiny_model
+from runtime.trt_fakes import FakeDevice
 from safetensors.torch import save_file
-from trt_fakes import FakeDevice
 
 from wicore_trt.engine.plan_weights import weight_tensors
 from wicore_trt.errors import EngineFormatError

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from runtime.trt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
-from trt_fakes import VERSION, FakeDevice, fake_tensorrt
 
 from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.manifest import Manifest
@@ -34,8 +34,9 @@ def fake_engine(
     limits: PlanLimits = LIMITS,
     page_tokens: int = 8,
     compiled: Mapping[str, Any] | None = None,
+    targets: Sequence[str] = ("sm89", "sm120"),
 ) -> EngineDir:
-    """An engine directory for sm89 and sm120. `dtype` is that of the activations."""
+    """An engine directory. `dtype` is that of the activations."""
     (path / PLANS).mkdir(parents=True)
     weights = path / "rank0.safetensors"
     save_file({name: t.contiguous() for name, t in tensors.items()}, weights)
@@ -54,11 +55,11 @@ def fake_engine(
         index["tensors"][phase] = [t.fixed(profile).to_dict() for t in listed]
         plan = {"spec": spec.to_dict(), "phase": phase, "kv_dtype": kv_dtype, "profile": profile, "hosted": []}
         plan |= {"tensors": index["tensors"][phase], "aliases": aliases}
-        for target in ("sm89", "sm120"):
+        for target in targets:
             (path / plan_file(target, phase)).write_text(json.dumps(plan))
     (path / INDEX).write_text(json.dumps(index))
     manifest = Manifest(
-        model_id="tiny", spec=spec, backend="tensorrt", targets=["sm89", "sm120"], dtype=dtype, kv_dtype=kv_dtype,
+        model_id="tiny", spec=spec, backend="tensorrt", targets=list(targets), dtype=dtype, kv_dtype=kv_dtype,
         page_tokens=page_tokens, max_context=limits.max_context, quantization=None, tp_size=1,
         files=describe_files(path), weights_hash="", fingerprint="", tools={}, source="tiny", created="",
         compiled={"flavour": "tensorrt-rtx", "version": VERSION, "max_batch": limits.max_batch,

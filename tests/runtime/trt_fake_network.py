@@ -6,6 +6,9 @@ same, so NaN in an entry that should have been cleared reaches the logits; indic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -16,10 +19,11 @@ from wicore_trt.model.spec import LOCAL, Gemma3Spec
 Memory = dict[str, torch.Tensor]
 
 
-def run_network(spec: Gemma3Spec, memory: Memory, kv_dtype: str) -> None:
-    """One run: `memory` has every input and output by name; caches and logits are written in place."""
+def run_network(spec: Gemma3Spec, memory: Memory, plan: Mapping[str, Any]) -> None:
+    """One run of `plan` (`trt_fakes.FakeEngine` says what it is). `memory` has every input and output by name; caches
+    and logits are written in place."""
     with torch.inference_mode():
-        memory["logits"].copy_(forward(_Ops(spec, memory, kv_dtype), spec))
+        memory["logits"].copy_(forward(_Ops(spec, memory, plan["kv_dtype"]), spec))
 
 
 class _Ops:
@@ -69,7 +73,8 @@ class _Ops:
         spec, group = self._spec, self._spec.layer_groups[layer]
         repeat = spec.num_heads // spec.num_kv_heads
         k, v = (self._in[f"cache.{p}.{layer}"].float().repeat_interleave(repeat, 1) for p in ("k", "v"))
-        j, t = torch.arange(k.shape[2]), torch.arange(self._chunk)[:, None]
+        j = torch.arange(k.shape[2], device=k.device)
+        t = torch.arange(self._chunk, device=k.device)[:, None]
         lengths, first = self._in[f"kv_lengths.{group}"], self._in[f"write_indices.{group}"]
         out = []
         for slot in range(self._batch):
@@ -114,6 +119,6 @@ class _Ops:
     def _entry(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         if self._kv_dtype == "fp8":
             name = layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"
-            scale = self._in[name] if name in self._in else torch.ones(1)
+            scale = self._in[name] if name in self._in else x.new_ones(1)
             x = (x / scale).clamp(-448, 448).to(E4M3).float() * scale
         return x.to(self._dtype)

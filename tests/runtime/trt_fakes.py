@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from trt_fake_network import run_network
+from runtime.trt_fake_network import run_network
 
 from wicore_trt.model.plan_io import PlanTensor
 from wicore_trt.model.spec import Gemma3Spec
@@ -91,7 +91,7 @@ class FakeDevice:
 
 def fake_tensorrt(device: FakeDevice, *, rtx: bool = True, version: str = VERSION) -> Any:
     """A module like `tensorrt_rtx_bindings`, or like `tensorrt`. `module.refuse` names context calls that fail;
-    `module.engines` lists what was loaded."""
+    `module.engines` lists what was loaded; `module.network` computes a run."""
 
     module: Any = SimpleNamespace(__version__=version, ILogger=type("ILogger", (), {}))
     enums = {
@@ -105,6 +105,7 @@ def fake_tensorrt(device: FakeDevice, *, rtx: bool = True, version: str = VERSIO
     for name, members in enums.items():
         setattr(module, name, SimpleNamespace(**{member: (name, member) for member in members}))
     module.refuse, module.engines, module.caches = set(), [], []
+    module.network = run_network
     module.Runtime = lambda logger: _Runtime(module, device, logger)
     return module
 
@@ -272,7 +273,7 @@ class FakeContext:
             if addresses[output] != addresses[source]:
                 raise Misuse(f"{output} is not in the memory of {source}")
         memory["logits"].fill_(torch.nan)
-        run_network(self._engine.spec, memory, self._engine.plan["kv_dtype"])
+        self._engine.module.network(self._engine.spec, memory, self._engine.plan)
 
     def _sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
         """B, T and R, which all inputs must agree on."""
