@@ -84,9 +84,14 @@ def test_a_call_that_tensorrt_refuses_is_an_error_that_names_it(engine: EngineDi
     trt = fake_tensorrt(device)
     driver = PagedDriver(executor_of(engine, device, trt))  # type: ignore[arg-type]
     trt.refuse.add(call)
-    for tokens in ([1, 2], [1]):
-        with pytest.raises(RuntimeError, match=f"{call}|refused to run"):
-            driver.step([(driver.new_sequence(), tokens)])
+    says = f"TensorRT refused {call} of .* in prefill" if call.startswith("set") else "refused to run prefill"
+    with pytest.raises(RuntimeError, match=says):
+        driver.step([(driver.new_sequence(), [1, 2])])
+    if call == "execute_async_v3":
+        with pytest.raises(RuntimeError, match="refused to run decode"):
+            driver.step([(driver.new_sequence(), [1])])
+    with pytest.raises(RuntimeError, match=says):
+        executor_of(engine, device, trt)
 
 
 def test_an_upload_is_not_overwritten_before_the_step_ends(engine: EngineDir) -> None:

@@ -188,8 +188,9 @@ class _RuntimeConfig:
         self._module.caches.append(FakeRuntimeCache())
         return self._module.caches[-1]
 
-    def set_runtime_cache(self, cache: Any) -> None:
+    def set_runtime_cache(self, cache: Any) -> bool:
         self.cache = cache
+        return True
 
 
 class FakeRuntimeCache:

@@ -30,12 +30,12 @@ from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.trt_cache import RuntimeCache, runtime_cache_path
 from wicore_trt.runtime.trt_device import CudaDevice, Device
-from wicore_trt.runtime.trt_inputs import part_batch, step_inputs
+from wicore_trt.runtime.trt_inputs import decode_batch, part_batch, step_inputs
 from wicore_trt.runtime.trt_kernels import choose_copier
 from wicore_trt.runtime.trt_plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.runtime.trt_session import Session, activation_bytes
 from wicore_trt.runtime.trt_slot_memory import SlotMemory
-from wicore_trt.runtime.trt_slots import Part, SlotTable
+from wicore_trt.runtime.trt_slots import Part, Row, SlotTable
 from wicore_trt.runtime.trt_weights import load_weights, rope_tables
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 class TensorRTExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89"."""
+    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89". `slots` sequences can run without
+    copying more KV than they compute; beyond that each step copies whole sequences."""
 
     def __init__(self, engine: EngineDir, settings: ExecutorSettings, trt: Any, device: Device) -> None:
         """Load `engine` with the TensorRT module `trt` of the engine's flavour.
@@ -82,13 +83,16 @@ class TensorRTExecutor:
             device.synchronize()
         self.copier: PageCopier = TorchPageCopier(self.pools)
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
+        self.slots = slots
         self._sampler = Sampler()
+        self._prepare(limits.max_chunk)
         log.info(
             "engine on %s, %s, %d slots, KV pages %s", device.torch_device, self.kernels, slots, self.layout.num_pages
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: fill slots from pages, run plans, store the batch's KV to pages, sample the slices that ask."""
+        assert not self._closed, "execute() after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         sampling = [i for i, piece in enumerate(batch.slices) if piece.sample]
         with self._device.active(), torch.inference_mode():
@@ -119,6 +123,20 @@ class TensorRTExecutor:
             cache.save()
         self.pools = {}
         del self._session, self._copies, self.copier
+
+    def _prepare(self, max_chunk: int) -> None:
+        """Run the longest prefill and each size of decode once, in slots that no sequence has yet, so that no request
+        waits for what TensorRT does in a first run; keep what it compiled."""
+        entries = dict.fromkeys(self._table.groups, 0)
+        parts = [Part(PREFILL, [Row(0, 0, [0] * max_chunk, 0, entries, last=True)])]
+        for batch in sorted({decode_batch(slot, self.slots) for slot in range(self.slots)}):
+            parts.append(Part(DECODE, [Row(0, batch - 1, [0], 0, entries, last=True)]))
+        with self._device.active(), torch.inference_mode():
+            for part in parts:
+                self._run(part)
+            self._session.end_step()
+        for cache in self._runtime_caches.values():
+            cache.save()
 
     def _run(self, part: Part) -> None:
         """One part of a step, in the order that `Part` demands."""

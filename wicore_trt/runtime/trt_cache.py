@@ -31,7 +31,8 @@ class RuntimeCache:
                 data = b""
             if data and not self._cache.deserialize(data):
                 log.info("TensorRT did not take the runtime cache %s", self._path)
-        config.set_runtime_cache(self._cache)
+        if not config.set_runtime_cache(self._cache):
+            log.info("TensorRT refused a runtime cache; it compiles again at each start")
 
     def save(self) -> None:
         """Keep what was compiled. A directory that cannot be written costs time at the next start and no more."""

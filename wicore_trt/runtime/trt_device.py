@@ -6,8 +6,8 @@ which it was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -81,8 +81,15 @@ class CudaDevice:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def active(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Work of the caller's stream from before comes before what is put on the stream inside, and work that the
+        caller's stream gets later comes after it, so that page copies are in order with steps."""
+        caller = torch.cuda.current_stream(self.torch_device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
