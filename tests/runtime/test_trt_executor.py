@@ -20,7 +20,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 
-PAGES = {GLOBAL: 90, LOCAL: 90}
+PAGES = {GLOBAL: 120, LOCAL: 120}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +95,8 @@ def random_run(twins: Twins, rng: random.Random, steps: int) -> tuple[list[float
                 twins.finish(pair, release=rng.random() < 0.5)
                 alive.remove(pair)
             alive.append(fork)
+        while len(alive) > 6:
+            twins.finish(alive.pop(0))
         while len(alive) < rng.randint(1, 5):
             alive.append(twins.new())
         members = rng.sample(alive, rng.randint(1, len(alive)))
