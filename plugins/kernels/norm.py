@@ -1,0 +1,143 @@
+"""Norms of the residual stream: alone, behind the embedding, and around the addition that ends a block.
+
+One program per row, the whole row in registers, so that a row's result depends on that row and on the number of warps
+alone, never on the other rows. Knows neither layers nor weights' names. Invariants: the residual is float32; norms and
+their sums are float32; a result is rounded once, to the operand's 16-bit type, and then, for FP8, to E4M3 with one
+float32 scale per row (amax of the rounded row / 448, 1 for a row of zeros; `model.lower_torch.quantize_rows`). NaN and
+infinities are carried on, not hidden.
+
+float16 has no clipping here: |norm(x) * w| <= sqrt(H) * max|w|, so whoever loads the weights can prove that it fits.
+Norm weights are float32 and stored as 1 + w. H is a constant, so that rows need not start at multiples of BLOCK.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wicore_trt.plugins.kernels.e4m3 import quantize
+
+
+@triton.jit
+def _columns(BLOCK: tl.constexpr):
+    """0 .. BLOCK - 1, four to a thread in every load and store, whatever their types: 16 bytes of float32. Left to
+    itself, Triton gives 16-bit and 8-bit arrays more and moves the row through shared memory between the two layouts.
+    """
+    return tl.max_contiguous(tl.arange(0, BLOCK), 4)
+
+
+@triton.jit
+def _normed(value, weight, eps, H: tl.constexpr):
+    """value * rsqrt(mean(value**2) + eps) * weight of one row, zero beyond H."""
+    return value * tl.rsqrt(tl.sum(value * value, 0) / H + eps) * weight
+
+
+@triton.jit
+def _store(out, scales, row, column, inside, value, H: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr):
+    """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`."""
+    target = out + row * H + column
+    if FP8:
+        if HALF:
+            value = value.to(tl.float16).to(tl.float32)
+        else:
+            value = value.to(tl.bfloat16).to(tl.float32)
+        scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        tl.store(scales + row, scale)
+        tl.store(target, quantize(value, scale), mask=inside)
+    else:
+        tl.store(target, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm(
+    residual, weight, out, scales, eps, H: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr
+):
+    """out[r] = norm(residual[r]) * weight for float32 residual [rows, H]. Grid: (rows,).
+
+    BLOCK is a power of two of at least H. FP8: out is E4M3 bytes of the row, first rounded to float16 (HALF) or
+    bfloat16, and `scales` float32 [rows]; otherwise out is 16 bit and `scales` is not touched.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = _columns(BLOCK)
+    inside = column < H
+    value = tl.load(residual + row * H + column, mask=inside, other=0.0)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF)
+
+
+@triton.jit
+def embed_norm(
+    token_ids,
+    embedding,
+    weight,
+    residual,
+    out,
+    scales,
+    vocab,
+    embedding_scale,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """residual[i] = embedding[token_ids[i]] * embedding_scale (float32, unrounded), out[i] = its norm as in `norm`.
+
+    `embedding` is 16 bit [vocab, H], `token_ids` int32. An id outside of [0, vocab) gives a row of zeros: a row that
+    was not sampled (-1) harms no memory. Grid: (tokens,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = _columns(BLOCK)
+    inside = column < H
+    token = tl.load(token_ids + row).to(tl.int64)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    known = inside & (token >= 0) & (token < vocab)
+    value = tl.load(embedding + token * H + column, mask=known, other=0.0).to(tl.float32) * embedding_scale
+    tl.store(residual + row * H + column, value, mask=inside)
+    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF)
+
+
+@triton.jit
+def add_norm(
+    residual,
+    x,
+    post_weight,
+    next_weight,
+    out,
+    scales,
+    rows,
+    x_split,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATHER: tl.constexpr,
+    FP8: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """residual[r] += norm(x[r]) * post_weight in place, then out[r] = norm(residual[r]) * next_weight as in `norm`.
+
+    x is [rows, H] of any float type, or with SPLITS > 1 the partial sums [SPLITS, rows, H], `x_split` elements apart,
+    which are added in their order. GATHER: program i takes row rows[i] (int32) of residual and x and writes row i of
+    out, for the sampled rows behind the last layer; rows must not repeat. Otherwise `rows` is not touched.
+    Grid: (rows of out,).
+    """
+    target = tl.program_id(0).to(tl.int64)
+    row = target
+    if GATHER:
+        row = tl.load(rows + target).to(tl.int64)
+    column = _columns(BLOCK)
+    inside = column < H
+    at = row * H + column
+    # All loads come first: for few rows this kernel is nothing but latency.
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    old = tl.load(residual + at, mask=inside, other=0.0)
+    post = tl.load(post_weight + column, mask=inside, other=0.0)
+    following = tl.load(next_weight + column, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(x + split * x_split + at, mask=inside, other=0.0).to(tl.float32)
+    new = old + _normed(value, post, eps, H)
+    tl.store(residual + at, new, mask=inside)
+    _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF)

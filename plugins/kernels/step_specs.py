@@ -1,0 +1,189 @@
+"""Specialisations of a step's small kernels: norms, query and key rotation, sampling; and their launch shapes.
+
+Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types and a `Config`
+only. The tables below are the only place that knows which launch shape is fast where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.plugins.aot import Constant, KernelSpec
+from wicore_trt.plugins.kernels import norm, qk_rope, sample
+from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
+
+CAPACITY = 2 * sample.CANDIDATES  # candidates of a filtered row; ties with the last one may be more than asked for
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch shape of one kernel: `block` tokens per program for `qk_norm_rope_write`, logits per program for `scan`
+    and `collect`, and without meaning for the others, whose program takes a row."""
+
+    num_warps: int
+    block: int = 1
+
+
+# Per kernel: (largest number of rows, Config) in rising order; the last one holds for any number. A norm's warps change
+# the order of its sums, so two entries may round differently.
+Table = tuple[tuple[int, Config], ...]
+DEFAULTS: dict[str, Table] = {
+    "norm": ((132, Config(16)), (1 << 31, Config(8))),
+    "norm_narrow": ((132, Config(4)), (1 << 31, Config(2))),  # up to 1,024 columns
+    "qk_rope": ((32, Config(1, 1)), (1 << 31, Config(4, 4))),
+    "scan": ((1 << 31, Config(4, 2048)),),
+    "choose": ((1 << 31, Config(8)),),
+    "draw": ((1 << 31, Config(16)),),
+}
+TABLES: dict[str, dict[str, Table]] = {}
+"""By target ("sm90"), what was measured to be faster there than DEFAULTS."""
+
+
+def config(kernel: str, target: str, rows: int) -> Config:
+    """Launch shape of one of DEFAULTS' kernels for `rows` tokens (of sampling: sampled rows)."""
+    table = TABLES.get(target, {}).get(kernel, DEFAULTS[kernel])
+    return next(entry for most, entry in table if rows <= most)
+
+
+def norm_config(target: str, rows: int, hidden: int) -> Config:
+    """`config` for the norms of `hidden` columns."""
+    return config("norm" if hidden > 1024 else "norm_narrow", target, rows)
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """`hidden` columns (a multiple of 8, so that rows are aligned for wide loads), operands of `dtype` ("bfloat16" or
+    "float16"), given as E4M3 with a scale per row if `fp8`."""
+
+    hidden: int
+    dtype: str
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden % 8 or self.dtype not in ("bfloat16", "float16"):
+            raise ConfigError(f"No norm kernel for {self.hidden} columns of {self.dtype}.", fix="Check the model.")
+
+    def constants(self) -> dict[str, Constant]:
+        block = 1 << (self.hidden - 1).bit_length()
+        return {"H": self.hidden, "BLOCK": block, "FP8": self.fp8, "HALF": self.dtype == "float16"}
+
+    def out_type(self) -> str:
+        return "u8" if self.fp8 else FLOAT_TYPES[self.dtype]
+
+    def name(self) -> str:
+        return f"{self.dtype}{'_fp8' if self.fp8 else ''}_h{self.hidden}"
+
+
+def _spec(
+    name: str, function: Any, types: Mapping[str, str], constants: Mapping[str, Constant], num_warps: int
+) -> KernelSpec:
+    """A spec with its signature in the kernel's order; pointers are multiples of 16 bytes, except those of arrays with
+    one element per row, which a caller may slice."""
+    signature = {n: types[n] for n in function.arg_names if n not in constants}
+    aligned = {n for n, type_ in signature.items() if n in ALIGNED}
+    return KernelSpec(f"{name}_w{num_warps}", function, signature, constants, frozenset(aligned), num_warps, 1)
+
+
+ALIGNED = {
+    *("residual", "x", "x_split", "weight", "post_weight", "next_weight", "out", "embedding"),
+    *("qkv", "q", "q_weight", "k_weight", "cos", "sin", "pool", "pool_page", "pool_kv", "pool_token", "pool_head"),
+}
+
+
+def norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
+    """`kernels.norm.norm`."""
+    types = {"residual": "*fp32", "weight": "*fp32", "out": f"*{shape.out_type()}", "scales": "*fp32", "eps": "fp32"}
+    return _spec(f"norm_{shape.name()}", norm.norm, types, shape.constants(), num_warps)
+
+
+def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
+    """`kernels.norm.embed_norm`; the embedding has the operands' type."""
+    types = {
+        **{"token_ids": "*i32", "embedding": f"*{FLOAT_TYPES[shape.dtype]}", "weight": "*fp32", "residual": "*fp32"},
+        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "vocab": "i32", "embedding_scale": "fp32", "eps": "fp32"},
+    }
+    return _spec(f"embed_norm_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps)
+
+
+def add_norm_spec(
+    shape: NormShape, num_warps: int, *, x_dtype: str, splits: int = 1, gather: bool = False
+) -> KernelSpec:
+    """`kernels.norm.add_norm` of x of `x_dtype`, in `splits` partial sums; `gather` takes the rows that `rows` names."""
+    types = {
+        **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
+        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "x_split": "i64", "eps": "fp32"},
+    }
+    constants = {**shape.constants(), "SPLITS": splits, "GATHER": gather}
+    name = f"add_norm_{shape.name()}_{x_dtype}_s{splits}{'_rows' if gather else ''}"
+    return _spec(name, norm.add_norm, types, constants, num_warps)
+
+
+def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: Config) -> KernelSpec:
+    """`kernels.qk_rope.qk_norm_rope_write` into `pool`, whose type is "fp8" or any other."""
+    fp8 = pool.dtype == "fp8"
+    types = {
+        **{"qkv": f"*{FLOAT_TYPES[qkv_dtype]}", "q": f"*{FLOAT_TYPES[q_dtype]}"},
+        **dict.fromkeys(("q_weight", "k_weight", "cos", "sin", "kv_scale"), "*fp32"),
+        **{"pool": "*u8" if fp8 else f"*{FLOAT_TYPES[pool.dtype]}", "eps": "fp32"},
+        **dict.fromkeys(("tables", "positions", "sequences"), "*i32"),
+        **dict.fromkeys(("tokens", "max_positions", "table_length"), "i32"),
+        **dict.fromkeys(("table_stride", "pool_page", "pool_kv", "pool_token", "pool_head"), "i64"),
+    }
+    constants: dict[str, Constant] = {
+        **{"D": pool.head_dim, "HEADS": heads, "KV_HEADS": pool.kv_heads, "PAGE_TOKENS": pool.page_tokens},
+        **{"BLOCK": chosen.block, "FP8": fp8},
+    }
+    name = f"qk_rope_{qkv_dtype}_{q_dtype}_{pool.dtype}_h{heads}_{pool.kv_heads}_d{pool.head_dim}_p{pool.page_tokens}"
+    return _spec(f"{name}_b{chosen.block}", qk_rope.qk_norm_rope_write, types, constants, chosen.num_warps)
+
+
+@dataclass(frozen=True)
+class SampleSpecs:
+    """The kernels of one sampling step; `collect` and `draw` are None where all rows are greedy."""
+
+    scan: KernelSpec
+    choose: KernelSpec
+    collect: KernelSpec | None
+    draw: KernelSpec | None
+
+
+def sample_specs(vocab: int, target: str, *, sampled: bool, softcap: float = 0.0, rows: int = 1) -> SampleSpecs:
+    """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none."""
+    chunk = config("scan", target, rows)
+    assert chunk.block % sample.GROUP == 0
+    chunks = -(-vocab // chunk.block)
+    common: dict[str, Constant] = {"CHUNK": chunk.block, "SOFTCAP": float(softcap)}
+    groups: dict[str, Constant] = {"GROUP": sample.GROUP, "SAMPLED": sampled}
+    shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{'' if sampled else '_greedy'}"
+    sizes: dict[str, Constant] = {
+        "CHUNKS": 1 << (chunks - 1).bit_length(),
+        "GROUPS": 1 << (chunks * chunk.block // sample.GROUP - 1).bit_length(),
+        "CANDIDATES": sample.CANDIDATES,
+    }
+    types = {
+        **dict.fromkeys(("logits", "chunk_max", "group_max", "least", "peaks"), "*fp32"),
+        **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
+        **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
+        **dict.fromkeys(("seeds", "candidates"), "*i64"),
+        **{"vocab": "i32", "chunks": "i32", "row_stride": "i64"},
+    }
+    warps = config("choose", target, rows).num_warps
+    return SampleSpecs(
+        _spec(f"scan_{shape}", sample.scan, types, {**common, **groups}, chunk.num_warps),
+        _spec(f"choose_{shape}", sample.choose, types, {**common, **groups, **sizes}, warps),
+        _spec(f"collect_{shape}", sample.collect, types, {**common, "CAPACITY": CAPACITY}, chunk.num_warps)
+        if sampled
+        else None,
+        _spec(
+            f"draw_v{vocab}",
+            sample.draw_filtered,
+            types,
+            {"CAPACITY": CAPACITY},
+            config("draw", target, rows).num_warps,
+        )
+        if sampled
+        else None,
+    )

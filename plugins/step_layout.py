@@ -1,0 +1,183 @@
+"""Arguments and grids of a step's small kernels: plain arithmetic over addresses.
+
+Knows pointers as integers (or whatever stands for one) and shapes; neither Triton nor CUDA. Invariant: all arrays are
+contiguous, but for the rows of logits and the pages, whose strides are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.plugins.layout import Launch, Pool, Tables
+
+
+@dataclass(frozen=True)
+class NormOut:
+    """Where a norm's rows go: `out` [rows, H] 16 bit or E4M3 bytes, `scales` float32 [rows] for E4M3, otherwise 0."""
+
+    out: Any
+    scales: Any = 0
+
+
+def norm_launch(residual: Any, weight: Any, to: NormOut, rows: int, eps: float) -> Launch:
+    """`kernels.norm.norm` of float32 residual [rows, H]."""
+    arguments = {"residual": residual, "weight": weight, "out": to.out, "scales": to.scales, "eps": eps}
+    return Launch((rows, 1, 1), arguments)
+
+
+def embed_norm_launch(
+    token_ids: Any,
+    embedding: tuple[Any, int, float],
+    weight: Any,
+    residual: Any,
+    to: NormOut,
+    tokens: int,
+    eps: float,
+) -> Launch:
+    """`kernels.norm.embed_norm` of int32 token_ids [tokens]; `embedding` is its rows, their number and the factor."""
+    rows, vocab, scale = embedding
+    arguments = {"token_ids": token_ids, "embedding": rows, "weight": weight, "residual": residual, "out": to.out}
+    arguments |= {"scales": to.scales, "vocab": vocab, "embedding_scale": scale, "eps": eps}
+    return Launch((tokens, 1, 1), arguments)
+
+
+def add_norm_launch(
+    residual: Any,
+    x: tuple[Any, int],
+    weights: tuple[Any, Any],
+    to: NormOut,
+    rows: int,
+    eps: float,
+    *,
+    gathered: Any = 0,
+) -> Launch:
+    """`kernels.norm.add_norm` of `rows` rows of `out`. `x` is its address and the elements between its partial sums (0
+    with one); `weights` are the post and the next norm's; `gathered` int32[rows] names the rows that are taken."""
+    arguments = {"residual": residual, "x": x[0], "post_weight": weights[0], "next_weight": weights[1]}
+    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "x_split": x[1], "eps": eps}
+    return Launch((rows, 1, 1), arguments)
+
+
+@dataclass(frozen=True)
+class QkNorms:
+    """Weights float32 [D] of the query and key norms, stored as 1 + w, and their epsilon."""
+
+    q: Any
+    k: Any
+    eps: float
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin float32 [positions, D / 2] of a layer group."""
+
+    cos: Any
+    sin: Any
+    positions: int
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Position and sequence (row of the page table) of each token, int32[count]; -1: none."""
+
+    positions: Any
+    sequences: Any
+    count: int
+
+
+def qk_rope_launch(
+    constants: Mapping[str, Any],
+    qkv: Any,
+    q: Any,
+    norms: QkNorms,
+    rope: RopeTable,
+    pool: Pool,
+    tables: Tables,
+    tokens: StepTokens,
+) -> Launch:
+    """`kernels.qk_rope.qk_norm_rope_write`; `pool` is the layer's."""
+    strides = pool.shape.strides()
+    del strides["pool_layer"]
+    arguments = {"qkv": qkv, "q": q, "q_weight": norms.q, "k_weight": norms.k, "eps": norms.eps}
+    arguments |= {"cos": rope.cos, "sin": rope.sin, "max_positions": rope.positions}
+    arguments |= {"pool": pool.pointer, "kv_scale": pool.scales, **strides, **tables.arguments()}
+    arguments |= {"positions": tokens.positions, "sequences": tokens.sequences, "tokens": tokens.count}
+    grid = (-(-tokens.count // constants["BLOCK"]), constants["HEADS"] + 2 * constants["KV_HEADS"], 1)
+    return Launch(grid, arguments)
+
+
+@dataclass(frozen=True)
+class SampleArrays:
+    """Arrays of `kernels.sample` on the device; R is the number of rows. The caller fills the parameters.
+
+    Parameters (0 for greedy kernels): `temperatures`, `top_p`, `min_p` float64[R], `top_k` int32[R], `seeds` int64[R],
+    `indices` int32[R]. Results: `tokens`, `status` int32[R]. The rest is working memory, sized by `sample_scratch`.
+    """
+
+    tokens: Any
+    status: Any
+    chunk_max: Any
+    chunk_token: Any
+    temperatures: Any = 0
+    top_k: Any = 0
+    top_p: Any = 0
+    min_p: Any = 0
+    seeds: Any = 0
+    indices: Any = 0
+    chunk_mass: Any = 0
+    group_max: Any = 0
+    least: Any = 0
+    peaks: Any = 0
+    masses: Any = 0
+    counts: Any = 0
+    candidates: Any = 0
+
+
+def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[str, tuple[str, int]]:
+    """Type and elements per row of the working memory in SampleArrays; greedy kernels need the first two."""
+    chunks = -(-vocab // chunk)
+    return {
+        "chunk_max": ("float32", chunks),
+        "chunk_token": ("int32", chunks),
+        "chunk_mass": ("float64", chunks),
+        "group_max": ("float32", chunks * chunk // group),
+        "least": ("float32", 1),
+        "peaks": ("float32", 1),
+        "masses": ("float64", 1),
+        "counts": ("int32", 1),
+        "candidates": ("int64", capacity),
+    }
+
+
+@dataclass(frozen=True)
+class Logits:
+    """float32 logits [rows, vocab] whose rows are `stride` elements apart."""
+
+    pointer: Any
+    rows: int
+    vocab: int
+    stride: int
+
+
+def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: SampleArrays) -> dict[str, Launch]:
+    """Launches of `kernels.sample` by the names of `SampleSpecs`, in their order; `constants` are those of `choose`.
+
+    Greedy kernels need "scan" and "choose" alone.
+    """
+    chunks = -(-logits.vocab // constants["CHUNK"])
+    a = vars(arrays)
+    read = {"logits": logits.pointer, "vocab": logits.vocab, "row_stride": logits.stride}
+    partial = {n: a[n] for n in ("temperatures", "chunk_max", "chunk_token", "chunk_mass", "group_max")}
+    filters = {n: a[n] for n in ("top_k", "top_p", "min_p", "seeds", "indices")}
+    found = {n: a[n] for n in ("tokens", "status", "peaks", "masses", "counts")}
+    wide, narrow = (chunks, logits.rows, 1), (logits.rows, 1, 1)
+    collected = {n: a[n] for n in ("least", "counts", "candidates")}
+    drawn = {"candidates": a["candidates"], "temperatures": a["temperatures"], "vocab": logits.vocab}
+    return {
+        "scan": Launch(wide, {**read, **partial}),
+        "choose": Launch(narrow, {**read, **partial, **filters, **found, "least": a["least"], "chunks": chunks}),
+        "collect": Launch(wide, {**read, **collected}),
+        "draw": Launch(narrow, {**drawn, **filters, **found}),
+    }
