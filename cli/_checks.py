@@ -160,12 +160,12 @@ def _cuda_libraries() -> Row:
 
 
 def _tensorrt() -> Row:
-    for package in ("tensorrt", "tensorrt-rtx-cu13", "tensorrt-rtx"):
+    for package in ("tensorrt", "tensorrt-rtx-cu13-bindings"):
         try:
             return Row("tensorrt", OK, f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return Row("tensorrt", OK, "not installed; backend torch does without")
+    return Row("tensorrt", OK, "not installed; builds with --backend tensorrt need pip install 'wicore-trt[tensorrt]'")
 
 
 def _extras() -> Row:

@@ -70,6 +70,7 @@ class FakeExecutor:
         self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 8 * page_tokens))
         self.copier = self
         self.slice_tokens = page_tokens
+        self.max_sequences: int | None = None
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}

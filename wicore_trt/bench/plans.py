@@ -2,7 +2,7 @@
 
 `python -m wicore_trt.bench.plans [--models gemma3-27b] [--dtypes float16,bfloat16,fp8] [--targets sm89] [--json FILE]`.
 Plans take weights as inputs, so what is built here is what `wicore build --backend tensorrt` builds for a checkpoint of
-these shapes. A row's peak is the resident memory of this process and its two workers together.
+these shapes. A row's peak is the memory of this process and its two workers together.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def requests(model: str, dtype: str, target: str, limits: PlanLimits) -> list[Pl
 
 
 class PeakMemory:
-    """Most resident memory of this process and its children together, `bytes`, sampled every 20 ms."""
+    """Most memory of this process and its children together, `bytes`, sampled every quarter of a second; pages of
+    files that several of them map count once (proportional set size)."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -61,19 +62,19 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.02):
+        while not self._done.wait(0.25):
             pids = [os.getpid()]
             for task in Path("/proc/self/task").iterdir():
                 pids += map(int, (task / "children").read_text().split())
-            self.bytes = max(self.bytes, sum(_resident(pid) for pid in set(pids)))
+            self.bytes = max(self.bytes, sum(_memory(pid) for pid in set(pids)))
 
 
-def _resident(pid: int) -> int:
+def _memory(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS")), 0)
+    return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:")), 0)
 
 
 def measure(model: str, dtype: str, target: str, limits: PlanLimits) -> dict[str, Any]:

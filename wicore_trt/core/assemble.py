@@ -60,7 +60,7 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
     scheduler = Scheduler(
         manager,
         max_batch_tokens=settings.scheduler.max_batch_tokens,
-        max_sequences=settings.scheduler.max_sequences,
+        max_sequences=min(settings.scheduler.max_sequences, executor.max_sequences or settings.scheduler.max_sequences),
         loader=loader,
         slice_tokens=executor.slice_tokens,
     )

@@ -42,13 +42,15 @@ class PageCopier(Protocol):
 class Executor(Protocol):
     """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
     different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
-    fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same."""
+    fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
+    `max_sequences` running sequences are right but slow; None is no such limit."""
 
     spec: Gemma3Spec
     kernels: str
     layout: KVLayout
     max_batch_tokens: int
     slice_tokens: int
+    max_sequences: int | None
     copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:

@@ -84,6 +84,7 @@ class TensorRTExecutor:
         self.copier: PageCopier = TorchPageCopier(self.pools)
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
         self.slots = slots
+        self.max_sequences: int | None = slots
         self._sampler = Sampler()
         self._prepare(limits.max_chunk)
         log.info(

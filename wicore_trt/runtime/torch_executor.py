@@ -75,6 +75,7 @@ class TorchExecutor:
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)
+        self.max_sequences: int | None = None
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
