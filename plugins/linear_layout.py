@@ -1,0 +1,169 @@
+"""Shapes of linear layers of few rows, which block sizes run them, and how their launches follow: plain arithmetic.
+
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: a `LinearConfig` never changes what is computed
+beyond the order of float32 sums, and that order does not depend on the number of rows, only on the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from wicore_trt.plugins.layout import Launch
+
+VECTOR, MATRIX = "vector", "matrix"
+MAX_SPLITS = 16
+FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What a linear layer computes. `n` are the columns of its output, `k` those of its input.
+
+    `dtype` ("bfloat16", "float16") is that of the input, or what E4M3 weights are widened to; `weights` is "fp8" or
+    `dtype`; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
+    `geglu`: the weights are [2 n, k], rows [gate; up]. `argmax`: with the output, each program's largest value and its
+    column.
+    """
+
+    n: int
+    k: int
+    dtype: str
+    weights: str
+    out: str
+    fp8_input: bool = False
+    geglu: bool = False
+    argmax: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.dtype in ("bfloat16", "float16") and self.weights in ("fp8", self.dtype)
+        assert self.out in ("float32", "bfloat16", "float16") and (self.weights == "fp8" or not self.fp8_input)
+        assert self.n > 0 and self.k > 0 and self.k % 16 == 0, "rows of weights begin at multiples of 16 bytes"
+
+    @property
+    def weight_rows(self) -> int:
+        return 2 * self.n if self.geglu else self.n
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights and their scales, which every launch reads."""
+        return self.weight_rows * (self.k + 4 if self.weights == "fp8" else 2 * self.k)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Block sizes of a launch; powers of two.
+
+    "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
+    takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
+    `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
+    one launch reads once, that is, few rows.
+    """
+
+    kind: Literal["vector", "matrix"]
+    block_n: int
+    block_k: int
+    columns: int = 1
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 1
+    unroll: int = 1
+    evict_first: bool = True
+
+    def __post_init__(self) -> None:
+        for size in (self.block_n, self.block_k, self.columns, self.num_warps):
+            assert size > 0 and size & (size - 1) == 0, f"{size} is no power of two"
+        assert 1 <= self.splits <= MAX_SPLITS
+        if self.kind == VECTOR:
+            assert self.columns == 1 and self.splits == 1
+        else:
+            assert self.columns >= 8 and self.block_n >= 16 and self.block_k >= 32
+
+    def name(self) -> str:
+        """Short and unique."""
+        text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
+        text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
+        return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
+
+    def tiles(self, shape: LinearShape, tokens: int) -> int:
+        return self.blocks(shape) * -(-tokens // self.columns)
+
+    def blocks(self, shape: LinearShape) -> int:
+        """Programs along the output's columns; the length of `best`."""
+        return -(-shape.n // self.block_n)
+
+
+def check_config(shape: LinearShape, config: LinearConfig) -> None:
+    """AssertionError for a configuration that cannot run the shape."""
+    if config.kind == VECTOR:
+        assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
+    if config.splits > 1:
+        assert not shape.geglu, "gate and up meet in one program"
+        parts = -(-shape.k // config.block_k)
+        assert -(-parts // config.splits) * (config.splits - 1) < parts, "a split would be empty"
+
+
+@dataclass(frozen=True)
+class LinearArrays:
+    """Where a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
+
+    `partials` (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one
+    stream; the counters are zeros again after each.
+    """
+
+    x: Any
+    w: Any
+    out: Any
+    w_scale: Any = 0
+    x_scale: Any = 0
+    partials: Any = 0
+    counters: Any = 0
+    best: Any = 0
+    best_index: Any = 0
+
+
+def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
+    """Scratch of a launch in bytes; 0 without splits."""
+    if config.splits == 1:
+        return 0
+    return 4 * config.splits * config.tiles(shape, tokens) * config.block_n * config.columns
+
+
+def linear_launch(
+    shape: LinearShape, config: LinearConfig, arrays: LinearArrays, tokens: int, alpha: float = 1.0
+) -> Launch:
+    """`kernels.linear` for `tokens` rows; `alpha`, a power of two, multiplies the output."""
+    check_config(shape, config)
+    arguments = {
+        "x": arrays.x,
+        "w": arrays.w,
+        "out": arrays.out,
+        "w_scale": arrays.w_scale,
+        "best": arrays.best,
+        "best_index": arrays.best_index,
+        "alpha": alpha,
+    }
+    if config.kind == VECTOR:
+        assert tokens in (0, 1), "the vector kernel takes one row"
+        return Launch((config.blocks(shape) * tokens, 1, 1), arguments)
+    more = {"x_scale": arrays.x_scale, "partials": arrays.partials, "counters": arrays.counters, "tokens": tokens}
+    return Launch((config.tiles(shape, tokens), config.splits, 1), {**arguments, **more})
+
+
+def geglu_exponent(hidden: int, largest: float) -> int:
+    """e >= 0 so that gelu_tanh(gate) * up * 2**-e fits float16 whatever the tokens are.
+
+    `largest` is the maximum over r of |s * gate_r| * |s * up_r|: Euclidean norms of row r of the two weights (scales
+    included), each column times the weight s that the RMS norm in front multiplies by ("1 + w"). Proof: the norm's
+    vector n before s has |n|^2 <= hidden, so by Cauchy and Schwarz |gate| <= sqrt(hidden) |s * gate_r|, the same holds
+    for up, and |gelu(g)| <= |g|. Rounding the input to 16 bits or E4M3 adds at most a factor of 1.07 to each, which the
+    distance of 2**15 to 65504 covers. The linear after it multiplies its float32 result by 2**e: exact.
+
+    What it costs: values below 2**(e - 14) lose bits, at most 2**(e - 25) each, which is 2**-39 of the bound; a typical
+    value is 1 / hidden of the bound (2**-12 for 27B), so this stays under float16's own rounding by a factor of 2**15.
+    """
+    bound, exponent = hidden * largest, 0
+    assert 0 <= bound < float("inf"), "weights are not finite"
+    while bound > 2.0 ** (FLOAT16_EXPONENT + exponent):
+        exponent += 1
+    return exponent

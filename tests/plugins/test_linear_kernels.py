@@ -1,0 +1,144 @@
+"""Linear kernels in Triton's interpreter against float64, and compiled for every target."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+import interpreted  # noqa: E402
+
+from wicore_trt.bench.gpu_linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
+from wicore_trt.errors import ConfigError  # noqa: E402
+from wicore_trt.model.lower_torch import quantize_rows  # noqa: E402
+from wicore_trt.plugins import aot  # noqa: E402
+from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_rows_spec  # noqa: E402
+from wicore_trt.plugins.layout import Launch  # noqa: E402
+from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
+
+VECTOR = LinearConfig("vector", 4, 128, unroll=2)
+MATRIX = LinearConfig("matrix", 16, 32, 16)
+SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
+
+# n and k are no multiples of the blocks: the last program, the last block of k and the last split are partial.
+SHAPES = {
+    "bf16": LinearShape(70, 208, "bfloat16", "bfloat16", "float32"),
+    "fp16": LinearShape(33, 160, "float16", "float16", "float16"),
+    "bf16_w8": LinearShape(70, 208, "bfloat16", "fp8", "bfloat16"),
+    "fp16_w8": LinearShape(64, 256, "float16", "fp8", "float32"),
+}
+GEGLU = {
+    "bf16": LinearShape(37, 208, "bfloat16", "bfloat16", "bfloat16", geglu=True),
+    "fp16_w8": LinearShape(48, 128, "float16", "fp8", "float16", geglu=True),
+}
+
+
+ON_TARGETS = [(name, target) for name in SHAPES for target in ("sm80", "sm90") if "w8" in name or target == "sm90"]
+"""sm80 has no E4M3 type; for other weights its kernel is that of sm90."""
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(VECTOR, 1), (MATRIX, 1), (MATRIX, 19), (SPLIT, 8), (SPLIT, 11)])
+@pytest.mark.parametrize(("name", "target"), ON_TARGETS)
+def test_linear(name: str, target: str, config: LinearConfig, tokens: int) -> None:
+    shape = SHAPES[name]
+    check_case(draw(shape, tokens), config, linear_spec(shape, config, target), interpreted.launch)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(VECTOR, 1), (MATRIX, 5)])
+@pytest.mark.parametrize("name", GEGLU)
+def test_geglu(name: str, config: LinearConfig, tokens: int) -> None:
+    case = draw(GEGLU[name], tokens)
+    check_case(case, config, linear_spec(case.shape, config, "sm90"), interpreted.launch, alpha=2.0**-3)
+
+
+@pytest.mark.parametrize("config", [MATRIX, SPLIT])
+def test_fp8_inputs(config: LinearConfig) -> None:
+    shape = LinearShape(40, 208, "bfloat16", "fp8", "float32", fp8_input=True)
+    check_case(draw(shape, 9), config, linear_spec(shape, config, "sm90"), interpreted.launch)
+    geglu = replace(shape, geglu=True)
+    check_case(draw(geglu, 9), MATRIX, linear_spec(geglu, MATRIX, "sm90"), interpreted.launch)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(VECTOR, 1), (MATRIX, 18)])
+def test_argmax_is_the_first_of_equal_logits(config: LinearConfig, tokens: int) -> None:
+    shape = LinearShape(70, 64, "bfloat16", "bfloat16", "float32", argmax=True)
+    case = draw(shape, tokens)
+    spec = linear_spec(shape, config, "sm90")
+    check_case(case, config, spec, interpreted.launch)
+    case.w[:] = case.w[torch.randint(4, (70,))]  # few distinct rows: ties in and between programs
+    case.x[:tokens] = case.x[0]
+    check_case(case, config, spec, interpreted.launch)
+    case.w.fill_(-1)
+    case.x[:tokens] = 1  # negative logits: rows beyond the last must not win
+    check_case(case, config, spec, interpreted.launch)
+    case.w[69] = math.nan
+    best = run_case(case, config, spec, interpreted.launch)[1]
+    assert best[-1].isnan().all() and best[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("config", [MATRIX, SPLIT])
+def test_a_row_does_not_depend_on_the_others(config: LinearConfig) -> None:
+    shape = SHAPES["bf16_w8"]
+    many = draw(shape, 21)
+    spec = linear_spec(shape, config, "sm80")
+    together = run_case(many, config, spec, interpreted.launch)[0]
+    for row in (0, 7, 20):
+        x = torch.full_like(many.x[:3], math.nan)
+        x[0] = many.x[row]
+        alone = run_case(replace(many, tokens=1).with_x(x), config, spec, interpreted.launch)[0]
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(VECTOR, 1), (MATRIX, 3), (SPLIT, 3)])
+def test_nan_reaches_its_outputs_only(config: LinearConfig, tokens: int) -> None:
+    case = draw(SHAPES["bf16_w8"], tokens)
+    case.w[13, 207] = math.nan  # 0x7F
+    if tokens > 1:
+        case.x[2, 0] = math.inf
+    out = run_case(case, config, linear_spec(case.shape, config, "sm80"), interpreted.launch)[0][:tokens]
+    bad = ~out.isfinite()
+    assert bad[:, 13].all() and bad[2:].all() and not bad[:2, :13].any() and not bad[:2, 14:].any()
+
+
+def test_quantized_rows_are_the_oracles() -> None:
+    x = (torch.randn(5, 96) * torch.tensor([1e-3, 1.0, 300.0, 0.0, 7.0])[:, None]).bfloat16()
+    out, scale = torch.full((5, 96), 0x7F, dtype=torch.uint8), torch.full((5,), math.nan)
+    spec = quantize_rows_spec(96, "bfloat16")
+    interpreted.launch(spec, Launch((5, 1, 1), {"x": x, "out": out, "x_scale": scale}))
+    want, want_scale = quantize_rows(x)
+    assert torch.equal(out, want.view(torch.uint8)) and torch.equal(scale, want_scale[:, 0])
+
+
+COMPILED = [
+    (SHAPES["bf16_w8"], VECTOR),
+    (LinearShape(5376, 4096, "bfloat16", "fp8", "float32"), LinearConfig("matrix", 32, 128, 16, 2, 4, 4)),
+    (LinearShape(2048, 640, "float16", "float16", "float16", geglu=True), LinearConfig("matrix", 64, 64, 16, 1, 4, 3)),
+    (
+        LinearShape(640, 2048, "bfloat16", "fp8", "float32", fp8_input=True, argmax=True),
+        LinearConfig("matrix", 64, 128, 32, 1, 4, 3),
+    ),
+]
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize(("shape", "config"), COMPILED, ids=lambda c: c.name() if isinstance(c, LinearConfig) else "")
+def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None:
+    if shape.fp8_input and target == "sm80":
+        with pytest.raises(ConfigError, match="FP8"):
+            linear_spec(shape, config, target)
+        return
+    kernel = aot.compile_kernel(linear_spec(shape, config, target), target)
+    assert kernel.shared_bytes <= aot.SHARED_LIMIT[target]
+
+
+def test_checks_see_one_missing_product() -> None:
+    case = draw(SHAPES["bf16"], 2)
+    x = case.x.clone()
+    x[1, 200] = 0
+    want, allowed = reference(case)
+    got, _ = reference(Case(case.shape, 2, x, case.w, None, None))
+    assert bool(((want - got).abs() > allowed)[1].any())

@@ -1,0 +1,68 @@
+"""Launches of linear layers, their configurations, and the bound that keeps gate * up inside float16."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config  # noqa: E402
+from wicore_trt.plugins.linear_layout import (  # noqa: E402
+    LinearArrays,
+    LinearConfig,
+    LinearShape,
+    check_config,
+    geglu_exponent,
+    linear_launch,
+    partials_bytes,
+)
+
+SHAPE = LinearShape(100, 80, "bfloat16", "fp8", "float32")
+
+
+def test_launch_covers_every_tile() -> None:
+    config = LinearConfig("matrix", 16, 32, 8, splits=2)
+    call = linear_launch(SHAPE, config, LinearArrays(1, 2, 3), 17, 4.0)
+    assert call.grid == (7 * 3, 2, 1) and call.arguments["alpha"] == 4.0 and call.arguments["tokens"] == 17
+    assert partials_bytes(SHAPE, config, 17) == 4 * 2 * 21 * 16 * 8
+    vector = LinearConfig("vector", 4, 32)
+    assert linear_launch(SHAPE, vector, LinearArrays(1, 2, 3), 1).grid == (25, 1, 1)
+    assert linear_launch(SHAPE, vector, LinearArrays(1, 2, 3), 0).grid[0] == 0
+    assert partials_bytes(SHAPE, vector, 1) == 0
+    with pytest.raises(AssertionError, match="one row"):
+        linear_launch(SHAPE, vector, LinearArrays(1, 2, 3), 2)
+    with pytest.raises(AssertionError, match="empty"):  # parts of 2, 2, 2 and 0 blocks
+        check_config(LinearShape(16, 192, "float16", "float16", "float32"), LinearConfig("matrix", 16, 32, 8, splits=4))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "float16"])
+@pytest.mark.parametrize("geglu", [False, True])
+def test_every_bucket_has_a_configuration(weights: str, geglu: bool) -> None:
+    for n, k in ((8192, 5376), (5376, 4096), (21504, 5376), (5376, 21504), (262208, 5376), (640, 1024), (640, 2048)):
+        for fp8_input in {False, weights == "fp8"}:
+            shape = LinearShape(n, k, "float16", weights, "float32", fp8_input, geglu)
+            for tokens in (1, 2, 9, 100, 5000):
+                config = linear_config("sm90", shape, tokens)
+                check_config(shape, config)
+                linear_launch(shape, config, LinearArrays(1, 2, 3), tokens)
+                assert config == linear_config("sm90", shape, bucket_of(tokens))
+    assert bucket_of(1) == 1 and bucket_of(9) == 16 and bucket_of(10**6) == BUCKETS[-1]
+
+
+def test_geglu_never_overflows_float16() -> None:
+    hidden, inner = 64, 32
+    for size in (0.1, 3.0, 40.0):
+        gate, up = (torch.randn(inner, hidden, dtype=torch.float64) * size for _ in range(2))
+        norm_weight = torch.randn(hidden, dtype=torch.float64).abs() * 3
+        lengths = (gate * norm_weight).norm(dim=1) * (up * norm_weight).norm(dim=1)
+        exponent = geglu_exponent(hidden, float(lengths.max()))
+        assert exponent == 0 or hidden * float(lengths.max()) > 2.0 ** (14 + exponent), "no larger than it must be"
+        r = int(lengths.argmax())
+        for direction in (gate[r], up[r], torch.randn(hidden, dtype=torch.float64)):  # the worst tokens
+            n = direction * norm_weight
+            x = n / n.norm() * hidden**0.5 * norm_weight * 1.07  # 1.07: rounded, at worst
+            y = torch.nn.functional.gelu(gate @ x, approximate="tanh") * (up @ x) * 2.0**-exponent
+            assert float(y.abs().max()) < 65504
+    assert geglu_exponent(5376, 0.0) == 0
+    with pytest.raises(AssertionError, match="finite"):
+        geglu_exponent(5376, float("nan"))

@@ -1,0 +1,143 @@
+"""Inputs of linear layers, their float64 reference and how far a right kernel may lie from it, for any device.
+
+Needs torch (imported inside). Invariant: inputs are drawn anew at each call, what a kernel must not read is NaN, and
+what it must write starts as NaN or as an impossible index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.linear_layout import LinearArrays, LinearConfig, LinearShape, linear_launch, partials_bytes
+
+SUM_ERROR = 2.0**-18
+"""Of the sum of absolute products: 64 units in the last place of float32."""
+FP8_SUM_ERROR = 2.0**-12
+"""The same for E4M3 times E4M3, of which sm90 sums 128 products in about 14 bits."""
+ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+SMALLEST = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
+GUARD_ROWS = 2
+
+Run = Callable[[KernelSpec, Launch], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arrays of one launch. `x` and `out` have GUARD_ROWS rows beyond `tokens`, which are not the kernel's."""
+
+    shape: LinearShape
+    tokens: int
+    x: Any
+    w: Any
+    x_scale: Any
+    w_scale: Any
+
+    def with_x(self, x: Any) -> Case:
+        return replace(self, x=x)
+
+
+def torch_type(name: str) -> Any:
+    import torch
+
+    return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+
+
+def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> Case:
+    """Normal x, normal weights / sqrt(k); E4M3 ones with scales that differ by row."""
+    import torch
+
+    x = torch.randn(tokens + GUARD_ROWS, shape.k, device=device)
+    x[tokens:] = math.nan
+    x_type = torch_type("fp8" if shape.fp8_input else shape.dtype)
+    w = torch.randn(shape.weight_rows, shape.k, device=device)
+    if shape.weights == "fp8":
+        w = (w * 64).clamp(-448, 448)
+        w_scale = (torch.rand(shape.weight_rows, device=device) + 0.5) / (64 * math.sqrt(shape.k))
+    else:
+        w, w_scale = w / math.sqrt(shape.k), None
+    x_scale = torch.rand(tokens, device=device) + 0.5 if shape.fp8_input else None
+    return Case(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights)), x_scale, w_scale)
+
+
+def reference(case: Case, alpha: float = 1.0) -> tuple[Any, Any]:
+    """(y, allowed error), float64 [tokens, n], on the case's device. What the operands are is taken as exact."""
+    import torch
+
+    shape = case.shape
+    x, w = case.x[: case.tokens].double(), case.w.double()
+    if case.x_scale is not None:
+        x = x * case.x_scale.double()[:, None]
+    if case.w_scale is not None:
+        w = w * case.w_scale.double()[:, None]
+    y, size = x @ w.T, x.abs() @ w.abs().T
+    error = size * (FP8_SUM_ERROR if shape.fp8_input and x.is_cuda else SUM_ERROR)
+    if shape.geglu:
+        (gate, up), (d_gate, d_up) = y.chunk(2, dim=1), error.chunk(2, dim=1)
+        gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+        # |gelu'| < 1.13; the exponential is good to 2**-18 for every argument that leaves a value to speak of.
+        y, error = gelu * up, 1.13 * d_gate * (up.abs() + d_up) + gelu.abs() * d_up + (gelu * up).abs() * SUM_ERROR
+    y, error = y * alpha, error * alpha
+    return y, error + y.abs() * ROUNDING[shape.out] + SMALLEST[shape.out]
+
+
+def run_case(
+    case: Case, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0, launches: int = 1
+) -> tuple[Any, Any, Any]:
+    """(out with its guard rows, best, best_index) after `launches` of them over the same counters.
+
+    `spec` takes E4M3 bytes ("*u8") or Triton's type. AssertionError where a counter is not left at 0.
+    """
+    import torch
+
+    shape, device = case.shape, case.x.device
+    out = torch.full((case.tokens + GUARD_ROWS, shape.n), math.nan, dtype=torch_type(shape.out), device=device)
+    scratch = partials_bytes(shape, config, case.tokens) // 4
+    partials = torch.full((scratch,), math.nan, device=device)
+    counters = torch.zeros(config.tiles(shape, case.tokens), dtype=torch.int32, device=device)
+    blocks = config.blocks(shape) if shape.argmax else 0
+    best = torch.full((blocks, case.tokens), math.nan, device=device)
+    best_index = torch.full((blocks, case.tokens), -1, dtype=torch.int32, device=device)
+    w = case.w.view(torch.uint8) if spec.signature["w"] == "*u8" else case.w
+    arrays = LinearArrays(
+        case.x,
+        w,
+        out,
+        0 if case.w_scale is None else case.w_scale,
+        0 if case.x_scale is None else case.x_scale,
+        partials if scratch else 0,
+        counters if scratch else 0,
+        best if blocks else 0,
+        best_index if blocks else 0,
+    )
+    for _ in range(launches):
+        out.fill_(math.nan)
+        run(spec, linear_launch(shape, config, arrays, case.tokens, alpha))
+    assert not int(counters.abs().sum()), "a counter is not left at 0"
+    return out, best, best_index
+
+
+def check_case(case: Case, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0) -> float:
+    """Run `case` twice and compare; the largest error as a share of what is allowed. AssertionError if above 1."""
+    import torch
+
+    out, best, best_index = run_case(case, config, spec, run, alpha=alpha, launches=2)
+    want, allowed = reference(case, alpha)
+    got = out[: case.tokens].double()
+    assert bool(out[case.tokens :].isnan().all()), f"{spec.name}: rows beyond the last were written"
+    assert bool(got.isfinite().all()), f"{spec.name}: {int((~got.isfinite()).sum())} outputs are not finite"
+    share = float(((got - want).abs() / allowed).max())
+    assert share <= 1, f"{spec.name}, {case.tokens} rows: an error is {share:.3g} times what is allowed"
+    if case.shape.argmax:
+        assert case.shape.out == "float32"
+        logits = out[: case.tokens]
+        block = best.argmax(0)  # the first of equals: the lowest columns
+        chosen = best_index[block, torch.arange(case.tokens, device=block.device)]
+        top = logits.max(1).values
+        first = (logits == top[:, None]).int().argmax(1)
+        assert torch.equal(best.max(0).values, top) and torch.equal(chosen.long(), first), f"{spec.name}: argmax"
+    return share
