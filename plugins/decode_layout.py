@@ -1,0 +1,219 @@
+"""Configurations and launches of the attention kernels made for speed: plain arithmetic.
+
+Knows pointers as integers only; neither Triton nor CUDA. Invariant: a configuration depends on the target and on
+shapes, never on what a step holds, so a launch may be captured in a CUDA graph: lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wicore_trt.plugins.layout import ITEM_BYTES, Launch, Pool, PoolShape, Slices, Tables
+
+MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
+"""Of the largest part of each target (A100, RTX 3090, RTX 4090, H100, B200, RTX 5090)."""
+SMALL_SHARED = ("sm86", "sm89", "sm120")  # 99 KiB a block
+MASS_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """`heads`: KV heads of one program. `splits`: programs over one sequence's keys at most. `swap`: keys, not query
+    heads, are the rows of the products. `fused`: no second launch adds the splits up."""
+
+    heads: int
+    block_k: int
+    splits: int
+    swap: bool = False
+    fused: bool = True
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """`block_m` tokens of one query head by `block_k` keys."""
+
+    block_m: int
+    block_k: int
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]] = {}
+"""(target, head_dim, bytes per KV element) to (rows at most, configuration), ascending, from `bench.gpu_attention`.
+The last entry serves all larger batches; what is not here follows the rule of `decode_config`."""
+
+MEASURED_PREFILL: dict[tuple[str, int, int], PrefillConfig] = {}
+"""(target, head_dim, bytes per KV element) to the configuration."""
+
+
+def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
+    """For `rows` sequences at most of `heads` query heads."""
+    found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
+    if found:
+        return next((config for most, config in found if rows <= most), found[-1][1])
+    # Keys and values of a block in one stage: 32 KiB, so that two programs of three stages fit on a multiprocessor.
+    stage = 16384 if target in SMALL_SHARED else 32768
+    block_k = stage // (2 * pool.head_dim * ITEM_BYTES[pool.dtype])
+    config = DecodeConfig(1, max(pool.page_tokens, 16, min(64, block_k)), 1)
+    groups = pool.kv_heads // config.heads
+    return replace(config, splits=max(1, min(64, -(-2 * MULTIPROCESSORS[target] // (groups * rows)))))
+
+
+def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:
+    found = MEASURED_PREFILL.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
+    if found:
+        return found
+    if pool.head_dim > 128 or target in SMALL_SHARED:
+        return PrefillConfig(64, 32 if pool.head_dim > 128 else 64, 4)
+    return PrefillConfig(128, 64)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """One query row per sequence. `q` and `out` hold [S, heads, D] of the queries' type with `q_row` and `out_row`
+    elements from one sequence to the next (multiples of 16; 0: heads * D). `kv_lengths` int32 [S] counts the keys up to
+    and with the query's own; 0 marks a row of nobody, which becomes 0. `window` is 0 for full attention."""
+
+    q: Any
+    out: Any
+    kv_lengths: Any
+    heads: int
+    softmax_scale: float
+    window: int = 0
+    q_row: int = 0
+    out_row: int = 0
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory of `workspace_elements`. `arrived` is zeroed once, before the first launch; launches that may run
+    at the same time need one each."""
+
+    partials: Any
+    stats: Any
+    arrived: Any
+
+
+@dataclass(frozen=True)
+class MassArrays:
+    """float32: `page_sums` [S, heads, table_length] and `log_sums` [S, heads] are scratch, `mass` [S, table_length] is
+    the result."""
+
+    page_sums: Any
+    log_sums: Any
+    mass: Any
+
+
+def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: int) -> tuple[int, int, int]:
+    """Elements of Workspace's partials (float32), stats (float32) and arrived (int32)."""
+    if config.splits == 1:
+        return 0, 0, 0
+    parts = rows * heads * config.splits
+    return parts * pool.head_dim, parts * 2, rows * (pool.kv_heads // config.heads)
+
+
+def decode_launch(
+    config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Tables, work: Workspace, mass: MassArrays | None = None
+) -> Launch:
+    """`kernels.decode_attention.split_decode`; `pool` is the layer's, `tables` has a row per sequence.
+
+    `mass` goes with a kernel built for it. Unless `config.fused` or `config.splits` is 1, `combine_launch` follows.
+    """
+    shape = pool.shape
+    row = rows.heads * shape.head_dim
+    return Launch(
+        (shape.kv_heads // config.heads, config.splits, tables.rows),
+        {
+            "q": rows.q,
+            "out": rows.out,
+            "pool": pool.pointer,
+            "tables": tables.pointer,
+            "kv_lengths": rows.kv_lengths,
+            "kv_scale": pool.scales,
+            "partials": work.partials,
+            "stats": work.stats,
+            "arrived": work.arrived,
+            "page_sums": mass.page_sums if mass else 0,
+            "log_sums": mass.log_sums if mass else 0,
+            "softmax_scale": rows.softmax_scale,
+            "window": rows.window,
+            "table_length": tables.length,
+            "n_splits": config.splits,
+            "q_row": rows.q_row or row,
+            "out_row": rows.out_row or row,
+            "pool_page": shape.strides()["pool_page"],
+        },
+    )
+
+
+def combine_launch(
+    config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace, mass: MassArrays | None = None
+) -> Launch:
+    """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
+    return Launch(
+        (rows.heads, 0 if config.fused or config.splits == 1 else sequences, 1),
+        {
+            "out": rows.out,
+            "kv_lengths": rows.kv_lengths,
+            "partials": work.partials,
+            "stats": work.stats,
+            "log_sums": mass.log_sums if mass else 0,
+            "window": rows.window,
+            "n_splits": config.splits,
+            "out_row": rows.out_row or rows.heads * pool.shape.head_dim,
+        },
+    )
+
+
+def page_mass_launch(rows: DecodeRows, tables: Tables, mass: MassArrays) -> Launch:
+    """`kernels.decode_attention.page_mass` behind the launches of a step with `mass`."""
+    return Launch(
+        (-(-tables.length // MASS_BLOCK), tables.rows, 1),
+        {
+            "mass": mass.mass,
+            "kv_lengths": rows.kv_lengths,
+            "page_sums": mass.page_sums,
+            "log_sums": mass.log_sums,
+            "window": rows.window,
+            "table_length": tables.length,
+        },
+    )
+
+
+def prefill_launch(
+    constants: Mapping[str, Any],
+    q_out: tuple[Any, Any],
+    pool: Pool,
+    tables: Tables,
+    slices: Slices,
+    softmax_scale: float,
+    window: int,
+    rows: tuple[int, int] = (0, 0),
+) -> Launch:
+    """`kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements apart
+    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence."""
+    shape = pool.shape
+    heads = shape.kv_heads * constants["REPEAT"]
+    return Launch(
+        (heads, slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0, 1),
+        {
+            "q": q_out[0],
+            "out": q_out[1],
+            "pool": pool.pointer,
+            "tables": tables.pointer,
+            "cu_seqlens": slices.cu_seqlens,
+            "first_positions": slices.first_positions,
+            "kv_scale": pool.scales,
+            "softmax_scale": softmax_scale,
+            "window": window,
+            "n_sequences": tables.rows,
+            "table_length": tables.length,
+            "q_row": rows[0] or heads * shape.head_dim,
+            "out_row": rows[1] or heads * shape.head_dim,
+            "pool_page": shape.strides()["pool_page"],
+        },
+    )

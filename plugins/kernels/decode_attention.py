@@ -1,0 +1,275 @@
+"""Attention of one query row per sequence over paged KV, with the keys of a sequence split over programs.
+
+Knows pages, windows and grouped queries; not models. Softmax, partial results and sums are float32; operands of both
+products have the queries' type, over E4M3 pages float16. Invariants: a row's result depends on its own sequence and on
+the configuration alone: splits follow from the sequence's length, and splits are added in order whoever adds them. A
+slot that the query does not see is never read, nor is page -1. A page that it sees and that is absent makes the row
+NaN; a row of length 0 is 0. Lengths lie on the device, so one CUDA graph serves all of them.
+
+Query heads of HEADS neighbouring KV heads are the rows of one tile, block-diagonal over the KV heads' columns: rows
+pad to 16 anyway, so this costs no more products than a tile per KV head, HEADS times fewer exponentials, and reads KV
+in runs of HEADS * D. Split softmax: arXiv:2311.01282; online softmax: arXiv:2205.14135.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wicore_trt.plugins.kernels.e4m3 import decode
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+CHUNK = tl.constexpr(16)
+"""Splits that are added at once."""
+
+
+@triton.jit
+def half_queries(q, AXIS: tl.constexpr):
+    """float16 queries and the power of two per row that they were divided by; AXIS is the one that holds a row.
+
+    float16 holds every E4M3 value, and what a row loses is below 2**-24 of its largest element.
+    """
+    wide = q.to(tl.float32)
+    bits = tl.max(tl.abs(wide), axis=AXIS).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 1 << 23), 253 << 23)
+    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    return (wide * tl.expand_dims(inverse, AXIS)).to(tl.float16), bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr, FP8: tl.constexpr):
+    """Stored keys or values as operands. FP8: 0 none, 1 E4M3 by integer arithmetic (sm80), 2 by instructions (sm89)."""
+    if FP8 == 2:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    elif FP8 == 1:
+        x = decode(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _combine_head(partials, stats, out, log_sum, n_splits, used, D: tl.constexpr, MASS: tl.constexpr):
+    """One head's result from its `used` splits; the pointers are the head's own. `.cg`: other programs wrote these."""
+    i, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    top = -float("inf")
+    for c in range(0, used, CHUNK):
+        top = tl.maximum(top, tl.max(tl.load(stats + c + i, c + i < used, -float("inf"), cache_modifier=".cg"), 0))
+    base = tl.where(top == -float("inf"), 0.0, top)
+    acc, total = tl.zeros([D], tl.float32), 0.0
+    for c in range(0, used, CHUNK):
+        there = c + i < used
+        fade = tl.exp2(tl.load(stats + c + i, there, -float("inf"), cache_modifier=".cg") - base)
+        total += tl.sum(tl.load(stats + n_splits + c + i, there, 0.0, cache_modifier=".cg") * fade, 0)
+        values = tl.load(partials + (c + i)[:, None] * D + d, there[:, None], 0.0, cache_modifier=".cg")
+        acc += tl.sum(values * fade[:, None], 0)
+    tl.store(out + d, (acc / total).to(out.dtype.element_ty))
+    if MASS:
+        tl.store(log_sum, base + tl.log2(total))
+
+
+@triton.jit
+def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first key the query sees, first key of its first block, blocks, splits in use) of a sequence: split z takes
+    blocks [z * blocks // used, (z + 1) * blocks // used)."""
+    low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    begin = low // ALIGN * ALIGN
+    blocks = tl.cdiv(length - begin, BLOCK_K)
+    return low, begin, blocks, tl.maximum(tl.minimum(n_splits, blocks), 1)
+
+
+@triton.jit
+def split_decode(  # noqa: PLR0913 - a kernel takes its memory apart
+    q,
+    out,
+    pool,
+    tables,
+    kv_lengths,
+    kv_scale,
+    partials,
+    stats,
+    arrived,
+    page_sums,
+    log_sums,
+    softmax_scale,
+    window,
+    table_length,
+    n_splits,
+    q_row,
+    out_row,
+    pool_page,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr,
+    SWAP: tl.constexpr,
+    FUSED: tl.constexpr,
+    MASS: tl.constexpr,
+):
+    """out[s, h] = softmax(q[s, h] . K * softmax_scale) V over the last `window` (0: all) of kv_lengths[s] keys.
+
+    q, out: element (s, h, d) at s * q_row (out_row) + h * D + d; query head h reads KV head h // REPEAT. `pool` is the
+    layer's part of page 0 of [pages, .., 2, PAGE_TOKENS, KV_HEADS, D]; key n of s lies in page tables[s, n //
+    PAGE_TOKENS] (int32 [S, table_length]). kv_scale: float32, what E4M3 keys and values are multiplied by.
+    Sequences that use more than one split leave float32 partials [S, heads, n_splits, D], and their maxima and sums of
+    weights in stats [S, heads, 2, n_splits]; FUSED: the last program of (s, group of heads) to arrive adds them up,
+    counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after. MASS: page_sums float32 [S, heads,
+    table_length] gets log2 of the sum of exp(score) over the keys of each page that is seen, log_sums [S, heads] that
+    over all keys (from `combine_splits` where that adds up). SWAP: keys, not queries, are the rows of the products.
+    Grid: (KV_HEADS // HEADS, n_splits, S).
+    """
+    GROUPS: tl.constexpr = KV_HEADS // HEADS
+    LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
+    TOKEN: tl.constexpr = KV_HEADS * D
+    group, z, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(kv_lengths + s)
+    low, begin, blocks, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K)
+    if z >= used:
+        return
+    r, c, i = tl.arange(0, ROWS), tl.arange(0, HEADS * D), tl.arange(0, BLOCK_K)
+    AXIS: tl.constexpr = 0 if SWAP else 1  # along keys and columns; queries lie along the other
+    row, column = tl.expand_dims(r, AXIS), tl.expand_dims(c, 1 - AXIS)
+    own = (column // D == row // REPEAT) & (row < LIVE)
+    elements = (group * LIVE + row) * D + column % D
+    query = tl.load(q + s * q_row + elements, own, 0.0)
+    unit = softmax_scale * LOG2_E
+    factor = 1.0
+    if FP8:
+        factor = tl.load(kv_scale)
+        half, scale = half_queries(query, AXIS)
+        query, scale = half, scale * (unit * factor)
+    else:
+        scale = tl.zeros([ROWS], tl.float32) + unit
+    pool += group * (HEADS * D)
+    table = tables + s * table_length
+
+    acc = tl.zeros([HEADS * D, ROWS] if SWAP else [ROWS, HEADS * D], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    reach = tl.minimum(length, table_length * PAGE_TOKENS)
+    first = z * blocks // used
+    # A block's pages are loaded one block ahead: Triton prefetches what follows from a load half as deep.
+    n = begin + first * BLOCK_K + i
+    page = tl.load(table + n // PAGE_TOKENS, (n >= low) & (n < reach), -1)
+    for block in range(first, (z + 1) * blocks // used):
+        n = begin + block * BLOCK_K + i
+        seen = (n >= low) & (n < length)
+        there = page >= 0
+        offset = page.to(tl.int64) * pool_page + n % PAGE_TOKENS * TOKEN
+        keys = pool + offset[:, None] + c[None, :]
+        k = widen(tl.load(keys, there[:, None], 0), query.dtype, FP8)
+        v = widen(tl.load(keys + PAGE_TOKENS * TOKEN, there[:, None], 0), query.dtype, FP8)
+        page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K < reach, -1)
+        if SWAP:
+            scores = tl.dot(k, query) * scale[None, :]
+        else:
+            scores = tl.dot(query, tl.trans(k)) * scale[:, None]
+        hidden = tl.where(there, 0.0, tl.where(seen, float("nan"), float("-inf")))
+        scores += tl.expand_dims(hidden, 1 - AXIS)
+        new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, axis=AXIS)
+        acc *= tl.expand_dims(fade, AXIS)
+        if SWAP:
+            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc)
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc)
+        top = new_top
+        if MASS:
+            PAGES: tl.constexpr = BLOCK_K // PAGE_TOKENS
+            if SWAP:
+                sums = tl.sum(tl.reshape(weights, [PAGES, PAGE_TOKENS, ROWS]), axis=1)
+            else:
+                sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
+            j = tl.expand_dims((begin + block * BLOCK_K) // PAGE_TOKENS + tl.arange(0, PAGES), 1 - AXIS)
+            to = page_sums + (s * (KV_HEADS * REPEAT) + group * LIVE + row) * table_length + j
+            ends = tl.minimum(tl.cdiv(length, PAGE_TOKENS), table_length)
+            tl.store(to, tl.log2(sums) + tl.expand_dims(base, AXIS), (row < LIVE) & (j < ends))
+
+    heads = s * (KV_HEADS * REPEAT) + group * LIVE  # rows of `stats` and the like before the first head
+    if used == 1:
+        all_keys = tl.where(total == 0, 1.0, total)  # a sequence of length 0
+        result = acc / tl.expand_dims(all_keys, AXIS) * factor
+        tl.store(out + s * out_row + elements, result.to(out.dtype.element_ty), own)
+        if MASS:
+            tl.store(log_sums + heads + r, top + tl.log2(total), r < LIVE)
+        return
+    tl.store(partials + ((heads + row) * n_splits + z) * D + column % D, acc * factor, own)
+    tl.store(stats + (heads + r) * 2 * n_splits + z, top, r < LIVE)
+    tl.store(stats + ((heads + r) * 2 + 1) * n_splits + z, total, r < LIVE)
+    if FUSED:
+        # Every thread's stores are before the barrier, and the counter releases and acquires for all of them.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + s * GROUPS + group, 1, sem="acq_rel") == used - 1:
+            for h in range(LIVE):
+                at = heads + h
+                to = out + s * out_row + (group * LIVE + h) * D
+                _combine_head(
+                    partials + at * n_splits * D, stats + at * 2 * n_splits, to, log_sums + at, n_splits, used, D, MASS
+                )
+            tl.store(arrived + s * GROUPS + group, 0)
+
+
+@triton.jit
+def combine_splits(  # noqa: PLR0913 - a kernel takes its memory apart
+    out,
+    kv_lengths,
+    partials,
+    stats,
+    log_sums,
+    window,
+    n_splits,
+    out_row,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASS: tl.constexpr,
+):
+    """Adds up what `split_decode` without FUSED left; sequences of one split are done already. Grid: (heads, S)."""
+    head, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, _, _, used = splits_of(tl.load(kv_lengths + s), window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K)
+    if used > 1:
+        at = s * tl.num_programs(0) + head
+        _combine_head(
+            partials + at * n_splits * D,
+            stats + at * 2 * n_splits,
+            out + s * out_row + head * D,
+            log_sums + at,
+            n_splits,
+            used,
+            D,
+            MASS,
+        )
+
+
+@triton.jit
+def page_mass(
+    mass,
+    kv_lengths,
+    page_sums,
+    log_sums,
+    window,
+    table_length,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """mass[s, p] = mean over query heads of the softmax weight of page p's keys, 0 for pages that are not seen.
+
+    mass float32 [S, table_length]; the sums are what `split_decode` with MASS left. Grid: (cdiv(table_length, BLOCK),
+    S).
+    """
+    p, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    length = tl.load(kv_lengths + s)
+    low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    live = (p >= low // PAGE_TOKENS) & (p < tl.minimum(tl.cdiv(length, PAGE_TOKENS), table_length))
+    found = tl.zeros([BLOCK], tl.float32)
+    for h in range(HEADS):
+        part = tl.load(page_sums + (s * HEADS + h) * table_length + p, live, 0.0)
+        found += tl.exp2(part - tl.load(log_sums + s * HEADS + h))
+    tl.store(mass + s * table_length + p, tl.where(live, found / HEADS, 0.0), p < table_length)

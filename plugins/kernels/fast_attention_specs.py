@@ -1,0 +1,126 @@
+"""Specialisations of the attention kernels made for speed: split decode, its sums and masses, and prefill.
+
+Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types, configuration and
+on whether the target has E4M3 instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.decode_layout import MASS_BLOCK, DecodeConfig, PrefillConfig
+from wicore_trt.plugins.kernels.decode_attention import combine_splits, page_mass, split_decode
+from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
+from wicore_trt.plugins.layout import FLOAT_TYPES, ITEM_BYTES, PoolShape
+
+TYPES = {
+    **dict.fromkeys(("tables", "kv_lengths", "arrived", "cu_seqlens", "first_positions"), "*i32"),
+    **dict.fromkeys(("kv_scale", "partials", "stats", "page_sums", "log_sums", "mass"), "*fp32"),
+    **dict.fromkeys(("window", "table_length", "n_splits", "n_sequences"), "i32"),
+    **dict.fromkeys(("q_row", "out_row", "pool_page"), "i64"),
+    "softmax_scale": "fp32",
+}
+ALIGNED = {"q", "out", "pool", "partials", "q_row", "out_row", "pool_page"}
+E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
+
+
+def _spec(
+    name: str,
+    function: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> KernelSpec:
+    types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
+    signature = {n: types[n] for n in function.arg_names if n not in constants}
+    return KernelSpec(name, function, signature, constants, frozenset(ALIGNED & {*signature}), num_warps, num_stages)
+
+
+def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
+    """Query heads per KV head. Raises ConfigError for what the kernels do not do."""
+    if heads % pool.kv_heads:
+        raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
+    if ITEM_BYTES[dtype] != 2 or pool.dtype not in ("fp8", dtype):
+        raise ConfigError(
+            f"{dtype} queries cannot read {pool.dtype} keys here.",
+            fix="Use bfloat16 or float16 for both, or FP8 keys; kernels.attention takes float32.",
+        )
+    return heads // pool.kv_heads
+
+
+def _fp8(pool: PoolShape, target: str) -> int:
+    return 0 if pool.dtype != "fp8" else 2 if target in E4M3_INSTRUCTIONS else 1
+
+
+def _pool_type(pool: PoolShape) -> str:
+    return "u8" if pool.dtype == "fp8" else FLOAT_TYPES[pool.dtype]
+
+
+def decode_spec(
+    pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig, *, mass: bool = False
+) -> KernelSpec:
+    """`split_decode` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for shapes that do not fit."""
+    repeat = _checked(pool, dtype, heads)
+    if pool.kv_heads % config.heads or config.block_k < 16 or config.block_k & (config.block_k - 1):
+        raise ConfigError(f"{config} does not fit {pool}.", fix="Take a divisor of the heads and a power of two.")
+    if mass and config.block_k % pool.page_tokens:
+        raise ConfigError(f"Masses of pages of {pool.page_tokens} need blocks of whole pages.", fix="Larger blocks.")
+    rows = 16
+    while rows < config.heads * repeat:
+        rows *= 2
+    constants = {
+        "D": pool.head_dim,
+        "PAGE_TOKENS": pool.page_tokens,
+        "KV_HEADS": pool.kv_heads,
+        "REPEAT": repeat,
+        "HEADS": config.heads,
+        "ROWS": rows,
+        "BLOCK_K": config.block_k,
+        "FP8": _fp8(pool, target),
+        "SWAP": config.swap,
+        "FUSED": config.fused and config.splits > 1,
+        "MASS": mass,
+    }
+    form = f"{'swap' if config.swap else 'rows'}{'_fused' if constants['FUSED'] else ''}{'_mass' if mass else ''}"
+    name = (
+        f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
+        f"_h{config.heads}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
+    )
+    pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
+    return _spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
+
+
+def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: bool = False) -> KernelSpec:
+    """`combine_splits` behind `decode_spec` of the same arguments."""
+    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK_K": config.block_k, "MASS": mass}
+    name = f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}_k{config.block_k}"
+    return _spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
+
+
+def page_mass_spec(pool: PoolShape, heads: int) -> KernelSpec:
+    constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "BLOCK": MASS_BLOCK}
+    return _spec(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
+
+
+def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig) -> KernelSpec:
+    """`paged_prefill` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for types that differ."""
+    repeat = _checked(pool, dtype, heads)
+    constants = {
+        "D": pool.head_dim,
+        "PAGE_TOKENS": pool.page_tokens,
+        "KV_HEADS": pool.kv_heads,
+        "REPEAT": repeat,
+        "BLOCK_M": config.block_m,
+        "BLOCK_K": config.block_k,
+        "FP8": _fp8(pool, target),
+    }
+    name = (
+        f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
+        f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
+    )
+    pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
+    return _spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)

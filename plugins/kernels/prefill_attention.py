@@ -1,0 +1,178 @@
+"""Causal attention of many tokens per sequence over paged KV: ragged, chunked, windowed.
+
+Knows pages, windows and grouped queries; not models. Softmax and sums are float32; operands of both products have the
+queries' type, over E4M3 pages float16. Invariants: slots of other sequences, slots behind the last token and page -1
+are never read; a page that a block of tokens sees and that is absent makes the block NaN; a row's result does not
+depend on which rows share its block, because key blocks lie at absolute positions and a block without visible keys
+changes nothing. A key of the own sequence that is not finite may reach rows of its block that do not see it.
+
+Online softmax: arXiv:2205.14135. A block holds tokens of one sequence and one query head; the programs of one KV head
+are neighbours and share its keys in L2. The scale is applied inside the exponent's multiply-add.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wicore_trt.plugins.kernels.attention import _find_sequence
+from wicore_trt.plugins.kernels.decode_attention import half_queries, widen
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _some_absent(table, first, last, table_length):
+    """How many of the table's entries [first, last] are -1 or lie behind its end."""
+    count = 0
+    for base in range(first, last + 1, 256):
+        j = base + tl.arange(0, 256)
+        page = tl.load(table + j, (j <= last) & (j < table_length), -1)
+        count += tl.sum(((page < 0) & (j <= last)).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
+def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
+    acc,
+    top,
+    total,
+    page,
+    q,
+    pool,
+    table,
+    begin,
+    low,
+    last,
+    position,
+    scale,
+    window,
+    pool_page,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    TOKEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Take keys [begin, begin + BLOCK_K) into a block's online softmax: (acc, top, total) before and after.
+
+    `top` is the largest score so far, unscaled. `page` holds the keys' pages before and those of the next block after:
+    Triton prefetches what follows from a load half as deep. EDGE: some row does not see some of the keys; keys outside
+    [low, last] are then not even loaded. All pages are there.
+    """
+    n = begin + tl.arange(0, BLOCK_K)
+    d = tl.arange(0, D)
+    keys = pool + (page.to(tl.int64) * pool_page + n % PAGE_TOKENS * TOKEN)[:, None] + d[None, :]
+    if EDGE:
+        wanted = ((n >= low) & (n <= last))[:, None]
+        k = tl.load(keys, wanted, 0)
+        v = tl.load(keys + PAGE_TOKENS * TOKEN, wanted, 0)
+    else:
+        k = tl.load(keys)
+        v = tl.load(keys + PAGE_TOKENS * TOKEN)
+    page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K <= last, 0)
+    k, v = widen(k, q.dtype, FP8), widen(v, q.dtype, FP8)
+    scores = tl.dot(q, tl.trans(k))
+    if EDGE:
+        seen = (n[None, :] <= position[:, None]) & ((window <= 0) | (n[None, :] > position[:, None] - window))
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top * scale)  # a row that has seen nothing yet
+    weights = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
+    fade = tl.exp2(tl.fma(top, scale, -base))
+    total = tl.fma(total, fade, tl.sum(weights, axis=1))
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None])
+    return acc, new_top, total, page
+
+
+@triton.jit
+def paged_prefill(  # noqa: PLR0913 - a kernel takes its memory apart
+    q,
+    out,
+    pool,
+    tables,
+    cu_seqlens,
+    first_positions,
+    kv_scale,
+    softmax_scale,
+    window,
+    n_sequences,
+    table_length,
+    q_row,
+    out_row,
+    pool_page,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
+
+    q, out, pool, tables, kv_scale and FP8 as in `split_decode`. Rows [cu_seqlens[s], cu_seqlens[s + 1]) (int32[S + 1])
+    are sequence s at positions first_positions[s] (int32[S]), + 1, ...; a token at p sees positions (p - window, p],
+    or [0, p] when window is 0. Grid: (KV_HEADS * REPEAT, N // BLOCK_M + S); a sequence's last, longest block is first.
+    """
+    TOKEN: tl.constexpr = KV_HEADS * D
+    head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    s = _find_sequence(cu_seqlens, n_sequences, block, BLOCK_M)
+    begin = tl.load(cu_seqlens + s)
+    length = tl.load(cu_seqlens + s + 1) - begin
+    token0 = (block - begin // BLOCK_M - s) * BLOCK_M
+    if token0 >= length:
+        return
+    first = tl.load(first_positions + s)
+    token = token0 + tl.arange(0, BLOCK_M)
+    position = first + token
+    live = (token < length)[:, None]
+    d = tl.arange(0, D)[None, :]
+    row = (begin + token).to(tl.int64)[:, None]
+    to = out + row * out_row + head * D + d
+    table = tables + s.to(tl.int64) * table_length
+    # Positions of the first and the last token of the block, and the keys that both of them see: [middle, tail).
+    front = first + token0
+    last = first + tl.minimum(token0 + BLOCK_M, length) - 1
+    low = tl.where(window > 0, tl.maximum(front - window + 1, 0), 0)
+    all_from = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
+    middle = tl.cdiv(all_from, BLOCK_K) * BLOCK_K
+    tail = tl.maximum((front + 1) // BLOCK_K * BLOCK_K, middle)
+    if _some_absent(table, low // PAGE_TOKENS, last // PAGE_TOKENS, table_length) > 0:
+        tl.store(to, tl.full([BLOCK_M, D], float("nan"), tl.float32).to(out.dtype.element_ty), live)
+        return
+
+    query = tl.load(q + row * q_row + head * D + d, live, 0.0)
+    factor = 1.0
+    if FP8:
+        factor = tl.load(kv_scale)
+        half, scale = half_queries(query, 1)
+        query, scale = half, scale * (softmax_scale * LOG2_E * factor)
+    else:
+        scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale * LOG2_E
+    pool += head // REPEAT * D
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    n0 = low // BLOCK_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    page = tl.load(table + n0 // PAGE_TOKENS, (n0 >= low) & (n0 <= last), 0)
+    for n in range(low // BLOCK_K * BLOCK_K, tl.minimum(middle, last + 1), BLOCK_K):
+        acc, top, total, page = _key_block(
+            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
+            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
+        )  # fmt: skip
+    for n in range(middle, tail, BLOCK_K):
+        acc, top, total, page = _key_block(
+            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
+            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, False,
+        )  # fmt: skip
+    for n in range(tail, last + 1, BLOCK_K):
+        acc, top, total, page = _key_block(
+            acc, top, total, page, query, pool, table, n, low, last, position, scale, window, pool_page, D,
+            PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
+        )  # fmt: skip
+    result = acc / total[:, None] * factor
+    tl.store(to, result.to(out.dtype.element_ty), live)

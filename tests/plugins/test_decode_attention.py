@@ -1,0 +1,263 @@
+"""Split decode attention in Triton's interpreter against float64, and compiled for every target.
+
+Slots that no query sees are NaN, pages outside of the window are absent, outputs and scratch start as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+import interpreted
+import torch
+from kernel_checks import E4M3, EPSILON, TORCH, to_e4m3
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.plugins import aot, decode_layout
+from wicore_trt.plugins.decode_layout import DecodeConfig, DecodeRows, MassArrays, Workspace
+from wicore_trt.plugins.kernels import fast_attention_specs as specs
+from wicore_trt.plugins.layout import Pool, PoolShape, Tables
+from wicore_trt.runtime.attention_mass import _page_masses
+
+TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm120")
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    config: DecodeConfig
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_tokens: int = 16
+    dtype: str = "float16"
+    kv_dtype: str = "float16"
+    window: int = 0
+    target: str = "sm90"
+    mass: bool = False
+
+    @property
+    def shape(self) -> PoolShape:
+        return PoolShape(2, self.page_tokens, self.kv_heads, self.head_dim, self.kv_dtype)
+
+
+@dataclass
+class Problem:
+    """`keys`, `values` float64 [length, kv_heads, D] as stored, of layer 1 of 2."""
+
+    case: Case
+    q: torch.Tensor
+    pool: torch.Tensor
+    tables: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    kv_scale: float = 1.0
+
+
+def make(case: Case) -> Problem:
+    size, count = case.page_tokens, len(case.lengths)
+    columns = max(-(-max(case.lengths) // size), 1) + 1
+    pool = torch.full((count * columns + 1, 2, 2, size, case.kv_heads, case.head_dim), torch.nan)
+    fp8 = case.kv_dtype == "fp8"
+    pool = pool.to(E4M3).view(torch.uint8) if fp8 else pool.to(TORCH[case.kv_dtype])
+    pages = torch.randperm(pool.shape[0])[: count * columns].view(count, columns).int()
+    tables = torch.full_like(pages, -1)
+    q = torch.randn(count, case.heads, case.head_dim).to(TORCH[case.dtype])
+    problem = Problem(case, q, pool, tables, kv_scale=0.3 if fp8 else 1.0)
+    for s, length in enumerate(case.lengths):
+        low = max(length - case.window, 0) if case.window else 0
+        tables[s, low // size : -(-length // size)] = pages[s, low // size : -(-length // size)]
+        kv = torch.randn(length, 2, case.kv_heads, case.head_dim)
+        stored = to_e4m3(kv / problem.kv_scale) if fp8 else kv.to(pool.dtype)
+        for p in range(low, length):
+            pool[tables[s, p // size], 1, :, p % size] = stored[p]
+        exact = stored.view(E4M3).double() * problem.kv_scale if fp8 else stored.double()
+        problem.keys.append(exact[low:, 0])
+        problem.values.append(exact[low:, 1])
+    return problem
+
+
+def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Result and masses. Queries lie in rows that hold more, so do results; the rest must stay as it is."""
+    case, config, d = problem.case, problem.case.config, problem.case.head_dim
+    n, wide = len(case.lengths), case.heads * d + 32
+    q = torch.full((n, wide), torch.nan, dtype=problem.q.dtype)
+    q[:, : case.heads * d] = problem.q.view(n, -1)
+    out = torch.full((n, wide), 77.0, dtype=q.dtype)
+    out[:, : case.heads * d] = torch.nan
+    sizes = decode_layout.workspace_elements(config, case.shape, case.heads, n)
+    work = Workspace(*(torch.full((size,), torch.nan) for size in sizes[:2]), torch.zeros(sizes[2], dtype=torch.int32))
+    columns = problem.tables.shape[1]
+    arrays = None
+    if case.mass:
+        arrays = MassArrays(
+            *(torch.full(s, torch.nan) for s in ((n, case.heads, columns), (n, case.heads), (n, columns)))
+        )
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    rows = DecodeRows(q, out, lengths, case.heads, d**-0.5, case.window, wide, wide)
+    scale: Any = torch.tensor([problem.kv_scale]) if case.kv_dtype == "fp8" else 0
+    pool, tables = Pool(problem.pool[:, 1:], case.shape, scale), Tables(problem.tables, n, columns)
+    spec = specs.decode_spec(case.shape, case.dtype, case.heads, case.target, config, mass=case.mass)
+    interpreted.launch(spec, decode_layout.decode_launch(config, rows, pool, tables, work, arrays))
+    combine = decode_layout.combine_launch(config, rows, pool, n, work, arrays)
+    if 0 not in combine.grid:
+        interpreted.launch(specs.combine_spec(case.shape, case.dtype, config, mass=case.mass), combine)
+    if arrays:
+        mass_spec = specs.page_mass_spec(case.shape, case.heads)
+        interpreted.launch(mass_spec, decode_layout.page_mass_launch(rows, tables, arrays))
+    assert (out[:, case.heads * d :] == 77.0).all() and not work.arrived.any()
+    return out[:, : case.heads * d].view(n, case.heads, d), arrays.mass if arrays else None
+
+
+def weights_of(problem: Problem, s: int) -> torch.Tensor:
+    """float64 [heads, keys that are seen]."""
+    case = problem.case
+    k = problem.keys[s].repeat_interleave(case.heads // case.kv_heads, 1)
+    return (torch.einsum("hd,phd->hp", problem.q[s].double(), k) * case.head_dim**-0.5).softmax(-1)
+
+
+def check(problem: Problem) -> torch.Tensor:
+    """Weights and results are rounded once each; over FP8 the weights are float16."""
+    case = problem.case
+    got, _ = attend(problem)
+    epsilon = EPSILON[case.dtype] + EPSILON["float16" if case.kv_dtype == "fp8" else case.dtype] + 4e-6
+    for s in range(len(case.lengths)):
+        v = problem.values[s].repeat_interleave(case.heads // case.kv_heads, 1)
+        weights = weights_of(problem, s)
+        want = torch.einsum("hp,phd->hd", weights, v)
+        error = torch.einsum("hp,phd->hd", weights, v.abs()) * epsilon + 1e-7
+        assert ((got[s].double() - want).abs() <= error).all(), f"sequence {s} of length {case.lengths[s]}"
+    return got
+
+
+EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 64, 65, 200)
+ROWS = DecodeConfig(1, 32, 3)
+CASES = {
+    "edges of pages, blocks and splits": Case(EDGES, ROWS),
+    "window 40, second launch": Case(EDGES, replace(ROWS, fused=False), window=40),
+    "window 32": Case((31, 32, 33, 63, 64, 65, 97), ROWS, window=32),
+    "swapped, two KV heads": Case(EDGES, DecodeConfig(2, 32, 3, swap=True)),
+    "swapped, window, second launch": Case(EDGES, DecodeConfig(2, 16, 4, True, False), window=17),
+    "more splits than a chunk": Case((600, 7), DecodeConfig(1, 16, 35)),
+    "one split": Case((5, 0, 90), replace(ROWS, splits=1)),
+    "27B heads": Case((70, 1, 33), DecodeConfig(4, 64, 2), 16, 8, 128, 32, "bfloat16", "bfloat16", 64),
+    "270M heads": Case((70, 3), DecodeConfig(1, 32, 2), 4, 1, 256, 16, "bfloat16", "bfloat16"),
+    "three query heads per KV head": Case((70, 3), DecodeConfig(2, 32, 2), 6, 2),
+    "rows for 32 heads, pages of 64": Case((130, 64), DecodeConfig(8, 64, 2), 32, 8, 16, 64),
+    "fp8, sm80": Case((70, 3, 16), ROWS, 4, 2, 32, dtype="bfloat16", kv_dtype="fp8", window=60, target="sm80"),
+    "fp8, swapped": Case((70, 3, 16), replace(ROWS, swap=True, heads=2), 4, 2, 32, dtype="bfloat16", kv_dtype="fp8"),
+    "fp8, float16": Case((70, 3), ROWS, 4, 2, 32, kv_dtype="fp8"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name: str) -> None:
+    got = check(make(CASES[name]))
+    for s, length in enumerate(CASES[name].lengths):
+        assert length or not got[s].any(), "a row of nobody is 0"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_queries_of_any_size_meet_fp8_keys(dtype: str) -> None:
+    problem = make(replace(CASES["fp8, float16"], dtype=dtype))
+    problem.q *= torch.tensor([1e-5, 1e-2, 1.0, 300.0])[:, None]
+    problem.q[0, 1] = 0
+    check(problem)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_row_does_not_depend_on_the_others(swap: bool, fused: bool) -> None:
+    whole = make(Case((150, 1, 47, 0), DecodeConfig(2, 16, 4, swap, fused), window=100))
+    together, _ = attend(whole)
+    for s in range(4):
+        alone = replace(whole, case=replace(whole.case, lengths=(whole.case.lengths[s],)))
+        alone.q, alone.tables = whole.q[s : s + 1], whole.tables[s : s + 1].clone()
+        assert torch.equal(attend(alone)[0][0], together[s])
+
+
+def test_what_is_seen_and_not_there_makes_the_row_nan() -> None:
+    case = Case((150, 60), DecodeConfig(1, 16, 4), window=100)
+    whole = make(case)
+    clean, _ = attend(whole)
+    for cut in (False, True):
+        problem = replace(whole, tables=whole.tables[:, :5].contiguous() if cut else whole.tables.clone())
+        if not cut:
+            problem.tables[0, 6] = -1
+        got, _ = attend(problem)
+        assert got[0].isnan().all() and torch.equal(got[1], clean[1])
+    for kv in (0, 1):
+        problem = replace(whole, pool=whole.pool.clone())
+        problem.pool[whole.tables[0, 6], 1, kv, 3, 1, 5] = torch.nan
+        got, _ = attend(problem)
+        bad = got[0, 2:] if kv == 0 else got[0, 2:, 5]  # of the second KV head
+        assert bad.isnan().all() and torch.equal(got[0, :2], clean[0, :2]) and torch.equal(got[1], clean[1])
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("window", [0, 70])
+def test_masses_of_pages(swap: bool, fused: bool, window: int) -> None:
+    lengths = (1, 16, 17, 150, 33)
+    problem = make(Case(lengths, DecodeConfig(2, 32, 3, swap, fused), window=window, mass=True))
+    problem.q[3] *= 4
+    check(problem)
+    _, mass = attend(problem)
+    assert mass is not None and torch.allclose(mass.sum(1), torch.ones(len(lengths)))
+    for s, length in enumerate(lengths):
+        low = max(length - window, 0) if window else 0
+        want = torch.zeros(mass.shape[1] * 16, dtype=torch.float64)
+        want[low:length] = weights_of(problem, s).mean(0)
+        torch.testing.assert_close(mass[s].double(), want.view(-1, 16).sum(1), rtol=1e-5, atol=1e-30)
+        if not window:
+            pages = -(-length // 16)
+            reference = _page_masses(problem.q[s].float(), problem.pool[:, 1, 0], problem.tables[s], length, 16**-0.5)
+            torch.testing.assert_close(mass[s, :pages] * pages, reference, rtol=1e-4, atol=1e-30)
+
+
+LARGE, LARGE8 = PoolShape(52, 32, 16, 128, "bfloat16"), PoolShape(52, 32, 16, 128, "fp8")
+SMALL = PoolShape(15, 16, 1, 256, "float16")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target: str) -> None:
+    for pool, dtype, heads, rows in ((LARGE, "bfloat16", 32, 1), (LARGE8, "bfloat16", 32, 8), (SMALL, "float16", 4, 1)):
+        config = decode_layout.decode_config(target, pool, heads, rows)
+        aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config, mass=rows == 8), target)
+        aot.compile_kernel(specs.combine_spec(pool, dtype, replace(config, fused=False)), target)
+    swapped = DecodeConfig(2, 32, 8, swap=True, fused=False, num_stages=2)
+    aot.compile_kernel(specs.decode_spec(LARGE, "bfloat16", 32, target, swapped), target)
+    aot.compile_kernel(specs.page_mass_spec(LARGE, 32), target)
+
+
+def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target in decode_layout.MULTIPROCESSORS:
+        for pool, heads in ((LARGE, 32), (LARGE8, 32), (SMALL, 4)):
+            programs = [
+                rows * pool.kv_heads * decode_layout.decode_config(target, pool, heads, rows).splits
+                for rows in (1, 8, 128)
+            ]
+            assert max(programs[1:]) >= decode_layout.MULTIPROCESSORS[target] and programs[0] >= 64
+    table = ((8, DecodeConfig(2, 32, 4)), (64, DecodeConfig(1, 64, 2)))
+    monkeypatch.setitem(decode_layout.MEASURED_DECODE, ("sm90", 128, 2), table)
+    chosen = [decode_layout.decode_config("sm90", LARGE, 32, rows).splits for rows in (1, 8, 9, 64, 500)]
+    assert chosen == [4, 4, 2, 2, 2]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for pool, dtype, heads, config in (
+        (LARGE, "float16", 32, ROWS),
+        (LARGE, "float32", 32, ROWS),
+        (LARGE, "bfloat16", 24, ROWS),
+        (LARGE, "bfloat16", 32, replace(ROWS, heads=3)),
+        (LARGE, "bfloat16", 32, replace(ROWS, block_k=48)),
+    ):
+        with pytest.raises(ConfigError):
+            specs.decode_spec(pool, dtype, heads, "sm90", config)
+    with pytest.raises(ConfigError, match="whole pages"):
+        specs.decode_spec(LARGE, "bfloat16", 32, "sm90", replace(ROWS, block_k=16), mass=True)
