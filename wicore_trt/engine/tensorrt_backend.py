@@ -16,6 +16,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class TensorRTBackend:
             )
         for target in targets:
             api.check_target(target)
+        check_dtypes(targets, (options.dtype, options.kv_dtype))  # what is known before converting takes its time
         return targets
 
     def default_context(self, limit: int) -> int:
@@ -94,13 +96,7 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
             f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
             fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
         )
-    for target in options.targets:
-        for dtype in filter(None, (checkpoint.dtype, kv_dtype, checkpoint.quant_algo and "fp8")):
-            if int(target.removeprefix("sm")) < OLDEST_SM[dtype]:
-                raise ConfigError(
-                    f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
-                    fix="Leave the target out, or build it from a checkpoint of another dtype.",
-                )
+    check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
@@ -110,6 +106,17 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
         for target in options.targets
         for phase in PHASES
     ]
+
+
+def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
+    """Raises ConfigError for a target that cannot compute in one of `dtypes`; "auto" is any."""
+    for target in targets:
+        for dtype in dtypes:
+            if int(target.removeprefix("sm")) < OLDEST_SM.get(dtype, 0):
+                raise ConfigError(
+                    f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
+                    fix="Leave the target out, or build it from a checkpoint of another dtype.",
+                )
 
 
 def build_plans(
