@@ -68,6 +68,45 @@ def _combine_head(partials, stats, out, log_sum, n_splits, used, D: tl.constexpr
 
 
 @triton.jit
+def _take_keys(acc, top, total, q, k, v, hidden, scale, SWAP: tl.constexpr):
+    """Take a block of keys into the online softmax: (acc, top, total) before and after, and the block's weights.
+
+    `hidden` is added to the scores: 0 for a key to use, -inf for one that is not seen, NaN for one that is not there.
+    `top` is the largest score so far in units of log2, `total` the sum of weights.
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1  # along keys
+    if SWAP:
+        scores = tl.dot(k, q) * scale[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k)) * scale[:, None]
+    scores += tl.expand_dims(hidden, 1 - AXIS)
+    new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(weights, axis=AXIS)
+    acc *= tl.expand_dims(fade, AXIS)
+    if SWAP:
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc)
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    return acc, new_top, total, weights
+
+
+@triton.jit
+def _store_page_sums(
+    to, live, weights, top, ROWS: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr
+):
+    """log2 of a block's weights, summed by page; `top` is what they are relative to."""
+    PAGES: tl.constexpr = BLOCK_K // PAGE_TOKENS
+    if SWAP:
+        sums = tl.sum(tl.reshape(weights, [PAGES, PAGE_TOKENS, ROWS]), axis=1)
+    else:
+        sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
+    tl.store(to, tl.log2(sums) + tl.expand_dims(top, 0 if SWAP else 1), live)
+
+
+@triton.jit
 def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr):
     """(first key the query sees, first key of its first block, blocks, splits in use) of a sequence: split z takes
     blocks [z * blocks // used, (z + 1) * blocks // used)."""
@@ -78,7 +117,7 @@ def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def split_decode(  # noqa: PLR0913 - a kernel takes its memory apart
+def split_decode(
     q,
     out,
     pool,
@@ -145,6 +184,7 @@ def split_decode(  # noqa: PLR0913 - a kernel takes its memory apart
         scale = tl.zeros([ROWS], tl.float32) + unit
     pool += group * (HEADS * D)
     table = tables + s * table_length
+    heads = s * (KV_HEADS * REPEAT) + group * LIVE  # rows of `stats` and the like before the first head
 
     acc = tl.zeros([HEADS * D, ROWS] if SWAP else [ROWS, HEADS * D], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -163,35 +203,15 @@ def split_decode(  # noqa: PLR0913 - a kernel takes its memory apart
         k = widen(tl.load(keys, there[:, None], 0), query.dtype, FP8)
         v = widen(tl.load(keys + PAGE_TOKENS * TOKEN, there[:, None], 0), query.dtype, FP8)
         page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K < reach, -1)
-        if SWAP:
-            scores = tl.dot(k, query) * scale[None, :]
-        else:
-            scores = tl.dot(query, tl.trans(k)) * scale[:, None]
         hidden = tl.where(there, 0.0, tl.where(seen, float("nan"), float("-inf")))
-        scores += tl.expand_dims(hidden, 1 - AXIS)
-        new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, axis=AXIS)
-        acc *= tl.expand_dims(fade, AXIS)
-        if SWAP:
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc)
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc)
-        top = new_top
+        acc, top, total, weights = _take_keys(acc, top, total, query, k, v, hidden, scale, SWAP)
         if MASS:
-            PAGES: tl.constexpr = BLOCK_K // PAGE_TOKENS
-            if SWAP:
-                sums = tl.sum(tl.reshape(weights, [PAGES, PAGE_TOKENS, ROWS]), axis=1)
-            else:
-                sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
-            j = tl.expand_dims((begin + block * BLOCK_K) // PAGE_TOKENS + tl.arange(0, PAGES), 1 - AXIS)
-            to = page_sums + (s * (KV_HEADS * REPEAT) + group * LIVE + row) * table_length + j
-            ends = tl.minimum(tl.cdiv(length, PAGE_TOKENS), table_length)
-            tl.store(to, tl.log2(sums) + tl.expand_dims(base, AXIS), (row < LIVE) & (j < ends))
+            j = (begin + block * BLOCK_K) // PAGE_TOKENS + tl.arange(0, BLOCK_K // PAGE_TOKENS)
+            j = tl.expand_dims(j, 1 - AXIS)
+            to = page_sums + (heads + row) * table_length + j
+            live = (row < LIVE) & (j < tl.cdiv(reach, PAGE_TOKENS))
+            _store_page_sums(to, live, weights, top, ROWS, PAGE_TOKENS, BLOCK_K, SWAP)
 
-    heads = s * (KV_HEADS * REPEAT) + group * LIVE  # rows of `stats` and the like before the first head
     if used == 1:
         all_keys = tl.where(total == 0, 1.0, total)  # a sequence of length 0
         result = acc / tl.expand_dims(all_keys, AXIS) * factor
@@ -216,7 +236,7 @@ def split_decode(  # noqa: PLR0913 - a kernel takes its memory apart
 
 
 @triton.jit
-def combine_splits(  # noqa: PLR0913 - a kernel takes its memory apart
+def combine_splits(
     out,
     kv_lengths,
     partials,

@@ -49,7 +49,8 @@ def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
             f"{dtype} queries cannot read {pool.dtype} keys here.",
             fix="Use bfloat16 or float16 for both, or FP8 keys; kernels.attention takes float32.",
         )
-    return heads // pool.kv_heads
+    repeat: int = heads // pool.kv_heads
+    return repeat
 
 
 def _fp8(pool: PoolShape, target: str) -> int:

@@ -34,7 +34,7 @@ def _some_absent(table, first, last, table_length):
 
 
 @triton.jit
-def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
+def _key_block(
     acc,
     top,
     total,
@@ -88,7 +88,7 @@ def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
 
 
 @triton.jit
-def paged_prefill(  # noqa: PLR0913 - a kernel takes its memory apart
+def paged_prefill(
     q,
     out,
     pool,

@@ -118,7 +118,8 @@ def weights_of(problem: Problem, s: int) -> torch.Tensor:
     """float64 [heads, keys that are seen]."""
     case = problem.case
     k = problem.keys[s].repeat_interleave(case.heads // case.kv_heads, 1)
-    return (torch.einsum("hd,phd->hp", problem.q[s].double(), k) * case.head_dim**-0.5).softmax(-1)
+    scores: torch.Tensor = torch.einsum("hd,phd->hp", problem.q[s].double(), k) * case.head_dim**-0.5
+    return scores.softmax(-1)
 
 
 def check(problem: Problem) -> torch.Tensor:
@@ -199,15 +200,12 @@ def test_what_is_seen_and_not_there_makes_the_row_nan() -> None:
         assert bad.isnan().all() and torch.equal(got[0, :2], clean[0, :2]) and torch.equal(got[1], clean[1])
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("swap, fused, window", [(False, True, 0), (True, False, 0), (True, True, 70)])
 def test_masses_of_pages(swap: bool, fused: bool, window: int) -> None:
-    lengths = (1, 16, 17, 150, 33)
+    lengths = (1, 17, 150, 32)
     problem = make(Case(lengths, DecodeConfig(2, 32, 3, swap, fused), window=window, mass=True))
-    problem.q[3] *= 4
-    check(problem)
-    _, mass = attend(problem)
+    problem.q[2] *= 4
+    mass = attend(problem)[1]
     assert mass is not None and torch.allclose(mass.sum(1), torch.ones(len(lengths)))
     for s, length in enumerate(lengths):
         low = max(length - window, 0) if window else 0
@@ -227,9 +225,11 @@ SMALL = PoolShape(15, 16, 1, 256, "float16")
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles(target: str) -> None:
     for pool, dtype, heads, rows in ((LARGE, "bfloat16", 32, 1), (LARGE8, "bfloat16", 32, 8), (SMALL, "float16", 4, 1)):
+        if pool is SMALL and target not in ("sm89", "sm90"):
+            continue  # the others' shared memory is not tighter
         config = decode_layout.decode_config(target, pool, heads, rows)
         aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config, mass=rows == 8), target)
-        aot.compile_kernel(specs.combine_spec(pool, dtype, replace(config, fused=False)), target)
+    aot.compile_kernel(specs.combine_spec(LARGE, "bfloat16", config), target)
     swapped = DecodeConfig(2, 32, 8, swap=True, fused=False, num_stages=2)
     aot.compile_kernel(specs.decode_spec(LARGE, "bfloat16", 32, target, swapped), target)
     aot.compile_kernel(specs.page_mass_spec(LARGE, 32), target)
