@@ -38,10 +38,7 @@ def _store(out, scales, row, column, inside, value, H: tl.constexpr, FP8: tl.con
     """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`."""
     target = out + row * H + column
     if FP8:
-        if HALF:
-            value = value.to(tl.float16).to(tl.float32)
-        else:
-            value = value.to(tl.bfloat16).to(tl.float32)
+        value = value.to(tl.float16).to(tl.float32) if HALF else value.to(tl.bfloat16).to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
         scale = tl.where(scale == 0.0, 1.0, scale)
         tl.store(scales + row, scale)
@@ -93,8 +90,10 @@ def embed_norm(
     inside = column < H
     token = tl.load(token_ids + row).to(tl.int64)
     w = tl.load(weight + column, mask=inside, other=0.0)
-    known = inside & (token >= 0) & (token < vocab)
-    value = tl.load(embedding + token * H + column, mask=known, other=0.0).to(tl.float32) * embedding_scale
+    known = (token >= 0) & (token < vocab)
+    source = embedding + tl.where(known, token, 0) * H + column
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32) * embedding_scale
+    value = tl.where(known, value, 0.0)
     tl.store(residual + row * H + column, value, mask=inside)
     _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF)
 

@@ -15,7 +15,7 @@ from wicore_trt.plugins.kernels.e4m3 import quantize
 
 
 @triton.jit
-def qk_norm_rope_write(  # noqa: PLR0913 - a kernel takes its memory apart
+def qk_norm_rope_write(
     qkv,
     q,
     q_weight,

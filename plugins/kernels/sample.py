@@ -129,7 +129,7 @@ def scan(
 
 
 @triton.jit
-def choose(  # noqa: PLR0913 - a kernel takes its memory apart
+def choose(
     logits,
     temperatures,
     top_k,

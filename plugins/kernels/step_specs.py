@@ -15,8 +15,6 @@ from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels import norm, qk_rope, sample
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
-CAPACITY = 2 * sample.CANDIDATES  # candidates of a filtered row; ties with the last one may be more than asked for
-
 
 @dataclass(frozen=True)
 class Config:
@@ -111,7 +109,7 @@ def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
 def add_norm_spec(
     shape: NormShape, num_warps: int, *, x_dtype: str, splits: int = 1, gather: bool = False
 ) -> KernelSpec:
-    """`kernels.norm.add_norm` of x of `x_dtype`, in `splits` partial sums; `gather` takes the rows that `rows` names."""
+    """`kernels.norm.add_norm` of x of `x_dtype`, in `splits` partial sums; `gather`: of the rows in `rows`."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "x_split": "i64", "eps": "fp32"},
@@ -142,48 +140,63 @@ def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chos
 
 @dataclass(frozen=True)
 class SampleSpecs:
-    """The kernels of one sampling step; `collect` and `draw` are None where all rows are greedy."""
+    """The kernels of one sampling step in their order; `collect` and `draw` are None where all rows are greedy."""
 
     scan: KernelSpec
     choose: KernelSpec
     collect: KernelSpec | None
     draw: KernelSpec | None
 
+    @property
+    def capacity(self) -> int:
+        """Candidates of a row that find room."""
+        return int(self.draw.constants["CAPACITY"]) if self.draw else 0
 
-def sample_specs(vocab: int, target: str, *, sampled: bool, softcap: float = 0.0, rows: int = 1) -> SampleSpecs:
-    """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none."""
+
+SAMPLE_TYPES = {
+    **dict.fromkeys(("logits", "chunk_max", "group_max", "least", "peaks"), "*fp32"),
+    **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
+    **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
+    **dict.fromkeys(("seeds", "candidates"), "*i64"),
+    **{"vocab": "i32", "chunks": "i32", "row_stride": "i64"},
+}
+
+
+def sample_specs(
+    vocab: int,
+    target: str,
+    *,
+    sampled: bool,
+    softcap: float = 0.0,
+    rows: int = 1,
+    candidates: int = sample.CANDIDATES,
+) -> SampleSpecs:
+    """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none.
+
+    Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
+    """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
     chunks = -(-vocab // chunk.block)
+    groups = -(-vocab // sample.GROUP)
+    if vocab > 2 * candidates:  # otherwise all of it is a candidate
+        candidates = min(candidates, groups // 2)
+    # Twice as many find room: where half of the groups reach the bound, 1.4 times as many logits do; ties come on top.
+    capacity: dict[str, Constant] = {"CAPACITY": 1 << (2 * candidates - 1).bit_length()}
     common: dict[str, Constant] = {"CHUNK": chunk.block, "SOFTCAP": float(softcap)}
-    groups: dict[str, Constant] = {"GROUP": sample.GROUP, "SAMPLED": sampled}
-    shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{'' if sampled else '_greedy'}"
+    grouped: dict[str, Constant] = {"GROUP": sample.GROUP, "SAMPLED": sampled}
     sizes: dict[str, Constant] = {
         "CHUNKS": 1 << (chunks - 1).bit_length(),
         "GROUPS": 1 << (chunks * chunk.block // sample.GROUP - 1).bit_length(),
-        "CANDIDATES": sample.CANDIDATES,
+        "CANDIDATES": candidates,
     }
-    types = {
-        **dict.fromkeys(("logits", "chunk_max", "group_max", "least", "peaks"), "*fp32"),
-        **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
-        **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
-        **dict.fromkeys(("seeds", "candidates"), "*i64"),
-        **{"vocab": "i32", "chunks": "i32", "row_stride": "i64"},
-    }
-    warps = config("choose", target, rows).num_warps
-    return SampleSpecs(
-        _spec(f"scan_{shape}", sample.scan, types, {**common, **groups}, chunk.num_warps),
-        _spec(f"choose_{shape}", sample.choose, types, {**common, **groups, **sizes}, warps),
-        _spec(f"collect_{shape}", sample.collect, types, {**common, "CAPACITY": CAPACITY}, chunk.num_warps)
-        if sampled
-        else None,
-        _spec(
-            f"draw_v{vocab}",
-            sample.draw_filtered,
-            types,
-            {"CAPACITY": CAPACITY},
-            config("draw", target, rows).num_warps,
-        )
-        if sampled
-        else None,
-    )
+    shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
+    scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
+    scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps)
+    constants = common | grouped | sizes
+    choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, config("choose", target, rows).num_warps)
+    if not sampled:
+        return SampleSpecs(scan, choose, None, None)
+    collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps)
+    draw = _spec(f"draw_{shape}", sample.draw_filtered, SAMPLE_TYPES, capacity, draw_warps)
+    return SampleSpecs(scan, choose, collect, draw)
