@@ -78,14 +78,12 @@ def _scaled_rows(acc, w_scale, rows, W8: tl.constexpr):
 
 @triton.jit
 def _store_best(y, rows, best, best_index, at, mask, N: tl.constexpr):
-    """The largest of y over its first axis and its row, the lowest of equals; NaN if any of them is NaN."""
-    real = rows < N
-    if len(y.shape) == 2:
-        real = real[:, None]
-    spoilt = tl.max(((y != y) & real).to(tl.int32), axis=0)
-    top, index = tl.max(tl.where(real & (y == y), y, float("-inf")), axis=0, return_indices=True)
+    """The largest of y over its first axis and its row, the lowest of equals; NaN if any of them is NaN. Rows beyond the
+    last repeat it."""
+    spoilt = tl.max((y != y).to(tl.int32), axis=0)
+    top, index = tl.max(tl.where(y == y, y, float("-inf")), axis=0, return_indices=True)
     tl.store(best + at, tl.where(spoilt > 0, float("nan"), top), mask=mask)
-    tl.store(best_index + at, tl.min(rows, axis=0) + index, mask=mask)
+    tl.store(best_index + at, tl.minimum(tl.min(rows, axis=0) + index, N - 1), mask=mask)
 
 
 @triton.jit
