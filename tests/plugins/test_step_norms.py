@@ -11,15 +11,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-import torch  # noqa: E402
-from kernel_checks import E4M3, EPSILON, TORCH, Runner, noise, same_bits  # noqa: E402
-from step_runners import RUNNERS  # noqa: E402
+import torch
+from kernel_checks import E4M3, EPSILON, TORCH, Runner, noise, same_bits
+from step_runners import RUNNERS
 
-from wicore_trt.plugins import step_layout  # noqa: E402
-from wicore_trt.plugins.kernels import step_specs  # noqa: E402
-from wicore_trt.plugins.kernels.step_specs import NormShape  # noqa: E402
-from wicore_trt.plugins.layout import Pool, PoolShape, Tables  # noqa: E402
-from wicore_trt.plugins.step_layout import NormOut, QkNorms, RopeTable, StepTokens  # noqa: E402
+from wicore_trt.plugins import step_layout
+from wicore_trt.plugins.kernels import step_specs
+from wicore_trt.plugins.kernels.step_specs import NormShape
+from wicore_trt.plugins.layout import Pool, PoolShape, Tables
+from wicore_trt.plugins.step_layout import NormOut, QkNorms, RopeTable, StepTokens
 
 EPS = 1e-6
 

@@ -11,16 +11,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-import torch  # noqa: E402
-from kernel_checks import Runner  # noqa: E402
-from step_runners import RUNNERS  # noqa: E402
+import torch
+from kernel_checks import Runner
+from step_runners import RUNNERS
 
-from wicore_trt.plugins import step_layout  # noqa: E402
-from wicore_trt.plugins.kernels import sample, step_specs  # noqa: E402
-from wicore_trt.plugins.step_layout import Logits, SampleArrays  # noqa: E402
-from wicore_trt.runtime.batch import SequenceSlice  # noqa: E402
-from wicore_trt.runtime.sampler import Sampler  # noqa: E402
-from wicore_trt.types import SamplingParams  # noqa: E402
+from wicore_trt.plugins import step_layout
+from wicore_trt.plugins.kernels import sample, step_specs
+from wicore_trt.plugins.step_layout import Logits, SampleArrays
+from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.types import SamplingParams
 
 POISON = {torch.float32: math.nan, torch.float64: math.nan, torch.int32: -7, torch.int64: -7}
 GREEDY = SamplingParams(temperature=0)
