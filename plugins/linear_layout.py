@@ -57,7 +57,8 @@ class LinearConfig:
     "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
     takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
     `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
-    one launch reads once, that is, few rows.
+    one launch reads once, that is, few rows. `ahead`: the kernel is fit for programmatic dependent launch (sm90 on) and
+    meanwhile asks for this many bytes of each of its rows of weights; every kernel of such a chain must wait likewise.
     """
 
     kind: Literal["vector", "matrix"]
@@ -69,11 +70,12 @@ class LinearConfig:
     num_stages: int = 1
     unroll: int = 1
     evict_first: bool = True
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         for size in (self.block_n, self.block_k, self.columns, self.num_warps):
             assert size > 0 and size & (size - 1) == 0, f"{size} is no power of two"
-        assert 1 <= self.splits <= MAX_SPLITS
+        assert 1 <= self.splits <= MAX_SPLITS and self.ahead >= 0 and self.ahead % 16 == 0
         if self.kind == VECTOR:
             assert self.columns == 1 and self.splits == 1
         else:
@@ -83,7 +85,12 @@ class LinearConfig:
         """Short and unique."""
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
-        return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
+        return (
+            text
+            + f"w{self.num_warps}p{self.num_stages}"
+            + ("" if self.evict_first else "n")
+            + (f"a{self.ahead}" if self.ahead else "")
+        )
 
     def tiles(self, shape: LinearShape, tokens: int) -> int:
         return self.blocks(shape) * -(-tokens // self.columns)

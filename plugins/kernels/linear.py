@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wicore_trt.plugins.kernels.e4m3 import decode
 
@@ -59,6 +60,28 @@ def _load_weights(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT_FIRS
 
 
 @triton.jit
+def _prefetch(w, rows, first, K: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for AHEAD bytes of each row of weights, from column `first` on, into L2."""
+    at = (w + rows.to(tl.int64) * K + first).to(tl.int64)
+    size = tl.zeros_like(rows) + tl.minimum(AHEAD, (K - first) * (w.dtype.element_ty.primitive_bitwidth // 8))
+    text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2;"
+    tl.inline_asm_elementwise(text, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _start_ahead(w, rows, first, N: tl.constexpr, K: tl.constexpr, AHEAD: tl.constexpr, GEGLU: tl.constexpr):
+    """Programmatic dependent launch: ask for the first weights, then wait until the kernel before has ended and its
+    writes are seen. Only weights may be read before this call, which no kernel writes, and nothing may be written.
+    Launched without that attribute the kernel waits for nothing here, because the one before has ended already.
+    """
+    gdc_launch_dependents()  # the next kernel may become resident; it waits for the end of this one all the same
+    _prefetch(w, rows, first, K, AHEAD)
+    if GEGLU:
+        _prefetch(w, rows + N, first, K, AHEAD)
+    gdc_wait()
+
+
+@triton.jit
 def _gelu_tanh(g):
     """gelu(g) with tanh: 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z)), which cancels nothing."""
     z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
@@ -78,8 +101,8 @@ def _scaled_rows(acc, w_scale, rows, W8: tl.constexpr):
 
 @triton.jit
 def _store_best(y, rows, best, best_index, at, mask, N: tl.constexpr):
-    """The largest of y over its first axis and its row, the lowest of equals; NaN if any of them is NaN. Rows beyond the
-    last repeat it."""
+    """The largest of y over its first axis and its row, the lowest of equals; NaN if any of them is NaN. Rows beyond
+    the last repeat it."""
     spoilt = tl.max((y != y).to(tl.int32), axis=0)
     top, index = tl.max(tl.where(y == y, y, float("-inf")), axis=0, return_indices=True)
     tl.store(best + at, tl.where(spoilt > 0, float("nan"), top), mask=mask)
@@ -102,6 +125,7 @@ def linear_vector(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
+    AHEAD: tl.constexpr,
     W8: tl.constexpr,
     GEGLU: tl.constexpr,
     ARGMAX: tl.constexpr,
@@ -114,6 +138,8 @@ def linear_vector(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(rows, N - 1)  # of the last program: it reads a row twice rather than mask every load
+    if AHEAD:
+        _start_ahead(w, inside, 0, N, K, AHEAD, GEGLU)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
@@ -181,6 +207,7 @@ def linear_matrix(
     SPLITS: tl.constexpr,
     EXACT_EVERY: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
+    AHEAD: tl.constexpr,
     W8: tl.constexpr,
     X8: tl.constexpr,
     GEGLU: tl.constexpr,
@@ -204,6 +231,8 @@ def linear_matrix(
     acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     begin = tl.program_id(1) * PART
+    if AHEAD:
+        _start_ahead(w, inside, begin, N, K, AHEAD, GEGLU)
     for start in range(begin, tl.minimum(begin + PART, K), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         columns = x + m.to(tl.int64)[None, :] * K + k[:, None]

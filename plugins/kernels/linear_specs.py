@@ -30,12 +30,14 @@ POINTERS = {
 def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> KernelSpec:
     """The kernel of `shape` by `config` for `target` ("sm80", ...).
 
-    Raises ConfigError for E4M3 inputs on a target whose matrix units do not take them.
+    Raises ConfigError for E4M3 inputs on a target whose matrix units do not take them, and for `ahead` before sm90.
     """
     check_config(shape, config)
     native = int(target.removeprefix("sm")) >= 89
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
+    if config.ahead and int(target.removeprefix("sm")) < 90:
+        raise ConfigError(f"{target} has no programmatic dependent launch.", fix="Use a configuration with ahead = 0.")
     e4m3 = "fp8e4nv" if native else "u8"
     x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights == "fp8"
     types = {
@@ -52,6 +54,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "EVICT_FIRST": config.evict_first,
+        "AHEAD": config.ahead,
         "W8": fp8,
         "GEGLU": shape.geglu,
         "ARGMAX": shape.argmax,
@@ -64,7 +67,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         constants |= {"COLUMNS": config.columns, "SPLITS": config.splits, "X8": shape.fp8_input}
         constants["EXACT_EVERY"] = min(EXACT_EVERY, config.block_k) if shape.fp8_input else 0
     signature = {name: types[name] for name in function.arg_names if name not in constants}
-    aligned = frozenset(name for name, type_ in signature.items() if type_.startswith("*"))
+    aligned = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}
     return KernelSpec(
         _name(shape, config, native), function, signature, constants, aligned, config.num_warps, config.num_stages
     )

@@ -105,6 +105,12 @@ def check_variants(pool: ProcessPoolExecutor, target: str) -> list[str]:
         cases.append((replace(shape, argmax=True), vector, 1))
     fp8 = LinearShape(1000, 1424, "bfloat16", "fp8", "float32", fp8_input=True)
     cases += [(fp8, matrix, 33), (fp8, split, 9), (fp8, wide, 100), (replace(fp8, geglu=True), matrix, 16)]
+    if target >= "sm90" or len(target) > 4:
+        cases += [
+            (base[1], replace(vector, ahead=512), 1),
+            (replace(base[0], geglu=True), replace(matrix, ahead=256), 9),
+        ]
+        cases.append((base[1], replace(split, ahead=1424), 7))
     return _check(pool, target, cases)
 
 

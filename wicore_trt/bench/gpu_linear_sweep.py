@@ -29,7 +29,7 @@ LAUNCHES = 64  # per graph, at least: what starting the graph costs disappears a
 GRAPH_BYTES = 40e9  # and at most this much read per graph
 COLD_BYTES = 300 << 20  # six times an H100's L2
 PEAK_BYTES_PER_S = 3.0e12
-PROGRAM_TARGETS = (132, 264, 528)
+PROGRAM_TARGETS = (264, 528)
 
 MATRIX_BLOCKS = {
     # (block_n, block_k, num_warps, num_stages)
@@ -59,33 +59,34 @@ def kind_of(shape: LinearShape) -> str:
 
 def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfig]:
     """Configurations for up to `bucket` rows (per program, at most 128)."""
-    kind, found = kind_of(shape), []
+    kind = kind_of(shape)
+    found: list[LinearConfig] = []
     if bucket == 1 and kind != "w8x8":
         for block_n, block_k, warps, stages, unroll in VECTOR_BLOCKS[kind][: 3 if quick else None]:
             if shape.geglu:
                 block_n = max(1, block_n // 2)
-            while block_k > shape.k:
+            while block_k > shape.k or (shape.k < 2048 and shape.k % block_k):
                 block_k, block_n = block_k // 2, block_n * 2
             found.append(LinearConfig(VECTOR, block_n, block_k, 1, 1, warps, stages, unroll))
     columns = max(16 if kind == "w8x8" else 8, bucket)
-    for block_n, block_k, warps, stages in MATRIX_BLOCKS[kind][: 3 if quick else None]:
-        if columns >= 64:  # activations are the larger traffic
-            block_n, stages = max(block_n, 64), min(stages, 4)
-        if columns * block_n > 8192:
+    for block_n, block_k, warps, stages in MATRIX_BLOCKS[kind][: 4 if quick else None]:
+        if columns >= 64:  # activations are the larger traffic; sums need the registers of more warps
+            block_n, stages, warps = max(block_n, 64), min(stages, 4), max(warps, 4)
+        if columns * block_n * (2 if shape.geglu else 1) > 8192:
             warps = 8
-        if shape.geglu and block_n > 32 and columns < 64:
+        if shape.geglu and block_n > 32 and columns < 64 and kind != "w8x8":
             block_n //= 2
-        for splits in _splits(shape, block_n, block_k, columns, bucket):
+        for splits in _splits(shape, block_n, block_k, bucket, quick):
             found.append(LinearConfig(MATRIX, block_n, block_k, columns, splits, warps, stages, 1, columns < 64))
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
 
 
-def _splits(shape: LinearShape, block_n: int, block_k: int, columns: int, bucket: int) -> Iterator[int]:
+def _splits(shape: LinearShape, block_n: int, block_k: int, bucket: int, quick: bool) -> Iterator[int]:
     """1, and what brings the number of programs to the targets, while each part keeps 4 blocks of k."""
     yield 1
     blocks, parts = -(-shape.n // block_n), -(-shape.k // block_k)
     if not shape.geglu and bucket < 128:
-        for target in PROGRAM_TARGETS:
+        for target in PROGRAM_TARGETS[: 1 if quick else None]:
             splits = min(8, -(-target // blocks))
             if splits > 1 and parts // splits >= 4:
                 yield splits
