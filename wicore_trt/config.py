@@ -64,6 +64,9 @@ class ExecutorSettings:
     """CPU operators: native (C++ kernels), torch, or auto: native when the library was built."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of one step; 0 takes all cores that the process may use."""
+    batch_invariant: bool = False
+    """Backend triton: one kernel for every size of a step, so that a sequence's tokens do not depend on its company;
+    prefill is then several times slower."""
 
 
 @settings(config=_STRICT, frozen=True)

@@ -26,6 +26,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.spec": ("errors",),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
+    "model.triton_table": ("model.spec", "plugins"),
+    "model.triton_memory": ("model", "plugins"),
+    "model.lower_triton": ("model", "plugins", "runtime.attention_mass"),
     "model": (
         "errors",
         "model",
@@ -42,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "checkpoint.calibrate": ("errors", "model", "checkpoint", "runtime", "text"),  # calibrating is running the model
     "checkpoint": ("errors", "model", "checkpoint"),
-    "engine": ("errors", "model", "checkpoint", "engine"),
+    "engine": ("errors", "model", "checkpoint", "engine", "plugins"),
     "text": ("errors", "types", "text"),
     "runtime": ("errors", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
     "core": ("errors", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),

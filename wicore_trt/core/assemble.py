@@ -82,6 +82,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_sequences=settings.scheduler.max_sequences,
         max_context=settings.scheduler.max_context,
+        batch_invariant=settings.executor.batch_invariant,
     )
     if engine.manifest.backend == "torch":
         return TorchExecutor(engine, values)
@@ -89,9 +90,13 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         from wicore_trt.runtime.tensorrt_executor import open_executor
 
         return open_executor(engine, values)
+    if engine.manifest.backend == "triton":
+        from wicore_trt.runtime import triton_executor
+
+        return triton_executor.open_executor(engine, values)
     raise EnvironmentUnfitError(
         f"engine {engine.path} is of backend {engine.manifest.backend!r}, which this version does not run.",
-        fix="Build it again with --backend torch or tensorrt.",
+        fix="Build it again with --backend torch, triton or tensorrt.",
     )
 
 

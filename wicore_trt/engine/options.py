@@ -17,12 +17,21 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.model.spec import Gemma3Spec
+
+
+@dataclass(frozen=True, slots=True)
+class DummyModel:
+    """A model without weights, for measurements of speed: whoever loads the engine makes some up."""
+
+    name: str
+    spec: Gemma3Spec
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
-    engine: sequences of a decode step, and tokens of a prefill step."""
+    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source."""
 
     backend: str
     dtype: str
@@ -34,6 +43,7 @@ class BuildOptions:
     max_batch: int
     max_chunk: int
     calibration: Calibration | None
+    dummy: DummyModel | None = None
 
 
 class Backend(Protocol):
@@ -74,6 +84,7 @@ class TorchBackend:
 
 BACKENDS = {
     "torch": "wicore_trt.engine.options:TorchBackend",
+    "triton": "wicore_trt.engine.triton_backend:TritonBackend",
     "tensorrt": "wicore_trt.engine.tensorrt_backend:TensorRTBackend",
     "tensorrt-llm": "wicore_trt.integrations.trtllm_build:TensorRTLLMBackend",
 }

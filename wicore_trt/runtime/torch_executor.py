@@ -47,7 +47,8 @@ class ExecutorSettings:
     `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",
     "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a
     step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
-    divided between the groups. None takes the engine's own value.
+    divided between the groups. None takes the engine's own value. `batch_invariant`: kernels that do not change with
+    the size of a step; backend triton alone has a choice.
     """
 
     device: str = "auto"
@@ -59,6 +60,7 @@ class ExecutorSettings:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_context: int | None = None
+    batch_invariant: bool = False
 
 
 class TorchExecutor:

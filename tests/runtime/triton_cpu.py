@@ -1,0 +1,170 @@
+"""The triton executor on the CPU: Triton's interpreter in place of a GPU, around tiny random models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity.paged import PagedDriver, PagedSequence
+from parity.tiny import TinyModel, cast, tiny_model
+
+from wicore_trt.engine.triton_plan import plan_kernels
+from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
+from wicore_trt.model.triton_table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
+from wicore_trt.plugins.launch import ParameterBlock
+from wicore_trt.plugins.layout import Launch
+from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
+from wicore_trt.runtime.triton_weights import placed_constants
+from wicore_trt.runtime.weights import fuse
+from wicore_trt.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[1] / "plugins"))  # the product's package has the same name
+import interpreted
+
+POINTED = {
+    **{"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16},
+    **{"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8, "*fp8e4nv": E4M3},
+}
+LOGITS_TOO = SamplingParams(temperature=0.0, logprobs=0)
+"""Greedy, but through the executor's sampler, where a `RecordingSampler` sees the logits."""
+
+
+class CpuDevice:
+    """`trt_device.Device` in host memory. It knows what it gave, so that addresses can be turned back into tensors."""
+
+    def __init__(self, target: str) -> None:
+        self.torch_device, self.target, self.stream = torch.device("cpu"), target, 0
+        self.free = 1 << 40
+        self.given: list[torch.Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN, or an impossible index
+        self.given.append(tensor)
+        return tensor
+
+    def staging(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.int32)
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def active(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A graph: the same work at the same addresses, whatever the caller thinks by then."""
+        return work
+
+
+class InterpretingLauncher:
+    """`Launcher` for kernels of `interpreted.uncompiled`. Addresses lie in the device's memory or in `more`."""
+
+    def __init__(self, device: CpuDevice, specs: Mapping[str, KernelSpec]) -> None:
+        self._device, self._specs = device, specs
+        self.more: list[torch.Tensor] = []
+        self.launched: list[str] = []
+
+    def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
+        ParameterBlock(kernel, call.arguments)
+        if 0 in call.grid:
+            return
+        spec = self._specs[kernel.name]
+        self.launched.append(kernel.name)
+        arguments: dict[str, Any] = dict(call.arguments)
+        for name, type_ in kernel.arguments:
+            if type_.startswith("*") and arguments[name]:
+                arguments[name] = self._at(arguments[name], POINTED[type_])
+        interpreted.launch(spec, Launch(call.grid, arguments))
+
+    def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
+        for t in (*self._device.given, *self.more):
+            if t.data_ptr() <= address < t.data_ptr() + t.nbytes:
+                flat = t.flatten().view(torch.uint8)[address - t.data_ptr() :]
+                return flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
+        raise AssertionError(f"{address:#x} is in none of the executor's tensors")
+
+
+@lru_cache
+def specs_of(shape: EngineShape, target: str) -> tuple[KernelTable, dict[str, KernelSpec]]:
+    planned = plan_kernels(shape, target)
+    specs = {p.spec.name: p.spec for p in planned}
+    kernels = {name: interpreted.uncompiled(spec) for name, spec in specs.items()}
+    entries = [Entry(p.role, p.bucket, kernels[p.spec.name], config_of(p.role, p.config)) for p in planned]
+    return KernelTable(target, entries), specs
+
+
+def small_model(seed: int, **overrides: Any) -> TinyModel:
+    """A tiny model of sizes that the kernels take."""
+    sizes = {
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
+    }
+    return tiny_model(seed, **{**sizes, **overrides})
+
+
+def executor_of(
+    model: TinyModel,
+    dtype: str = "bfloat16",
+    *,
+    fp8: bool = False,
+    kv_dtype: str | None = None,
+    target: str = "sm90",
+    graphs: bool = False,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    **settings: Any,
+) -> TritonExecutor:
+    """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them."""
+    values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
+    shape = EngineShape(model.spec, dtype, fp8, kv_dtype or dtype, values.pop("page_tokens", 4))
+    table, specs = specs_of(shape, target)
+    device = CpuDevice(target)
+    launcher = InterpretingLauncher(device, specs)
+
+    def constants(positions: int) -> Any:
+        found = placed_constants(fuse(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device)
+        launcher.more += found.weights.values()
+        return found
+
+    plan = Plan(shape, table, 512, constants)
+    return TritonExecutor(plan, ExecutorSettings(max_context=256, **values), device, launcher, graphs=graphs)
+
+
+def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:
+    """The model's tensors as an engine of that dtype has them."""
+    found = cast(model.spec, model.tensors, E4M3 if fp8 else TORCH_DTYPES[dtype])
+    return {n: t.to(TORCH_DTYPES[dtype]) if t.dtype == torch.bfloat16 else t for n, t in found.items()}
+
+
+def oracle_of(
+    model: TinyModel, dtype: str, *, fp8: bool = False, kv_dtype: str | None = None, **settings: Any
+) -> TorchExecutor:
+    """TorchExecutor of the same weights."""
+    values = {"page_tokens": 4, "kv_pages": {"global": 24, "local": 24}, **settings}
+    return TorchExecutor.from_tensors(
+        model.spec,
+        dtype,
+        rounded(model, dtype, fp8),
+        ExecutorSettings(device="cpu", kernels="torch", **values),
+        kv_dtype=kv_dtype,
+    )
+
+
+class Driver(PagedDriver):
+    """`PagedDriver` whose sampler sees the logits."""
+
+    def _slice(self, sequence: PagedSequence, token_ids: list[int]) -> SequenceSlice:
+        piece = super()._slice(sequence, token_ids)
+        piece.params = LOGITS_TOO
+        return piece

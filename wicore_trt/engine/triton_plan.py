@@ -1,0 +1,139 @@
+"""The kernels that an engine needs on a target: every role of `model.triton_table`, bucket by bucket.
+
+Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
+kernels are compiled or stored. Invariant: a plan depends on the engine's shape and the target alone, so another process
+makes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, EngineShape
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
+from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
+from wicore_trt.plugins.kernels.geglu import geglu_spec
+from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.step_specs import (
+    NormShape,
+    add_norm_spec,
+    config,
+    embed_norm_spec,
+    norm_config,
+    qk_rope_spec,
+    sample_specs,
+)
+from wicore_trt.plugins.linear_configs import BUCKETS, linear_config
+
+INVARIANT_LINEAR_BUCKET = 64
+INVARIANT_DECODE_ROWS = 8
+"""The buckets whose configuration serves any number of rows where results must not depend on it: a compromise, since
+one row would be faster with the smallest and prefill with the largest."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A kernel to compile: `model.triton_table.Entry` with a specification in place of the kernel, and its
+    configuration as plain data."""
+
+    role: str
+    bucket: int
+    spec: KernelSpec
+    config: dict[str, Any] | None = None
+
+
+def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
+    """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
+    planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
+    sampling = {
+        rows: sample_specs(
+            shape.spec.vocab_size, target, sampled=False, softcap=shape.spec.final_logit_softcapping or 0.0, rows=rows
+        )
+        for rows in (*DECODE_BUCKETS, ANY)
+    }
+    planned += _merged("scan", lambda rows: (sampling[rows].scan, None))
+    planned += _merged("choose", lambda rows: (sampling[rows].choose, None))
+    return planned
+
+
+def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[Planned]:
+    """A kernel per bucket of rows; neighbours that are the same become one."""
+    planned: list[Planned] = []
+    for rows in (*DECODE_BUCKETS, ANY):
+        spec, data = at(rows)
+        if planned and planned[-1].spec.name == spec.name and planned[-1].config == data:
+            planned.pop()
+        planned.append(Planned(role, rows, spec, data))
+    return planned
+
+
+def _norms(shape: EngineShape, target: str) -> list[Planned]:
+    spec = shape.spec
+    hidden = spec.hidden_size
+    pool = shape.pool(GROUPS[0])
+
+    def roles(suffix: str, x_dtype: str, fp8: bool) -> list[Planned]:
+        operands, plain = NormShape(hidden, shape.dtype, fp8), NormShape(hidden, shape.dtype)
+
+        def warps(rows: int) -> int:
+            return norm_config(target, rows, hidden).num_warps
+
+        def qk_rope(rows: int) -> KernelSpec:
+            return qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows))
+
+        return [
+            *_merged("embed_norm" + suffix, lambda rows: (embed_norm_spec(operands, warps(rows)), None)),
+            *_merged("add_norm" + suffix, lambda rows: (add_norm_spec(operands, warps(rows), x_dtype=x_dtype), None)),
+            *_merged(
+                "final_norm" + suffix,
+                lambda rows: (add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True), None),
+            ),
+            *_merged("qk_rope" + suffix, lambda rows: (qk_rope(rows), None)),
+            Planned("geglu" + suffix, ANY, geglu_spec(spec.intermediate_size, shape.dtype, x_dtype, fp8=fp8)),
+        ]
+
+    planned = roles("", "float32", False)
+    if shape.scaled_products(target):
+        planned += roles(FP8, "bfloat16", True)
+        planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype)))
+    return planned
+
+
+def _linears(shape: EngineShape, target: str) -> list[Planned]:
+    planned = []
+    for role in LINEARS:
+        linear, most = shape.linear(role), shape.crossover(target, role)
+        for bucket in BUCKETS:
+            chosen = linear_config(target, linear, bucket)
+            planned.append(Planned(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            if bucket >= most:
+                break
+        chosen = linear_config(target, linear, INVARIANT_LINEAR_BUCKET)
+        planned.append(Planned(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
+    return planned
+
+
+def _attention(shape: EngineShape, target: str) -> list[Planned]:
+    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
+
+    def decode(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
+        return decode_spec(pool, dtype, heads, target, chosen), asdict(chosen)
+
+    def combine(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
+        return combine_spec(pool, dtype, chosen), asdict(chosen)
+
+    def chosen_for(rows: int) -> DecodeConfig:
+        return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
+
+    fixed, prefill = chosen_for(INVARIANT_DECODE_ROWS), prefill_config(target, pool)
+    planned = _merged("decode", lambda rows: decode(chosen_for(rows)))
+    planned.append(Planned("decode" + INVARIANT, ANY, *decode(fixed)))
+    planned.append(Planned("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS) or not fixed.fused:
+        planned += _merged("combine", lambda rows: combine(chosen_for(rows)))
+        planned.append(Planned("combine" + INVARIANT, ANY, *combine(fixed)))
+    return planned

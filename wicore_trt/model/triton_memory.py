@@ -1,0 +1,113 @@
+"""Device memory that a step of the triton backend works in: allocated once, for the largest step.
+
+Knows shapes, types and the kernels' scratch; neither weights nor pages. Invariant: a step within the limits allocates
+nothing, so it cannot run out of memory, and a CUDA graph may hold the addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from wicore_trt.model.lower_torch import TORCH_DTYPES
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.model.triton_table import ANY, INVARIANT, KERNEL, LINEARS, EngineShape, KernelTable
+from wicore_trt.plugins.decode_layout import workspace_elements
+from wicore_trt.plugins.linear_layout import partials_bytes
+
+
+class Allocator(Protocol):
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Most tokens of a step, most sequences (and so sampled rows) of a step, positions of a sequence."""
+
+    tokens: int
+    rows: int
+    positions: int
+
+
+class StepMemory:
+    """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind FP8
+    products: qkv, gate and up, or the output of o and down, one after the other."""
+
+    def __init__(
+        self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
+    ) -> None:
+        spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
+        self.limits = limits
+        self.residual = empty((tokens, spec.hidden_size), torch.float32)
+        self.x = empty((tokens, spec.hidden_size), dtype)
+        self.q = empty((tokens, spec.q_size), dtype)
+        self.attended = empty((tokens, spec.q_size), dtype)
+        self.act = empty((tokens, spec.intermediate_size), dtype)
+        linear = {role: shape.linear(role) for role in LINEARS}
+        width = max(linear[role].n for role in ("qkv", "o", "down"))
+        if not invariant and shape.product(table.target, "gate_up", tokens) != KERNEL:
+            width = max(width, 2 * spec.intermediate_size)
+        self._wide = empty((tokens * width,), torch.float32)
+        widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
+        scaled = shape.scaled_products(table.target)
+        self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
+        self.scales = empty((tokens if scaled else 0,), torch.float32)
+        self.head_in = empty((limits.rows, spec.hidden_size), dtype)
+        self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
+        self.results = empty((2, limits.rows), torch.int32)
+        self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
+
+    def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns] of `dtype` at the start of `wide`."""
+        flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
+        return flat[: rows * columns].view(rows, columns)
+
+    def eight(self, rows: int, columns: int) -> torch.Tensor:
+        """uint8 [rows, columns] for E4M3 operands."""
+        return self.bytes8[: rows * columns].view(rows, columns)
+
+    def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, suffix: str) -> None:
+        """Working memory of the kernels themselves. Counters are zero before and after every launch."""
+        limits, partials, counters = self.limits, 0, 0
+        for role in LINEARS:
+            entries, below = table.entries(role + suffix), 0
+            for entry in entries:
+                most = limits.rows if role == "head" else limits.tokens
+                last = entry is entries[-1]
+                rows = min(
+                    most, ANY if last else entry.bucket, shape.crossover(table.target, role) if not suffix else most
+                )
+                if rows > below:
+                    partials = max(partials, partials_bytes(shape.linear(role), entry.config, rows))
+                    counters = max(counters, entry.config.tiles(shape.linear(role), rows))
+                below = entry.bucket
+        self.partials = empty((max(partials // 4, 4),), torch.float32)
+        self.counters = empty((max(counters, 4),), torch.int32).zero_()
+        pool, heads = shape.pool(GROUPS[0]), shape.spec.num_heads
+        sizes = [0, 0, 0]
+        for entry in table.entries("decode" + suffix):
+            needed = workspace_elements(entry.config, pool, heads, min(entry.bucket, limits.rows))
+            sizes = [max(pair) for pair in zip(sizes, needed, strict=True)]
+        self.split_partials = empty((max(sizes[0], 4),), torch.float32)
+        self.split_stats = empty((max(sizes[1], 4),), torch.float32)
+        self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
+        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries("choose"))
+        chunks = -(-shape.spec.vocab_size // least)
+        self.chunk_max = empty((limits.rows * chunks,), torch.float32)
+        self.chunk_token = empty((limits.rows * chunks,), torch.int32)
+
+
+def measured(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
+    """(bytes asked for so far, an allocator that counts them)."""
+    total = 0
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal total
+        tensor = empty(shape, dtype)
+        total += tensor.nbytes
+        return tensor
+
+    return lambda: total, counting

@@ -1,0 +1,136 @@
+"""Which kernel an operation of a step runs, by role and number of rows, and what shapes an engine's kernels are for.
+
+Plain data: it loads neither Triton nor torch, so that an engine's kernels can be listed, loaded and launched without
+them. It must not know how kernels are compiled or stored. Invariant: the kernel of a role depends on the bucket of the
+number of rows alone.
+
+Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "gate_up", "down", "head"; "geglu",
+"quantize"; "decode", "combine", "prefill"; "scan", "choose". With FP8 products there are "embed_norm.fp8",
+"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do.
+Linears and decode attention have one more each, ".invariant", for any number of rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
+from wicore_trt.plugins.layout import PoolShape
+from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
+
+ANY = (1 << 31) - 1
+"""The bucket that holds any number of rows."""
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Rows of a decode step, rounded up to these."""
+LINEARS = ("qkv", "o", "gate_up", "down", "head")
+LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
+INVARIANT = ".invariant"
+FP8 = ".fp8"
+
+KERNEL, MM, SCALED_MM = "kernel", "mm", "scaled_mm"
+"""How a step multiplies by a layer's weights: Triton kernels, torch.mm (cuBLAS), or torch._scaled_mm of E4M3 rows."""
+
+DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64}
+CROSSOVER: dict[str, dict[str, int]] = {}
+"""By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which the Triton kernels are faster."""
+FP8_PRODUCTS = 89
+"""The first architecture whose matrix units take E4M3."""
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What an engine's kernels are for. `dtype` is that of activations and 16-bit weights, "bfloat16" or "float16";
+    `fp8`: the linears of the layers are E4M3; `kv_dtype` is `dtype` or "fp8"."""
+
+    spec: Gemma3Spec
+    dtype: str
+    fp8: bool
+    kv_dtype: str
+    page_tokens: int
+
+    def pool(self, group: str) -> PoolShape:
+        spec = self.spec
+        layers = max(1, len(spec.layers_of(group)))
+        return PoolShape(layers, self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+
+    def linear(self, role: str) -> LinearShape:
+        """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results."""
+        spec = self.spec
+        n, k = {
+            "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
+            "o": (spec.hidden_size, spec.q_size),
+            "gate_up": (spec.intermediate_size, spec.hidden_size),
+            "down": (spec.hidden_size, spec.intermediate_size),
+            "head": (spec.vocab_size, spec.hidden_size),
+        }[role]
+        weights = "fp8" if self.fp8 and role != "head" else self.dtype
+        geglu = role == "gate_up"
+        return LinearShape(n, k, self.dtype, weights, self.dtype if geglu else "float32", geglu=geglu)
+
+    def scaled_products(self, target: str) -> bool:
+        """Whether large steps multiply E4M3 by E4M3."""
+        return self.fp8 and int(target.removeprefix("sm")) >= FP8_PRODUCTS
+
+    def crossover(self, target: str, role: str) -> int:
+        """Most rows for which a linear runs as a Triton kernel. E4M3 weights where no product takes them: always."""
+        fp8 = self.fp8 and role != "head"
+        if fp8 and not self.scaled_products(target):
+            return ANY
+        return CROSSOVER.get(target, DEFAULT_CROSSOVER)["fp8" if fp8 else "16-bit"]
+
+    def product(self, target: str, role: str, rows: int) -> str:
+        """KERNEL, MM or SCALED_MM for a step of `rows` rows."""
+        if rows <= self.crossover(target, role):
+            return KERNEL
+        return SCALED_MM if self.fp8 and role != "head" else MM
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The kernel of a role for up to `bucket` rows. `config` is the LinearConfig, DecodeConfig or PrefillConfig that it
+    was made from, None for roles whose launch follows from the kernel's constants."""
+
+    role: str
+    bucket: int
+    kernel: CompiledKernel
+    config: Any = None
+
+
+def config_of(role: str, data: dict[str, Any] | None) -> Any:
+    """The configuration of a role from plain data. Raises TypeError for other fields."""
+    kinds = {"decode": DecodeConfig, "combine": DecodeConfig, "prefill": PrefillConfig}
+    kind = kinds.get(role.split(".")[0]) or (LinearConfig if role.split(".")[0] in LINEARS else None)
+    return kind(**data) if kind and data is not None else None
+
+
+class KernelTable:
+    """All kernels of an engine for one target."""
+
+    def __init__(self, target: str, entries: Iterable[Entry]) -> None:
+        self.target = target
+        self._roles: dict[str, list[Entry]] = {}
+        for entry in sorted(entries, key=lambda e: (e.role, e.bucket)):
+            self._roles.setdefault(entry.role, []).append(entry)
+
+    def find(self, role: str, rows: int) -> Entry:
+        """The entry of the smallest bucket that holds `rows`, else the largest bucket's."""
+        entries = self._roles[role]
+        at = bisect_left(entries, rows, key=lambda e: e.bucket)
+        return entries[min(at, len(entries) - 1)]
+
+    def entries(self, role: str) -> list[Entry]:
+        """Entries of a role by bucket, ascending; none for a role that the engine does not need."""
+        return list(self._roles.get(role, ()))
+
+    def all(self) -> list[Entry]:
+        return [entry for entries in self._roles.values() for entry in entries]
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """Names of all kernels, sorted, each once."""
+        return sorted({entry.kernel.name for entry in self.all()})

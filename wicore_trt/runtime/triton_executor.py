@@ -1,0 +1,308 @@
+"""Executor of the triton backend: kernels that were compiled ahead of time, decode steps in CUDA graphs.
+
+Owns the weights, the page pools, the working memory and the sampler of one engine. It must not know requests, queues or
+which pages hold what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the
+device once, for its tokens; an execute() call touches only the KV slots of the batch's own pages.
+
+A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
+of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Greedy tokens are chosen on
+the device; rows with other sampling parameters go through the `Sampler`, on logits that stay on the device.
+
+The next step's scheduling could overlap this one: `_enqueue` returns before the device is done, the token ids of a
+graph's rows lie in `StepMemory.results` where the next step's embedding could read them, and only `_collect` waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import torch
+
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.model.gemma3 import forward
+from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
+from wicore_trt.model.lower_triton import StepArrays, TritonModel, TritonOps, Value
+from wicore_trt.model.spec import GLOBAL, GROUPS
+from wicore_trt.model.triton_memory import StepLimits, StepMemory
+from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
+from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
+from wicore_trt.runtime.attention_mass import AttentionProbe
+from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
+from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
+from wicore_trt.runtime.triton_device import open_device
+from wicore_trt.runtime.triton_inputs import StepBlock, ordered
+from wicore_trt.runtime.triton_kernels import load_table
+from wicore_trt.runtime.triton_weights import Constants, engine_shape, load_constants
+from wicore_trt.runtime.trt_device import Device
+from wicore_trt.types import SamplingParams
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+RESERVE_BYTES = 512 << 20
+"""Of device memory that stays free of KV pages: libraries' workspaces, graphs, page copies."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a `TritonExecutor` runs: constants come from `constants(positions)`, once the device is ready for them."""
+
+    shape: EngineShape
+    table: KernelTable
+    max_context: int
+    constants: Callable[[int], Constants]
+    dummy: bool = False
+
+
+class TritonExecutor:
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: ExecutorSettings,
+        device: Device,
+        launcher: Launcher = SHARED_LAUNCHER,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        """Raises ConfigError for too little memory for `settings.kv_bytes`, EnvironmentUnfitError for too little memory
+        for the engine."""
+        self.spec, self._device, self._closed = plan.shape.spec, device, False
+        self.max_batch_tokens, self.max_sequences = settings.max_batch_tokens, settings.max_sequences
+        self.slice_tokens = GPU_SLICE_TOKENS
+        self.kernels = _name(plan, settings)
+        self.layout = _layout(plan, settings)
+        positions = min(settings.max_context or plan.max_context, plan.max_context)
+        largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
+        self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
+        tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
+        limits, invariant = StepLimits(tokens, rows, positions), settings.batch_invariant
+        groups = tuple(self.layout.num_pages)
+        with device.active():
+            try:
+                constants = plan.constants(positions)
+                self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
+                self._block = StepBlock(limits, groups, self.layout.page_tokens, (self._buckets or [0])[-1], device)
+                _check_room(self.layout, device)
+                self.pools = {g: _new_pool(plan.shape, self.layout, g, device) for g in groups}
+            except torch.OutOfMemoryError as error:
+                raise EnvironmentUnfitError(
+                    f"The engine does not fit into the GPU's memory: {error}",
+                    fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
+                ) from error
+            self._host_results = device.staging((2, rows))
+        self.copier: PageCopier = TorchPageCopier(self.pools)
+        self._model = TritonModel(
+            plan.shape,
+            plan.table,
+            constants.weights,
+            constants.rope,
+            self.pools,
+            self.memory,
+            launcher,
+            device.stream,
+            constants.exponents,
+            invariant,
+        )
+        self._sampler = Sampler()
+        self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
+        self._unfinished = False
+        self._graphs: dict[int, Callable[[], None]] = {}
+        if graphs:
+            self._prepare()
+        log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
+        assert not self._closed, "execute() after close()"
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        order = ordered(batch.slices)
+        moved = StepBatch([batch.slices[i] for i in order])
+        layer = next(self._probed_layers, None) if batch.measure_attention else None
+        with self._device.active(), torch.inference_mode():
+            if self._unfinished:  # the last step sampled nothing, so it may still read the block
+                self._device.synchronize()
+                self._unfinished = False
+            inputs = StepInputs.from_batch(moved, self.layout, tuple(self.layout.num_pages))
+            probe = None if layer is None else AttentionProbe.of(layer, inputs)
+            greedy = all(_plain(s) for s in batch.slices if s.sample)
+            rows = self._enqueue(moved, inputs, probe, greedy)
+            position = {i: rows[n] for n, i in enumerate(order)}  # index in the batch to row of the logits
+            wanted = [i for i, s in enumerate(batch.slices) if s.sample]
+            result = self._collect([batch.slices[i] for i in wanted], [position[i] for i in wanted], greedy)
+            if probe is None:
+                return result
+            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
+            scale = self.spec.query_pre_attn_scalar**-0.5
+            return replace(result, attention=probe.masses(pool, inputs, moved, scale))
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+
+    def close(self) -> None:
+        """Drop everything on the device; calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._device.synchronize()
+        self._graphs.clear()
+        self.pools = {}
+        del self._model, self.memory, self._block, self.copier
+
+    def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None, greedy: bool) -> list[int]:
+        """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
+        singles = sum(len(s.token_ids) == 1 for s in batch.slices)
+        bucket = next((b for b in self._graphs if b >= len(batch.slices)), None)
+        if bucket is not None and singles == len(batch.slices) and probe is None:
+            self._block.upload_padded(inputs, bucket)
+            self._graphs[bucket]()
+            return list(range(singles))
+        self._run(self._block.upload(inputs, singles), probe, greedy)
+        rows, count = [], 0
+        for piece in batch.slices:
+            rows.append(count if piece.sample else -1)
+            count += piece.sample
+        return rows
+
+    def _run(self, arrays: StepArrays, probe: AttentionProbe | None = None, greedy: bool = True) -> None:
+        """All kernels of a step."""
+        ops = TritonOps(self._model, arrays, probe)
+        logits: Value = forward(ops, self.spec)
+        if greedy and arrays.rows:
+            ops.greedy(logits)
+
+    def _collect(self, slices: Sequence[SequenceSlice], rows: Sequence[int], greedy: bool) -> StepResult:
+        """The sampled tokens of `slices`, whose logits are `rows`. This is where a step waits for the device."""
+        if not slices:
+            self._unfinished = True
+            return StepResult([])
+        if not greedy:
+            logits = self.memory.logits[: max(rows) + 1]
+            if list(rows) != list(range(len(logits))):
+                logits = logits[list(rows)]
+            cap = self.spec.final_logit_softcapping
+            return self._sampler.sample(logits if cap is None else torch.tanh(logits / cap) * cap, slices)
+        self._host_results.copy_(self.memory.results, non_blocking=True)
+        self._device.synchronize()
+        tokens, status = self._host_results.tolist()
+        return StepResult(
+            [SampledToken(s.seq_id, tokens[r]) for s, r in zip(slices, rows, strict=True) if not status[r]],
+            {s.seq_id: NOT_FINITE for s, r in zip(slices, rows, strict=True) if status[r]},
+        )
+
+    def _prepare(self) -> None:
+        """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
+        the graphs. All rows are of nobody and all pages absent, so no page is written."""
+        with self._device.active(), torch.inference_mode():
+            longest = min(self.max_batch_tokens, self.memory.limits.positions)
+            for count in sorted({1, min(longest, self.max_sequences or 1)}):
+                tokens = longest - count + 1
+                lengths = [1] * (count - 1) + [tokens]
+                slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
+                self._enqueue(StepBatch(slices), self._inputs(slices), None, True)
+                self._device.synchronize()
+            for bucket in self._buckets:
+                arrays = self._block.padded(bucket)
+                self._block.upload_padded(self._inputs([self._nobody(0, 1)]), bucket)
+                self._run(arrays)
+                self._device.synchronize()
+                self._graphs[bucket] = self._device.capture(lambda arrays=arrays: self._run(arrays))  # type: ignore[misc]
+            self._device.synchronize()
+
+    def _inputs(self, slices: list[SequenceSlice]) -> StepInputs:
+        return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
+
+    def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
+        pages = [-1] * -(-tokens // self.layout.page_tokens)
+        params = SamplingParams(temperature=0.0)
+        return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=params)
+
+
+def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecutor:
+    """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
+    it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
+    manifest = engine.manifest
+    if manifest.tp_size != 1:
+        raise EngineFormatError(
+            f"This engine is split over {manifest.tp_size} ranks, and backend 'triton' runs one.",
+            fix="Build it again with --tp 1.",
+        )
+    device = open_device(settings.device)
+    shape = engine_shape(engine, settings.page_tokens)
+    table = load_table(engine, shape, device.target)
+    plan = Plan(
+        shape,
+        table,
+        manifest.max_context,
+        lambda positions: load_constants(engine, shape, positions, device),
+        dummy=bool(manifest.compiled.get("dummy_weights")),
+    )
+    return TritonExecutor(plan, settings, device)
+
+
+def _plain(piece: SequenceSlice) -> bool:
+    """Whether the largest logit is the token, and nothing else is asked for."""
+    p = piece.params
+    assert p is not None
+    edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+    return p.greedy and p.logprobs is None and not edited and not piece.suppress_eos
+
+
+def _name(plan: Plan, settings: ExecutorSettings) -> str:
+    versions = {entry.kernel.triton_version for entry in plan.table.all()}
+    digest = blake2b("\n".join([*plan.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
+    mode = "-invariant" if settings.batch_invariant else ""
+    return f"triton-{plan.table.target}-{digest}{mode}{'-dummy-weights' if plan.dummy else ''}"
+
+
+def _layout(plan: Plan, settings: ExecutorSettings) -> KVLayout:
+    shape, spec = plan.shape, plan.shape.spec
+    itemsize = TORCH_DTYPES[shape.kv_dtype].itemsize
+    pages = settings.kv_pages or plan_pools(
+        spec,
+        shape.page_tokens,
+        itemsize,
+        settings.kv_bytes,
+        min(settings.max_context or plan.max_context, plan.max_context),
+        max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
+    )
+    groups = [g for g in GROUPS if spec.layers_of(g)]
+    page_bytes = {g: spec.page_bytes(g, shape.page_tokens, itemsize) for g in groups}
+    return KVLayout(shape.page_tokens, shape.kv_dtype, {g: pages[g] for g in groups}, page_bytes)
+
+
+def _check_room(layout: KVLayout, device: Device) -> None:
+    needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
+    free = device.free_bytes() - RESERVE_BYTES
+    if needed > free:
+        raise ConfigError(
+            f"KV pages of {needed:,} bytes do not fit: beside the engine the GPU has {max(free, 0):,} bytes for them.",
+            fix="Lower kv.device_bytes.",
+        )
+
+
+def _new_pool(shape: EngineShape, layout: KVLayout, group: str, device: Device) -> torch.Tensor:
+    """Filled with NaN, so that reading a slot before it is written ends in a failed sequence and not in text."""
+    spec, dtype = shape.spec, TORCH_DTYPES[layout.kv_dtype]
+    layers = len(spec.layers_of(group))
+    sizes = (layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
+    pool = device.empty(sizes, dtype)
+    if dtype == E4M3:
+        pool.view(torch.uint8).fill_(0x7F)
+    else:
+        pool.fill_(torch.nan)
+    return pool
