@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.options import DummyModel
 
 
 def command(
@@ -19,7 +22,7 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="How the engine computes: torch, tensorrt or tensorrt-llm.")
+        str | None, typer.Option(help="How the engine computes: torch, triton, tensorrt or tensorrt-llm.")
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="GPU architectures to compile for, such as sm89 or sm80,sm89.")
@@ -34,6 +37,13 @@ def command(
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 2048,
     kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
+    dummy_weights: Annotated[
+        bool,
+        typer.Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --dummy-weights, in place of SOURCE: gemma3-270m, 1b, 4b, 12b or 27b.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -46,6 +56,10 @@ def command(
     from wicore_trt.engine.build import build_engine
     from wicore_trt.errors import ConfigError
 
+    dummy = None
+    if dummy_weights or model:
+        dummy = _dummy(model, dummy_weights)
+        source, output = model, output or (None if source is None else Path(source))
     flags = {
         "engine": None if output is None else str(output),
         "build.source": source,
@@ -81,6 +95,7 @@ def command(
             max_batch=settings.build.max_batch,
             max_chunk=settings.build.max_chunk,
             calibration=calibration,
+            dummy=dummy,
             force=force,
             progress=report,
         )
@@ -89,3 +104,17 @@ def command(
         print_json({"path": str(engine.path), "fingerprint": manifest.fingerprint, "bytes": manifest.total_bytes})
     else:
         print(f"built {engine.path}: {manifest.model_id}, {manifest.dtype}, {human_bytes(manifest.total_bytes)}")
+
+
+def _dummy(model: str | None, wanted: bool) -> DummyModel:
+    """The sizes that --model names. Raises ConfigError for one flag without the other."""
+    from wicore_trt.engine.options import DummyModel
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.sizing import MODELS, builtin_spec
+
+    if model is None or not wanted or model not in MODELS:
+        raise ConfigError(
+            "--dummy-weights and --model go together: wicore build --dummy-weights --model gemma3-27b OUTPUT.",
+            fix=f"Models: {', '.join(MODELS)}.",
+        )
+    return DummyModel(model, builtin_spec(model))

@@ -28,8 +28,9 @@ from wicore_trt.engine.directory import (
     partial_directory,
     replace_engine,
 )
-from wicore_trt.engine.manifest import MANIFEST_NAME, Manifest, compute_fingerprint
-from wicore_trt.engine.options import Backend, BuildOptions, find_backend, split_targets
+from wicore_trt.engine.dummy import dummy_checkpoint
+from wicore_trt.engine.manifest import DUMMY_WEIGHTS, MANIFEST_NAME, Manifest, compute_fingerprint
+from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
 
@@ -66,10 +67,12 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     max_batch: int = 8,
     max_chunk: int = 512,
     calibration: Calibration | None = None,
+    dummy: DummyModel | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> EngineDir:
-    """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory.
+    """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
+    `dummy` from a model's sizes alone: its weights are made up when it is loaded, and the manifest says so.
 
     `dtype="auto"` keeps a checkpoint's dtype and converts a source to bfloat16; `kv_dtype="auto"` is the dtype of
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
@@ -91,6 +94,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         max_batch,
         max_chunk,
         calibration,
+        dummy,
     )
     output = Path(os.path.abspath(output))
     _check_options(options)
@@ -104,7 +108,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
             partial = stack.enter_context(partial_directory(output))
             limit = checkpoint.spec.max_position_embeddings
             options = replace(options, max_context=options.max_context or compiler.default_context(limit))
-            manifest = _lay_out(checkpoint, partial, options, compiler, str(source), progress)
+            name = f"--dummy-weights --model {dummy.name}" if dummy else str(source)
+            manifest = _lay_out(checkpoint, partial, options, compiler, name, progress)
             (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
             replace_engine(partial, output, force=force)
     except OSError as error:
@@ -122,6 +127,8 @@ def is_unified_checkpoint(path: Path) -> bool:
 def _check_options(options: BuildOptions) -> None:
     if options.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
+    if options.dummy and options.backend != "triton":
+        raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
     if options.page_tokens < 1 or options.page_tokens & (options.page_tokens - 1):
         raise ConfigError(f"page_tokens must be a power of two, got {options.page_tokens}.")
 
@@ -132,6 +139,8 @@ def _checkpoint_of(
     """Open the checkpoint, or make one beside the output that lives as long as `stack`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
+    if options.dummy:
+        return dummy_checkpoint(options.dummy, options.dtype)
     unified = is_unified_checkpoint(Path(source))
     if unified and not options.calibration:
         return open_checkpoint(Path(source))
@@ -179,6 +188,8 @@ def _lay_out(
         shutil.copyfile(path, partial / path.name)
     _report(progress, "hash", 0, 1)
     compiled = compiler.compile(checkpoint, partial, options, progress)
+    if options.dummy:
+        compiled |= {DUMMY_WEIGHTS: True}
     weights_hash = hash_weights(rank_files)
     files = describe_files(partial)
     _report(progress, "hash", 1, 1)

@@ -55,7 +55,7 @@ def open_engine(path: Path, *, verify: bool = True, progress: Progress | None = 
     """
     path = Path(path)
     manifest = read_manifest(path)
-    for rank in range(manifest.tp_size):
+    for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
         if f"rank{rank}.safetensors" not in manifest.files:
             raise EngineFormatError(
                 f"engine {path}: {MANIFEST_NAME} lists no weights for rank {rank} of {manifest.tp_size}.",

@@ -21,6 +21,8 @@ KIND = "wicore-engine"
 FORMAT_VERSION = 1
 DTYPES = ("float32", "bfloat16", "float16", "fp8")
 DIGEST_BYTES = 32
+DUMMY_WEIGHTS = "dummy_weights"
+"""Key of Manifest.compiled: the engine has no weight files, and whoever loads it makes weights up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class Manifest:
     def base_dtype(self) -> str:
         """Dtype of activations and of unquantized weights."""
         return str(self.quantization["base_dtype"]) if self.quantization else self.dtype
+
+    @property
+    def dummy_weights(self) -> bool:
+        """Whether the engine has no weights and computes nothing sensible."""
+        return bool(self.compiled.get(DUMMY_WEIGHTS))
 
     @property
     def total_bytes(self) -> int:

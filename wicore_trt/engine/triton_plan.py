@@ -80,7 +80,7 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
         operands, plain = NormShape(hidden, shape.dtype, fp8), NormShape(hidden, shape.dtype)
 
         def warps(rows: int) -> int:
-            return norm_config(target, rows, hidden).num_warps
+            return int(norm_config(target, rows, hidden).num_warps)
 
         def qk_rope(rows: int) -> KernelSpec:
             return qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows))

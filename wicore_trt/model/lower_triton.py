@@ -100,7 +100,8 @@ class StepArrays:
 class TritonModel:
     """What all steps share, on one device. `weights` are the engine's under the fused names of `runtime.weights`,
     linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin float32 [positions,
-    D / 2]; `pools[group]` the pages; `exponents` says of which power of two gate * up of a gate_up weight is divided by."""
+    D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided, by the name of
+    the gate_up weight."""
 
     shape: EngineShape
     table: KernelTable
@@ -387,7 +388,7 @@ def scaled_mm(
 def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
     """What `linear_layout.geglu_exponent` calls `largest`, of gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
     weights [H] of the norm in front."""
-    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in gate_up.split(4096)])
+    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
     if scale is not None:
         lengths = lengths * scale.view(-1).abs()
     gate, up = lengths.chunk(2)

@@ -81,7 +81,8 @@ class TritonExecutor:
         """Raises ConfigError for too little memory for `settings.kv_bytes`, EnvironmentUnfitError for too little memory
         for the engine."""
         self.spec, self._device, self._closed = plan.shape.spec, device, False
-        self.max_batch_tokens, self.max_sequences = settings.max_batch_tokens, settings.max_sequences
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.max_sequences: int | None = settings.max_sequences
         self.slice_tokens = GPU_SLICE_TOKENS
         self.kernels = _name(plan, settings)
         self.layout = _layout(plan, settings)
@@ -248,7 +249,7 @@ def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecut
         table,
         manifest.max_context,
         lambda positions: load_constants(engine, shape, positions, device),
-        dummy=bool(manifest.compiled.get("dummy_weights")),
+        dummy=manifest.dummy_weights,
     )
     return TritonExecutor(plan, settings, device)
 

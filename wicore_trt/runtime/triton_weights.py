@@ -57,7 +57,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 
     Raises EngineFormatError for files that do not fit.
     """
-    if engine.manifest.compiled.get("dummy_weights"):
+    if engine.manifest.dummy_weights:
         return finished(shape, dummy_weights(shape, device.torch_device), positions, device)
     listed = weight_tensors(engine.rank_files, shape.spec, shape.kv_dtype)
     loaded = load_weights(engine.rank_files[0], listed, shape.spec, device)
@@ -148,4 +148,5 @@ def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
 def _exponent(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor], layer: int) -> int:
     name = layer_weight(layer, "mlp.gate_up")
     norm = weights[layer_weight(layer, "pre_feedforward_layernorm")]
-    return geglu_exponent(spec.hidden_size, gate_up_bound(weights[name], weights.get(weight_scale_name(name)), norm))
+    largest = gate_up_bound(weights[name], weights.get(weight_scale_name(name)), norm)
+    return int(geglu_exponent(spec.hidden_size, largest))
