@@ -7,7 +7,8 @@ Checks every variant against float64 (exit status 1 on a mismatch), then times c
 its bound (bytes of weights / 3.0 TB/s), cuBLAS, and the lines of `plugins.linear_configs.MEASURED`. What fails to
 compile or run is reported and left out; a configuration whose result is wrong makes the status 1.
 
-Needs a GPU from sm89 on, torch, triton and cuda-bindings. Invariant: every figure printed belongs to a launch whose
+Needs a GPU from sm89 on, torch, triton and cuda-bindings. In a checkout that is not installed, first
+`ln -s ../plugins wicore_trt/plugins`. Invariant: every figure printed belongs to a launch whose
 result was compared.
 """
 
@@ -255,9 +256,10 @@ def measure(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
     kinds = ("w16",) if options.small else ("w8", "w16", "w8x8")
     shapes = {(k, y): shape_of(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
-        k: [s.weight_rows * s.k for s in shapes.values() if (s.weights == "fp8") == (k == "w8")] for k in ("w16", "w8")
+        k: sorted(s.weight_rows * s.k for s in shapes.values() if (s.weights == "fp8") == (k == "w8"))
+        for k in ("w16", "w8")
     }
-    weights = Weights("cuda", {k: max(2 * max(v), 400 << 20) for k, v in sizes.items() if v})
+    weights = Weights("cuda", {k: max(2 * v[-1], 8 * v[-2], 400 << 20) for k, v in sizes.items() if v})
     work = ((k, y, r) for k in kinds for y in layers for r in ROWS[k] if (k, y) in shapes)
     try:
         sweep_layer(sweep, pool, weights, (((k, y, r), shapes[k, y]) for k, y, r in work))

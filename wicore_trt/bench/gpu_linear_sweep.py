@@ -129,12 +129,12 @@ class Weights:
             self._pools[name] = pool
 
     def matrices(self, shape: LinearShape) -> list[Any]:
-        """Matrices [weight_rows, k]; together more than L2 holds, and at least two."""
+        """Matrices [weight_rows, k]: 8, or what the memory has of them, and together more than L2 holds."""
         import torch
 
         pool = self._pools["w16" if shape.weights != "fp8" else "w8"]
         size = shape.weight_rows * shape.k
-        count = min(len(pool) // size, max(2, -(-COLD_BYTES // (size * pool.itemsize))))
+        count = min(len(pool) // size, max(8, -(-COLD_BYTES // (size * pool.itemsize))))
         views = [pool[i * size : (i + 1) * size].view(shape.weight_rows, shape.k) for i in range(count)]
         if shape.weights != "fp8" and shape.dtype == "float16":
             views = [v.view(torch.float16) for v in views]  # other numbers, as good for timing
