@@ -23,7 +23,7 @@ from wicore_trt.plugins.decode_layout import PrefillConfig
 from wicore_trt.plugins.kernels import fast_attention_specs as specs
 from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables
 
-TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm120")
+TARGETS = ("sm80", "sm90", *(pytest.param(t, marks=pytest.mark.long) for t in ("sm89", "sm100", "sm120")))
 SMALL_BLOCKS = PrefillConfig(16, 16)
 
 
