@@ -62,7 +62,7 @@ CALLS = {
         rope_call(LARGE, 32, "bfloat16", "bfloat16", 1),
         rope_call(SMALL, 4, "float32", "float16", 4),
         *sample_calls(sampled=False, softcap=0, candidates=1024),
-        *sample_calls(sampled=True, softcap=30, candidates=64),
+        *sample_calls(sampled=True, softcap=30, candidates=16),
     ]
 }
 

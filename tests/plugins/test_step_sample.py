@@ -151,6 +151,16 @@ def test_draws_are_the_hosts(run: Runner, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
+def test_a_nucleus_that_is_reached_exactly(run: Runner) -> None:
+    """Two tokens of one half each: the first alone reaches top_p = 0.5, whatever the number drawn."""
+    logits = torch.full((8, 50), -math.inf)
+    logits[:, 11] = logits[:, 17] = 2.5
+    device = Device(run, logits, slices([SamplingParams(top_p=0.5)] * 8))
+    device.check()
+    assert device.tokens == [11] * 8
+
+
+@pytest.mark.parametrize("run", RUNNERS)
 def test_many_candidates(run: Runner) -> None:
     params = random.choice([SamplingParams(temperature=3, top_k=1024), SamplingParams(temperature=0.15, top_p=0.9)])
     Device(run, torch.randn(1, 140_000), slices([params]), candidates=1024).check()
@@ -178,6 +188,7 @@ def test_what_candidates_cannot_decide_is_left_to_the_host(run: Runner) -> None:
 def test_softcap(run: Runner, sampled: bool) -> None:
     """Far apart logits become near ones, so draws change; the vocabulary's end stays masked; +inf is not hidden."""
     logits = torch.randn(6, 2500) * 40 - 100
+    logits[2] = -1e4  # at the cap, where a masked entry must not be
     logits[5, 7] = math.inf
     params = [SamplingParams(temperature=2), SamplingParams(top_k=15)] if sampled else [GREEDY, GREEDY]
     device = Device(run, logits, slices(params * 3), softcap=30.0)
