@@ -251,7 +251,7 @@ def sweep(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[s
     for kernel in kernels:
         groups = point.model.kv_heads // kernel.fields.get("heads", 1) * point.rows
         blocks = -(-point.seen // kernel.fields.get("block_k", 64))
-        options = {min(blocks, max(1, round(waves * sms / groups))) for waves in (1, 2, 3)}
+        options = {min(blocks, max(1, round(waves * sms / groups))) for waves in (1, 2, 3, 6, 12)}
         for splits in sorted({1} if point.tokens or not kernel.fields else options):
             if time.monotonic() > until:
                 break
