@@ -76,13 +76,18 @@ class NormShape:
 
 
 def _spec(
-    name: str, function: Any, types: Mapping[str, str], constants: Mapping[str, Constant], num_warps: int
+    name: str,
+    function: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Constant],
+    num_warps: int,
+    more_aligned: frozenset[str] = frozenset(),
 ) -> KernelSpec:
     """A spec with its signature in the kernel's order; pointers are multiples of 16 bytes, except those of arrays with
     one element per row, which a caller may slice."""
     signature = {n: types[n] for n in function.arg_names if n not in constants}
-    aligned = {n for n, type_ in signature.items() if n in ALIGNED}
-    return KernelSpec(f"{name}_w{num_warps}", function, signature, constants, frozenset(aligned), num_warps, 1)
+    aligned = frozenset(n for n in signature if n in ALIGNED or n in more_aligned)
+    return KernelSpec(f"{name}_w{num_warps}", function, signature, constants, aligned, num_warps, 1)
 
 
 ALIGNED = {
@@ -174,6 +179,7 @@ def sample_specs(
     """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none.
 
     Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
+    Where `vocab` is a multiple of 16, so must be the stride of the rows of logits, and their address of 16 bytes.
     """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
@@ -190,13 +196,15 @@ def sample_specs(
         "GROUPS": 1 << (chunks * chunk.block // sample.GROUP - 1).bit_length(),
         "CANDIDATES": candidates,
     }
+    wide = frozenset({"logits", "row_stride", "vocab"} if vocab % 16 == 0 else ())
     shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
     scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
-    scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps)
+    scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps, wide)
     constants = common | grouped | sizes
-    choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, config("choose", target, rows).num_warps)
+    warps = config("choose", target, rows).num_warps
+    choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, warps, wide)
     if not sampled:
         return SampleSpecs(scan, choose, None, None)
-    collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps)
+    collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps, wide)
     draw = _spec(f"draw_{shape}", sample.draw_filtered, SAMPLE_TYPES, capacity, draw_warps)
     return SampleSpecs(scan, choose, collect, draw)

@@ -51,7 +51,8 @@ class Device:
 
     def __post_init__(self) -> None:
         run, (r, vocab) = self.run, self.logits.shape
-        stored = torch.full((r, vocab + 5), math.nan)
+        stride = vocab + (5 if vocab % 16 else 16)
+        stored = torch.full((r, stride), math.nan)
         stored[:, :vocab] = self.logits
         params = [s.params for s in self.rows if s.params is not None]
         sampled = any(not p.greedy for p in params)
@@ -74,7 +75,7 @@ class Device:
         arrays["indices"] = run.ints([len(s.history) - s.prompt_len for s in self.rows])
         if not sampled:  # null pointers, which must not be touched
             arrays = {n: a for n, a in arrays.items() if n in ("tokens", "status", "chunk_max", "chunk_token")}
-        there = Logits(run.put(stored), r, vocab, vocab + 5)
+        there = Logits(run.put(stored), r, vocab, stride)
         calls = step_layout.sample_launches(specs.choose.constants, there, SampleArrays(**arrays))
         for name, call in calls.items():
             if getattr(specs, name) is not None:
