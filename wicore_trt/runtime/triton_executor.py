@@ -67,7 +67,8 @@ class Plan:
 
 class TritonExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding."""
+    the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding. `model`,
+    `memory`, `block` and `graphs` (by rows) are what a step is made of, for measurements."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class TritonExecutor:
     ) -> None:
         """Raises ConfigError for too little memory for `settings.kv_bytes`, EnvironmentUnfitError for too little memory
         for the engine."""
-        self.spec, self._device, self._closed = plan.shape.spec, device, False
+        self.spec, self.device, self._closed = plan.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
         self.slice_tokens = GPU_SLICE_TOKENS
@@ -96,7 +97,7 @@ class TritonExecutor:
             try:
                 constants = plan.constants(positions)
                 self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
-                self._block = StepBlock(limits, groups, self.layout.page_tokens, (self._buckets or [0])[-1], device)
+                self.block = StepBlock(limits, groups, self.layout.page_tokens, (self._buckets or [0])[-1], device)
                 _check_room(self.layout, device)
                 self.pools = {g: _new_pool(plan.shape, self.layout, g, device) for g in groups}
             except torch.OutOfMemoryError as error:
@@ -106,7 +107,7 @@ class TritonExecutor:
                 ) from error
             self._host_results = device.staging((2, rows))
         self.copier: PageCopier = TorchPageCopier(self.pools)
-        self._model = TritonModel(
+        self.model = TritonModel(
             plan.shape,
             plan.table,
             constants.weights,
@@ -121,7 +122,7 @@ class TritonExecutor:
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         self._unfinished = False
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self.graphs: dict[int, Callable[[], None]] = {}
         if graphs:
             self._prepare()
         log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
@@ -133,11 +134,11 @@ class TritonExecutor:
         order = ordered(batch.slices)
         moved = StepBatch([batch.slices[i] for i in order])
         layer = next(self._probed_layers, None) if batch.measure_attention else None
-        with self._device.active(), torch.inference_mode():
+        with self.device.active(), torch.inference_mode():
             if self._unfinished:  # the last step sampled nothing, so it may still read the block
-                self._device.synchronize()
+                self.device.synchronize()
                 self._unfinished = False
-            inputs = StepInputs.from_batch(moved, self.layout, tuple(self.layout.num_pages))
+            inputs = self.inputs(moved.slices)
             probe = None if layer is None else AttentionProbe.of(layer, inputs)
             greedy = all(_plain(s) for s in batch.slices if s.sample)
             rows = self._enqueue(moved, inputs, probe, greedy)
@@ -158,29 +159,29 @@ class TritonExecutor:
         if self._closed:
             return
         self._closed = True
-        self._device.synchronize()
-        self._graphs.clear()
+        self.device.synchronize()
+        self.graphs.clear()
         self.pools = {}
-        del self._model, self.memory, self._block, self.copier
+        del self.model, self.memory, self.block, self.copier
 
     def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None, greedy: bool) -> list[int]:
         """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
         singles = sum(len(s.token_ids) == 1 for s in batch.slices)
-        bucket = next((b for b in self._graphs if b >= len(batch.slices)), None)
+        bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
         if bucket is not None and singles == len(batch.slices) and probe is None:
-            self._block.upload_padded(inputs, bucket)
-            self._graphs[bucket]()
+            self.block.upload_padded(inputs, bucket)
+            self.graphs[bucket]()
             return list(range(singles))
-        self._run(self._block.upload(inputs, singles), probe, greedy)
+        self.run(self.block.upload(inputs, singles), probe, greedy)
         rows, count = [], 0
         for piece in batch.slices:
             rows.append(count if piece.sample else -1)
             count += piece.sample
         return rows
 
-    def _run(self, arrays: StepArrays, probe: AttentionProbe | None = None, greedy: bool = True) -> None:
-        """All kernels of a step."""
-        ops = TritonOps(self._model, arrays, probe)
+    def run(self, arrays: StepArrays, probe: AttentionProbe | None = None, greedy: bool = True) -> None:
+        """Put all kernels of a step on the stream."""
+        ops = TritonOps(self.model, arrays, probe)
         logits: Value = forward(ops, self.spec)
         if greedy and arrays.rows:
             ops.greedy(logits)
@@ -197,7 +198,7 @@ class TritonExecutor:
             cap = self.spec.final_logit_softcapping
             return self._sampler.sample(logits if cap is None else torch.tanh(logits / cap) * cap, slices)
         self._host_results.copy_(self.memory.results, non_blocking=True)
-        self._device.synchronize()
+        self.device.synchronize()
         tokens, status = self._host_results.tolist()
         return StepResult(
             [SampledToken(s.seq_id, tokens[r]) for s, r in zip(slices, rows, strict=True) if not status[r]],
@@ -207,23 +208,24 @@ class TritonExecutor:
     def _prepare(self) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
         the graphs. All rows are of nobody and all pages absent, so no page is written."""
-        with self._device.active(), torch.inference_mode():
+        with self.device.active(), torch.inference_mode():
             longest = min(self.max_batch_tokens, self.memory.limits.positions)
             for count in sorted({1, min(longest, self.max_sequences or 1)}):
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), self._inputs(slices), None, True)
-                self._device.synchronize()
+                self._enqueue(StepBatch(slices), self.inputs(slices), None, True)
+                self.device.synchronize()
             for bucket in self._buckets:
-                arrays = self._block.padded(bucket)
-                self._block.upload_padded(self._inputs([self._nobody(0, 1)]), bucket)
-                self._run(arrays)
-                self._device.synchronize()
-                self._graphs[bucket] = self._device.capture(lambda arrays=arrays: self._run(arrays))  # type: ignore[misc]
-            self._device.synchronize()
+                arrays = self.block.padded(bucket)
+                self.block.upload_padded(self.inputs([self._nobody(0, 1)]), bucket)
+                self.run(arrays)
+                self.device.synchronize()
+                self.graphs[bucket] = self.device.capture(lambda arrays=arrays: self.run(arrays))  # type: ignore[misc]
+            self.device.synchronize()
 
-    def _inputs(self, slices: list[SequenceSlice]) -> StepInputs:
+    def inputs(self, slices: list[SequenceSlice]) -> StepInputs:
+        """The geometry of a step of these slices."""
         return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 
     def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
