@@ -55,7 +55,7 @@ def _products(run: bool) -> Iterator[Counter[str]]:
 
         return call
 
-    lower_triton.float_mm, lower_triton.scaled_mm = map(replaced, kept)  # type: ignore[assignment]
+    lower_triton.float_mm, lower_triton.scaled_mm = replaced(kept[0]), replaced(kept[1])
     try:
         yield seen
     finally:

@@ -4,8 +4,9 @@
 
 Per batch size: milliseconds of a decode step in its CUDA graph (median by events), the same with uploads and the
 host's work (wall clock), the bytes that the step must read over the copy bandwidth of the same run, and the time of
-each kernel role in a graph of its own. Then prefill of one prompt. `--check` first compares a small random model with the torch
-operators on the CPU and exits 1 on disagreement. Prints as it goes. Needs a GPU, Triton, torch and cuda-bindings.
+each kernel role in a graph of its own. Then prefill of one prompt. `--check` first compares a small random model with
+the torch operators on the CPU and exits 1 on disagreement. Prints as it goes. Needs a GPU, Triton, torch and
+cuda-bindings.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Measurement:
             triton_table.CROSSOVER[device.target] = measured
         copies = copy_rate()
         say(f"copy bandwidth {copies / 1e12:.2f} TB/s (read and write), sum() {sum_rate() / 1e12:.2f} TB/s")
+        torch.cuda.empty_cache()
         executor, weight_bytes = self.executor(device)
         report: dict[str, Any] = {
             **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
@@ -138,7 +140,7 @@ class Measurement:
         for row in report["decode"]:
             say(
                 f"B={row['batch']:<4} {row['graph_ms']:.3f} ms/step in the graph, {row['wall_ms']:.3f} ms wall; "
-                f"{row['bytes'] / 1e9:.2f} GB = {row['bound_ms']:.3f} ms at copy bandwidth ({row['of_bound']:.1%} of it)"
+                f"{row['bytes'] / 1e9:.2f} GB = {row['bound_ms']:.3f} ms at copy bandwidth ({row['of_bound']:.1%})"
             )
         if report["prefill"]:
             say(f"prefill of {args.prefill}: {report['prefill']['wall_ms']:.2f} ms wall")
@@ -291,10 +293,7 @@ def copy_rate() -> float:
 def sum_rate() -> float:
     """Bytes read per second by a sum over 2 GiB."""
     values = torch.empty(1 << 29, dtype=torch.float32, device="cuda").zero_()
-    rate = values.nbytes / _seconds(lambda: values.sum())
-    del values
-    torch.cuda.empty_cache()
-    return rate
+    return values.nbytes / _seconds(values.sum)
 
 
 def _seconds(work: Callable[[], Any], repeats: int = 9) -> float:
