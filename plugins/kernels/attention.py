@@ -35,7 +35,7 @@ def _find_sequence(cu_seqlens, n_sequences, block, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
+def _key_block(
     acc,
     top,
     total,
@@ -97,7 +97,7 @@ def _key_block(  # noqa: PLR0913 - a kernel takes its memory apart
 
 
 @triton.jit
-def paged_attention(  # noqa: PLR0913 - a kernel takes its memory apart
+def paged_attention(
     q,
     out,
     pool,

@@ -14,7 +14,7 @@ from wicore_trt.plugins.kernels.e4m3 import quantize
 
 
 @triton.jit
-def kv_write(  # noqa: PLR0913 - a kernel takes its memory apart
+def kv_write(
     k,
     v,
     pool,

@@ -18,7 +18,7 @@ from wicore_trt.plugins.kernels.e4m3 import decode, quantize
 
 
 @triton.jit
-def copy_pages(  # noqa: PLR0913 - a kernel takes its memory apart
+def copy_pages(
     pool,
     cache,
     tables,
@@ -86,7 +86,7 @@ def copy_pages(  # noqa: PLR0913 - a kernel takes its memory apart
 
 
 @triton.jit
-def slide(  # noqa: PLR0913 - a kernel takes its memory apart
+def slide(
     cache,
     moves,
     cache_layer,
