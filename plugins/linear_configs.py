@@ -18,7 +18,8 @@ PROGRAMS = 264
 Key = tuple[str, int, int, str, bool, int]
 """(target, n, k, kind, geglu, bucket); kind is "w16", "w8" or "w8x8"."""
 # (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll). Bucket 1 is "vector",
-# the others "matrix"; from 64 rows on, weights are read more than once and not evicted first. 27B on an H100, 2026-11-21.
+# the others "matrix"; from 64 rows on, weights are read more than once and not evicted first. 27B on an H100,
+# 2026-11-21.
 _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
     (5376, 21504, "w16", False): (
         (1, 4, 1024, 1, 1, 4, 1, 1),
