@@ -1,4 +1,4 @@
-"""TritonExecutor in Triton's interpreter: logits against TorchExecutor, padding, pages, greedy tokens, failures."""
+"""TritonExecutor in Triton's interpreter: logits against TorchExecutor, padding, pages, sampling, failures."""
 
 from __future__ import annotations
 
@@ -10,25 +10,159 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-from parity.paged import random_chunks, relative_error  # noqa: E402
-from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # noqa: E402
+from parity.paged import GREEDY, relative_error  # noqa: E402
+from parity.tiny import overflowing_model  # noqa: E402
+from runtime.triton_cpu import CpuDevice, Driver, executor_of, oracle_of, rounded, small_model  # noqa: E402
 
-TOLERANCE = {"bfloat16": 0.03, "float16": 0.004}
+from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
+from wicore_trt.model.lower_torch import E4M3, kv_scale_name, weight_scale_name  # noqa: E402
+from wicore_trt.model.spec import GROUPS  # noqa: E402
+from wicore_trt.runtime import triton_executor  # noqa: E402
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.sampler import Sampler  # noqa: E402
+from wicore_trt.types import SamplingParams  # noqa: E402
+
+# Per step the new tokens of each sequence: chunks, decoding beside chunks in any order, decoding alone; by the end the
+# window of 5 tokens has left a page of 4 tokens behind.
+MIXED = ([9, 3], [1, 4], [1, 1, 1])
+TOLERANCE = {"bfloat16": 0.02, "float16": 0.003}
+
+
+def run(drivers: list[Driver], steps: Any, vocab: int, tolerance: float) -> None:
+    """The same random tokens through all drivers; logits after every step agree with those of the last one."""
+    sequences: list[list[Any]] = [[] for _ in drivers]
+    for lengths in steps:
+        tokens = [[random.randrange(vocab) for _ in range(n)] for n in lengths]
+        logits = []
+        for driver, own in zip(drivers, sequences, strict=True):
+            while len(own) < len(lengths):
+                own.append(driver.new_sequence())
+            logits.append(driver.step(list(zip(own, tokens, strict=False))))
+        for actual in logits[:-1]:
+            assert relative_error(actual, logits[-1]) < tolerance, lengths
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_random_chunks_of_several_sequences(dtype: str) -> None:
-    model, rng = small_model(3), random.Random(3)
-    drivers = [Driver(executor_of(model, dtype), 1), Driver(oracle_of(model, dtype), 2)]
-    compare(drivers, [[rng.randrange(64) for _ in range(n)] for n in (13, 9, 5)], rng, TOLERANCE[dtype])
+def test_prompts_in_chunks_and_decoding(dtype: str) -> None:
+    model = small_model(random.randrange(1000))
+    run([Driver(executor_of(model, dtype), 1), Driver(oracle_of(model, dtype), 2)], MIXED, 48, TOLERANCE[dtype])
 
 
-def compare(drivers: list[Any], prompts: list[list[int]], rng: random.Random, tolerance: float) -> None:
-    """Feed the prompts in random chunks, mixed, and compare the logits of every step."""
-    sequences = [[driver.new_sequence() for _ in prompts] for driver in drivers]
-    left = [random_chunks(rng, p, 6) for p in prompts]
-    while any(left):
-        active = [i for i, chunks in enumerate(left) if chunks]
-        work = [(i, left[i].pop(0)) for i in rng.sample(active, rng.randint(1, len(active)))]
-        actual, expected = (d.step([(s[i], t) for i, t in work]) for d, s in zip(drivers, sequences, strict=True))
-        assert relative_error(actual, expected) < tolerance, work
+def test_large_steps_go_through_cublas() -> None:
+    """And one kernel for all sizes does without. A soft cap on the logits, as Gemma 2 had it."""
+    model = small_model(4, final_logit_softcapping=20.0)
+    mine, fixed = executor_of(model), executor_of(model, batch_invariant=True)
+    run([Driver(mine, 1), Driver(fixed, 3), Driver(oracle_of(model, "bfloat16"), 2)], ([18, 1], [1, 1]), 48, 0.02)
+    assert any(n.startswith("geglu") for n in mine.model.launcher.launched)
+    assert not any(n.startswith("geglu") for n in fixed.model.launcher.launched)
+
+
+def dequantized(model: Any) -> dict[str, torch.Tensor]:
+    """Tensors whose linears are float32: what the E4M3 bytes and scales mean."""
+    found = rounded(model, "bfloat16", True)
+    scales = {n: found.pop(weight_scale_name(n)) for n in [n for n, t in found.items() if t.dtype == E4M3]}
+    return found | {n: found[n].float() * s[:, None] for n, s in scales.items()}
+
+
+@pytest.mark.parametrize(("target", "kv_dtype"), [("sm90", "bfloat16"), ("sm80", "fp8")])
+def test_fp8_weights_meet_16_bit_rows_in_small_steps(target: str, kv_dtype: str) -> None:
+    model = small_model(5)
+    scales = {kv_scale_name(i): torch.tensor([0.07 + 0.05 * i]) for i in range(2)} if kv_dtype == "fp8" else {}
+    tensors = rounded(model, "bfloat16", True) | scales
+    mine = executor_of(model, fp8=True, kv_dtype=kv_dtype, target=target, tensors=tensors)
+    oracle = oracle_of(model, "bfloat16", kv_dtype=kv_dtype, tensors=dequantized(model) | scales)
+    run([Driver(mine, 1), Driver(oracle, 2)], MIXED, 48, 0.04)
+
+
+def test_fp8_weights_meet_fp8_rows_in_large_steps() -> None:
+    model, pages, dtype = small_model(6), {"global": 20, "local": 20}, random.choice(["float16", "bfloat16"])
+    mine = executor_of(model, dtype, fp8=True, max_batch_tokens=70, kv_pages=pages)
+    oracle = oracle_of(model, dtype, fp8=True, kv_pages=pages)
+    run([Driver(mine, 1), Driver(oracle, 2)], ([67],), 48, 0.05)
+    assert any("_x8" in n or "fp8" in n for n in mine.model.launcher.launched)
+
+
+def test_float16_scales_what_would_overflow() -> None:
+    """gate * up beyond 65,504, in small steps and in large ones."""
+    model = overflowing_model("mlp")
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48}
+    tiny = small_model(7, **sizes)
+    tensors = {n: t * 900 if "pre_feedforward" in n else t for n, t in tiny.tensors.items()}
+    big = type(model)(tiny.hf, tiny.spec, tensors)
+    mine = executor_of(big, "float16")
+    assert max(mine.model.exponents.values()) > 0
+    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [1], [18]), 48, 0.005)
+    with pytest.raises(EngineFormatError, match="bfloat16"):
+        executor_of(type(model)(tiny.hf, tiny.spec, {n: t * 1e5 for n, t in tensors.items()}), "float16")
+
+
+def greedy(seq_id: int, token_ids: list[int], start: int, pages: list[int], **more: Any) -> SequenceSlice:
+    given = {"sample": True, "params": GREEDY, "history": [0] * start + token_ids, **more}
+    return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), **given)
+
+
+def test_padded_decode_steps_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs: rows of nobody fill the bucket; tokens are the largest logits; a page of NaN fails its sequence alone."""
+    model = small_model(8)
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (4,))
+    limits = {"max_sequences": 3, "max_batch_tokens": 6}
+    mine, plain = executor_of(model, graphs=True, **limits), executor_of(model, **limits)
+    assert all(p.isnan().all() for p in mine.pools.values()), "preparing wrote to a page"
+    prompts = [greedy(i, [5 + i, 6, 7], 0, [3 * i, 3 * i + 1]) for i in range(2)]
+    assert all(e.execute(StepBatch(prompts)).tokens for e in (mine, plain))
+    decode = [greedy(1, [9], 3, [3, 4]), greedy(0, [8], 3, [0, 1]), greedy(7, [8], 5, [20, 21])]
+    result, other = (e.execute(StepBatch(decode)) for e in (mine, plain))
+    assert [t.seq_id for t in result.tokens] == [1, 0] and result.tokens == other.tokens
+    assert set(result.failed) == set(other.failed) == {7}
+    tokens = mine.memory.logits[:2].argmax(1).tolist()
+    assert [t.token_id for t in result.tokens] == tokens
+    for group, pool in mine.pools.items():
+        written = {0, 3, 21}  # positions 0 to 3 of both, position 5 of the third
+        kept = [p for p in range(len(pool)) if p not in written]
+        assert pool[kept].isnan().all(), group
+        assert torch.equal(pool[[0, 3]], plain.pools[group][[0, 3]])
+
+
+def test_results_come_in_the_order_of_the_batch() -> None:
+    """Whatever the executor sorts; slices that do not sample are left out; other parameters take the sampler."""
+    model = small_model(9)
+    executor, oracle = executor_of(model), oracle_of(model, "bfloat16")
+    bias = SamplingParams(temperature=0.0, logit_bias={11: 100.0})
+    batch = [
+        greedy(4, [5, 6, 7], 0, [0]),
+        greedy(2, [9], 0, [1]),
+        greedy(9, [1, 2], 0, [2], sample=False),
+        greedy(3, [8], 0, [3]),
+    ]
+    result = executor.execute(StepBatch(batch))
+    assert [t.seq_id for t in result.tokens] == [4, 2, 3]
+    assert result.tokens == oracle.execute(StepBatch(batch)).tokens
+    assert executor.execute(StepBatch([greedy(9, [4], 2, [2], sample=False)])).tokens == []
+    batch[3].params = bias
+    tokens = executor.execute(StepBatch(batch)).tokens
+    assert tokens[:2] == result.tokens[:2] and tokens[2].token_id == 11
+    assert isinstance(executor._sampler, Sampler)
+    executor.release(4)
+
+
+def test_attention_is_measured_like_the_oracle() -> None:
+    model = small_model(10)
+    executor, oracle = executor_of(model), oracle_of(model, "bfloat16")
+    for batch in ([greedy(1, [5, 6, 7, 8, 9, 1], 0, [4, 5])], [greedy(1, [3], 6, [4, 5])]):
+        mine, theirs = (e.execute(StepBatch(batch, measure_attention=True)) for e in (executor, oracle))
+        assert mine.attention.keys() == theirs.attention.keys() == {1}
+        assert mine.attention[1] == pytest.approx(theirs.attention[1], rel=0.05)
+
+
+def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 600 << 20)
+    executor = executor_of(small_model(11))
+    assert executor.kernels.startswith("triton-sm90-") and executor.max_sequences == 4
+    assert executor_of(small_model(11), batch_invariant=True).kernels.endswith("-invariant")
+    executor.close()
+    executor.close()
+    with pytest.raises(AssertionError, match="close"):
+        executor.execute(StepBatch([greedy(1, [5], 0, [0])]))
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 512 << 20)
+    with pytest.raises(ConfigError, match=r"kv\.device_bytes"):
+        executor_of(small_model(11))

@@ -108,8 +108,8 @@ def specs_of(shape: EngineShape, target: str) -> tuple[KernelTable, dict[str, Ke
 def small_model(seed: int, **overrides: Any) -> TinyModel:
     """A tiny model of sizes that the kernels take."""
     sizes = {
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
+        **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 5, "sliding_window_pattern": 2},
     }
     return tiny_model(seed, **{**sizes, **overrides})
 
@@ -148,14 +148,20 @@ def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:
 
 
 def oracle_of(
-    model: TinyModel, dtype: str, *, fp8: bool = False, kv_dtype: str | None = None, **settings: Any
+    model: TinyModel,
+    dtype: str,
+    *,
+    fp8: bool = False,
+    kv_dtype: str | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    **settings: Any,
 ) -> TorchExecutor:
     """TorchExecutor of the same weights."""
     values = {"page_tokens": 4, "kv_pages": {"global": 24, "local": 24}, **settings}
     return TorchExecutor.from_tensors(
         model.spec,
         dtype,
-        rounded(model, dtype, fp8),
+        tensors or rounded(model, dtype, fp8),
         ExecutorSettings(device="cpu", kernels="torch", **values),
         kv_dtype=kv_dtype,
     )

@@ -77,7 +77,7 @@ def role_times(executor: TritonExecutor, bucket: int, repeats: int, say: Callabl
         return run
 
     counting = _Filter(model.launcher)
-    names = {entry.kernel.name: entry.role for entry in model.table.all()}
+    names = {entry.kernel.name: entry.role for entry in reversed(model.table.all())}
     with device.active(), torch.inference_mode():
         with _products(run=False) as products:
             step(counting)()

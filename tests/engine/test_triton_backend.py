@@ -1,0 +1,177 @@
+"""Backend triton: engines with kernels for several targets, read back without Triton, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_source import CONFIG, write_tiny_source
+
+pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from wicore_trt.engine import triton_compile
+from wicore_trt.engine.build import build_engine
+from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.options import DummyModel
+from wicore_trt.engine.triton_index import INDEX, KERNELS, read_table
+from wicore_trt.engine.triton_plan import plan_kernels
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.kv.sizing import builtin_spec
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.triton_table import ANY, KERNEL, LINEARS, MM, SCALED_MM, EngineShape
+from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec
+from wicore_trt.runtime.triton_kernels import load_table
+from wicore_trt.runtime.triton_weights import engine_shape
+
+SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+def described(spec: KernelSpec, target: str) -> CompiledKernel:
+    """Stands in for the compiler."""
+    arguments, code = tuple(spec.signature.items()), f"{target} {spec.name}".encode()
+    symbol = spec.function.__name__
+    return CompiledKernel(
+        spec.name, symbol, target, arguments, spec.aligned, dict(spec.constants), 4, 1, 0, "3.6.0", code
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source whose sizes the kernels take; kernels are not really compiled."""
+    for name, value in SIZES.items():
+        monkeypatch.setitem(CONFIG, name, value)  # type: ignore[arg-type]
+    monkeypatch.setattr(triton_compile, "compile_kernel", described)
+    monkeypatch.setattr(triton_compile.os, "cpu_count", lambda: 1)
+    return write_tiny_source(tmp_path / "source")
+
+
+def build(source: Path, target: str = "sm80,sm90", **options: Any) -> EngineDir:
+    output = source.parent / f"engine-{len(list(source.parent.iterdir()))}"
+    return build_engine(source, output, backend="triton", targets=[target], **options)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("fp8", "fp8")])
+def test_kernels_of_every_target_are_read_back(source: Path, dtype: str, kv_dtype: str) -> None:
+    seen: list[tuple[str, int, int]] = []
+    engine = build(source, dtype=dtype, kv_dtype=kv_dtype, progress=lambda *a: seen.append(a))
+    assert engine.manifest.targets == ["sm80", "sm90"] and engine.manifest.compiled["flavour"] == "triton"
+    shape = engine_shape(engine)
+    for target in ("sm80", "sm90"):
+        table = load_table(engine, shape, target)
+        planned = plan_kernels(shape, target)
+        assert {(e.role, e.bucket, e.kernel.name) for e in table.all()} == {
+            (p.role, p.bucket, p.spec.name) for p in planned
+        }
+        assert {e.kernel.cubin for e in table.all()} == {f"{target} {p.spec.name}".encode() for p in planned}
+        assert all(e.config is not None for e in table.all() if e.role.split(".")[0] in (*LINEARS, "decode"))
+        files = {n for n in engine.manifest.files if n.startswith(f"{KERNELS}/{target}/")}
+        assert len(files) == 2 * len(table.kernel_names)
+    steps = [(done, total) for phase, done, total in seen if phase == "kernels"]
+    assert steps[-1][0] == steps[-1][1] and [d for d, _ in steps] == sorted(d for d, _ in steps)
+    assert read_table(engine.path, "sm120") is None
+
+
+def test_a_damaged_kernel_is_found(source: Path) -> None:
+    engine = build(source, target="sm90")
+    name = next(n for n in engine.manifest.files if n.endswith(".cubin"))
+    content = (engine.path / name).read_bytes()
+    (engine.path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(EngineFormatError, match=r"\.cubin is corrupted"):
+        open_engine(engine.path)
+    (engine.path / name).write_bytes(b"")
+    with pytest.raises(EngineFormatError, match="does not fit its description"):
+        read_table(engine.path, "sm90")
+    for text in ("{}", "[]", json.dumps({"format": 2, "targets": {}})):
+        (engine.path / INDEX).write_text(text)
+        with pytest.raises(EngineFormatError, match="Build the engine again"):
+            read_table(engine.path, "sm90")
+
+
+def test_another_gpu_is_refused_with_the_command_or_compiled_for_with_a_warning(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build(source, target="sm90", dtype="fp8")
+    shape = engine_shape(engine)
+    assert load_table(engine, shape, "sm89").target == "sm89"
+    assert "compiled now" in caplog.text and "--target sm90,sm89" in caplog.text
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(EnvironmentUnfitError) as refused:
+        load_table(engine, shape, "sm89")
+    assert refused.value.fix is not None
+    for part in (f"wicore build {source}", "--backend triton", "--dtype fp8", "--target sm90,sm89"):
+        assert part in refused.value.fix
+    with pytest.raises(EnvironmentUnfitError, match="pages of 8"):
+        load_table(engine, engine_shape(engine, page_tokens=8), "sm90")
+
+
+def test_what_cannot_be_built_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"target": "sm75"}, "sm75"),
+        ({"target": ""}, "needs a target"),
+        ({"dtype": "float32"}, "float32"),
+        ({"kv_dtype": "float16"}, "kv_dtype"),
+        ({"tp_size": 2}, "one GPU"),
+    )
+    for options, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            build(source, **options)
+    spec = Gemma3Spec.from_hf_config({**CONFIG, "head_dim": 24})
+    with pytest.raises(ConfigError, match="head_dim 24"):
+        build(source, dummy=DummyModel("odd", spec))
+
+
+def test_an_engine_without_weights_says_so(source: Path) -> None:
+    spec = Gemma3Spec.from_hf_config(CONFIG)
+    engine = build(source, dummy=DummyModel("tiny", spec), dtype="fp8", target="sm90")
+    assert engine.manifest.dummy_weights and "dummy weights" in engine.manifest.model_id
+    assert not any(n.endswith(".safetensors") for n in engine.manifest.files)
+    assert "--dummy-weights --model tiny" in engine.manifest.source and engine.manifest.dtype == "fp8"
+    with pytest.raises(ConfigError, match="triton"):
+        build_engine(source, source.parent / "x", dummy=DummyModel("tiny", spec))
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: str) -> None:
+    for model in ("gemma3-270m", "gemma3-27b"):
+        shape = EngineShape(builtin_spec(model), "bfloat16", dtype == "fp8", "bfloat16", 32)
+        planned = plan_kernels(shape, target)
+        largest: dict[str, int] = {}
+        for p in planned:
+            largest[p.role] = max(largest.get(p.role, 0), p.bucket)
+        for role in LINEARS:
+            assert largest[role] >= min(shape.crossover(target, role), 128) and largest[f"{role}.invariant"] == ANY
+        others = {r: b for r, b in largest.items() if r.split(".")[0] not in LINEARS}
+        assert {*others.values()} == {ANY}
+        assert ("add_norm.fp8" in others) == (dtype == "fp8" and target != "sm80")
+
+
+def test_products_by_number_of_rows() -> None:
+    spec = builtin_spec("gemma3-270m")
+    wide, fp8 = EngineShape(spec, "bfloat16", False, "bfloat16", 32), EngineShape(spec, "bfloat16", True, "fp8", 32)
+    assert [wide.product("sm90", "qkv", n) for n in (16, 17)] == [KERNEL, MM]
+    assert [fp8.product("sm90", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
+    assert [fp8.product("sm90", "head", n) for n in (16, 17)] == [KERNEL, MM]
+    assert fp8.product("sm80", "down", 4096) == KERNEL
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm86"])
+def test_all_kernels_compile(target: str, tmp_path: Path) -> None:
+    """Of 27B in FP8 with an FP8 KV cache, and in float16."""
+    for dtype, kv_dtype in (("fp8", "fp8"), ("float16", "auto")):
+        engine = build_engine(
+            "none",
+            tmp_path / dtype,
+            backend="triton",
+            targets=[target],
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            dummy=DummyModel("gemma3-27b", builtin_spec("gemma3-27b")),
+        )
+        table = read_table(engine.path, target)
+        assert table is not None and len(table.kernel_names) > 25

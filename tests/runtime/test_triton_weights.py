@@ -1,0 +1,76 @@
+"""Weights of the triton backend: from an engine's files as from memory; made-up ones; types that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from runtime.triton_cpu import CpuDevice, rounded, small_model  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from wicore_trt.engine.directory import EngineDir  # noqa: E402
+from wicore_trt.engine.manifest import Manifest  # noqa: E402
+from wicore_trt.errors import EngineFormatError  # noqa: E402
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD  # noqa: E402
+from wicore_trt.model.lower_torch import E4M3, kv_scale_name  # noqa: E402
+from wicore_trt.model.triton_table import EngineShape  # noqa: E402
+from wicore_trt.runtime.triton_weights import (  # noqa: E402
+    dummy_weights,
+    engine_shape,
+    finished,
+    load_constants,
+    placed_constants,
+)
+from wicore_trt.runtime.weights import fuse  # noqa: E402
+
+
+def engine_at(path: Path, tensors: dict[str, torch.Tensor], shape: EngineShape, *, dummy: bool = False) -> EngineDir:
+    if not dummy:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path / "rank0.safetensors")
+    quantization = {"algo": "x", "base_dtype": shape.dtype} if shape.fp8 else None
+    manifest = Manifest(
+        "m", shape.spec, "triton", ["sm90"], "fp8" if shape.fp8 else shape.dtype, shape.kv_dtype, shape.page_tokens,
+        64, quantization, 1, {}, "", "", {}, "s", "", {"dummy_weights": True} if dummy else {},
+    )  # fmt: skip
+    return EngineDir(path, manifest)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_files_and_memory_give_the_same(fp8: bool, tmp_path: Path) -> None:
+    model, device = small_model(1), CpuDevice("sm90")
+    tensors = rounded(model, "bfloat16", fp8) | {kv_scale_name(1): torch.tensor([0.5])}
+    shape = EngineShape(model.spec, "bfloat16", fp8, "fp8", 4)
+    engine = engine_at(tmp_path, tensors, shape)
+    assert engine_shape(engine) == shape and engine_shape(engine, 8).page_tokens == 8
+    loaded = load_constants(engine, shape, 64, device)
+    placed = placed_constants(fuse(tensors, model.spec), shape, 64, device)
+    assert loaded.weights.keys() == placed.weights.keys()
+    assert all(same(t, placed.weights[n]) for n, t in loaded.weights.items())
+    assert [float(loaded.weights[kv_scale_name(i)]) for i in range(2)] == [1.0, 0.5]
+    assert all(table.shape == (64, 8) for pair in loaded.rope.values() for table in pair)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_made_up_weights_have_the_shapes_of_real_ones(fp8: bool, tmp_path: Path) -> None:
+    model, device = small_model(1, tie_word_embeddings=True), CpuDevice("sm90")
+    shape = EngineShape(model.spec, "bfloat16", fp8, "bfloat16", 4)
+    made = load_constants(engine_at(tmp_path, {}, shape, dummy=True), shape, 64, device).weights
+    real = finished(shape, fuse(rounded(model, "bfloat16", fp8), model.spec), 64, device).weights
+    assert {n: (t.dtype, t.shape) for n, t in made.items()} == {n: (t.dtype, t.shape) for n, t in real.items()}
+    assert made[LM_HEAD] is made[EMBEDDING] and all(t.float().isfinite().all() for t in made.values())
+    assert any(t.dtype == E4M3 for t in made.values()) == fp8
+
+
+def test_weights_of_another_type_are_refused() -> None:
+    model, device = small_model(1), CpuDevice("sm90")
+    weights = dummy_weights(EngineShape(model.spec, "bfloat16", False, "bfloat16", 4), device.torch_device)
+    with pytest.raises(EngineFormatError, match="float16"):
+        finished(EngineShape(model.spec, "float16", False, "float16", 4), weights, 64, device)
