@@ -91,7 +91,12 @@ def test_float16_scales_what_would_overflow() -> None:
     big = type(model)(tiny.hf, tiny.spec, tensors)
     mine = executor_of(big, "float16")
     assert max(mine.model.exponents.values()) > 0
-    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [1], [18]), 48, 0.005)
+    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [18]), 48, 0.005)
+    tame = small_model(7, rms_norm_eps=1.0)  # next to which the size of what is normed matters
+    mine = executor_of(tame, "float16")
+    for name in mine.model.exponents:
+        mine.model.exponents[name] = 3  # type: ignore[index]
+    run([Driver(mine, 1), Driver(oracle_of(tame, "float16"), 2)], ([1], [18]), 48, 0.005)
     with pytest.raises(EngineFormatError, match="bfloat16"):
         executor_of(type(model)(tiny.hf, tiny.spec, {n: t * 1e5 for n, t in tensors.items()}), "float16")
 

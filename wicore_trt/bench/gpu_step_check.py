@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -18,7 +19,7 @@ from wicore_trt.checkpoint.names import Role, unified_tensors
 from wicore_trt.engine.triton_compile import compiled_table
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
-from wicore_trt.model.triton_table import EngineShape
+from wicore_trt.model.triton_table import EngineShape, KernelTable
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
 from wicore_trt.runtime.triton_device import open_device
@@ -76,7 +77,7 @@ def check(case: Case, say: Callable[[str], None]) -> list[str]:
     engine, reference = _weights(spec, case)
     shape = EngineShape(spec, case.dtype, case.fp8, kv_dtype, PAGE_TOKENS)
     device = open_device("auto")
-    table = compiled_table(shape, device.target)
+    table = _table(shape, device.target)
     settings = ExecutorSettings(
         page_tokens=PAGE_TOKENS,
         kv_pages=dict.fromkeys(GROUPS, PAGES),
@@ -92,6 +93,11 @@ def check(case: Case, say: Callable[[str], None]) -> list[str]:
     problems = _Comparison(case, mine, oracle, say).run()
     mine.close()
     return problems
+
+
+@lru_cache
+def _table(shape: EngineShape, target: str) -> KernelTable:
+    return compiled_table(shape, target)
 
 
 def _weights(spec: Gemma3Spec, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

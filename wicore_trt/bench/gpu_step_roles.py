@@ -1,4 +1,4 @@
-"""Time of a decode step by kernel role: every role's launches of the step in a CUDA graph of their own.
+"""Time of a step by kernel role: every role's launches of the step in a CUDA graph of their own.
 
 Used by `bench.gpu_step_time`. In a graph of its own a role runs back to back, so the sum over roles says what the step
 takes without the gaps between different kernels. Invariant: a role's graph holds exactly the step's launches of it, at
@@ -18,7 +18,7 @@ import torch
 
 from wicore_trt.model import lower_triton
 from wicore_trt.model.gemma3 import forward
-from wicore_trt.model.lower_triton import TritonOps
+from wicore_trt.model.lower_triton import StepArrays, TritonOps
 from wicore_trt.model.triton_table import LINEARS
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
@@ -62,12 +62,14 @@ def _products(run: bool) -> Iterator[Counter[str]]:
         lower_triton.float_mm, lower_triton.scaled_mm = kept
 
 
-def role_times(executor: TritonExecutor, bucket: int, repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def role_times(
+    executor: TritonExecutor, arrays: StepArrays, repeats: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Per kernel: launches of the step, milliseconds of all of them, and bytes of weights per second for linears.
 
-    The step is the last one that ran in the graph of `bucket` rows; its geometry is still on the device.
+    The step's geometry is on the device, at `arrays`, and every kernel of it has been launched before.
     """
-    arrays, model, device = executor.block.padded(bucket), executor.model, executor.device
+    model, device = executor.model, executor.device
 
     def step(launcher: Launcher) -> Callable[[], None]:
         def run() -> None:

@@ -143,7 +143,8 @@ class Measurement:
                 f"{row['bytes'] / 1e9:.2f} GB = {row['bound_ms']:.3f} ms at copy bandwidth ({row['of_bound']:.1%})"
             )
         if report["prefill"]:
-            say(f"prefill of {args.prefill}: {report['prefill']['wall_ms']:.2f} ms wall")
+            prefill = report["prefill"]
+            say(f"prefill of {args.prefill}: {prefill['wall_ms']:.2f} ms wall, {prefill['gpu_ms']:.2f} ms on the GPU")
         return report
 
     def executor(self, device: Any) -> tuple[TritonExecutor, int]:
@@ -226,7 +227,7 @@ class Measurement:
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
-            row["roles"] = role_times(executor, bucket, args.repeats, say)
+            row["roles"] = role_times(executor, executor.block.padded(bucket), args.repeats, say)
         return row
 
     def prefill(self, executor: TritonExecutor) -> dict[str, Any]:
@@ -239,7 +240,7 @@ class Measurement:
             wall.append(time.monotonic() - begun)
         device = executor.device
         with device.active(), torch.inference_mode():
-            arrays = executor.block.upload(executor.inputs(batch.slices), 0)
+            arrays = executor.block.upload(executor.inputs(batch.slices), int(self.args.prefill == 1))
             graph = device.capture(lambda: executor.run(arrays))
         captured = events(executor, graph, 7)
         spec = self.shape.spec
@@ -249,7 +250,10 @@ class Measurement:
             f"prefill of {self.args.prefill}: {1e3 * median(wall):.2f} ms wall, {captured:.2f} ms on the GPU alone, "
             f"{flops / captured / 1e9:.0f} TFLOP/s in the linears if they took all of it"
         )
-        return {"tokens": self.args.prefill, "wall_ms": 1e3 * median(wall), "gpu_ms": captured}
+        report: dict[str, Any] = {"tokens": self.args.prefill, "wall_ms": 1e3 * median(wall), "gpu_ms": captured}
+        if not self.args.no_roles:
+            report["roles"] = role_times(executor, arrays, 5, say)
+        return report
 
 
 def fill(pool: torch.Tensor) -> None:

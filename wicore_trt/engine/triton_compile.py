@@ -14,6 +14,7 @@ from multiprocessing import get_context
 
 from wicore_trt.engine.triton_index import Row
 from wicore_trt.engine.triton_plan import plan_kernels
+from wicore_trt.model import triton_table
 from wicore_trt.model.triton_table import EngineShape, Entry, KernelTable, config_of
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 
@@ -42,7 +43,8 @@ def compile_plan(
         for name in names:
             done(_compile(shape, target, name))
     else:
-        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given) as pool:
             for future in as_completed([pool.submit(_compile, shape, target, name) for name in names]):
                 done(future.result())
     return [(p.role, p.bucket, p.spec.name, p.config) for p in planned], kernels
@@ -52,6 +54,11 @@ def compiled_table(shape: EngineShape, target: str, workers: int | None = None) 
     """All kernels of an engine, compiled now."""
     rows, kernels = compile_plan(shape, target, workers)
     return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
+
+
+def _adopt(crossover: dict[str, dict[str, int]]) -> None:
+    """In a worker: what the parent measured, or was told, on which its plan depends."""
+    triton_table.CROSSOVER.update(crossover)
 
 
 @lru_cache(maxsize=4)
