@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_source import CONFIG, write_tiny_source
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from wicore_trt.engine import triton_compile
@@ -132,6 +132,20 @@ def test_an_engine_without_weights_says_so(source: Path) -> None:
     assert "--dummy-weights --model tiny" in engine.manifest.source and engine.manifest.dtype == "fp8"
     with pytest.raises(ConfigError, match="triton"):
         build_engine(source, source.parent / "x", dummy=DummyModel("tiny", spec))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_refused(source: Path) -> None:
+    engine = build(source, target="sm90")
+    with pytest.raises(EnvironmentUnfitError, match="'triton' runs on an NVIDIA GPU"):
+        make_executor(engine, load_settings(None, {"engine": str(engine.path)}))
+
+
+def test_flags_of_engines_without_weights_go_together() -> None:
+    assert _dummy("gemma3-27b", True) == DummyModel("gemma3-27b", builtin_spec("gemma3-27b"))
+    for model, wanted in (("gemma3-27b", False), (None, True), ("gemma4", True)):
+        with pytest.raises(ConfigError, match="go together"):
+            _dummy(model, wanted)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])

@@ -164,6 +164,9 @@ def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch)
     executor = executor_of(small_model(11))
     assert executor.kernels.startswith("triton-sm90-") and executor.max_sequences == 4
     assert executor_of(small_model(11), batch_invariant=True).kernels.endswith("-invariant")
+    shape = executor.model.shape
+    made_up = triton_executor.Plan(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
+    assert triton_executor._name(made_up, ExecutorSettings()).endswith("-dummy-weights")
     executor.close()
     executor.close()
     with pytest.raises(AssertionError, match="close"):
