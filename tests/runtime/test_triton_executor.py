@@ -20,6 +20,7 @@ from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime import triton_executor  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
+from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 # Per step the new tokens of each sequence: chunks, decoding beside chunks in any order, decoding alone; by the end the
