@@ -25,7 +25,16 @@ from wicore_trt.engine.triton_plan import plan_kernels  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.model.spec import Gemma3Spec  # noqa: E402
-from wicore_trt.model.triton_table import ANY, KERNEL, LINEARS, MM, SCALED_MM, EngineShape  # noqa: E402
+from wicore_trt.model.triton_table import (  # noqa: E402
+    ANY,
+    CROSSOVER,
+    KERNEL,
+    KERNEL8,
+    LINEARS,
+    MM,
+    SCALED_MM,
+    EngineShape,
+)
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
 from wicore_trt.runtime.triton_kernels import load_table  # noqa: E402
 from wicore_trt.runtime.triton_weights import engine_shape  # noqa: E402
@@ -167,12 +176,15 @@ def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: st
         assert ("add_norm.fp8" in others) == (dtype == "fp8" and target != "sm80")
 
 
-def test_products_by_number_of_rows() -> None:
+def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = builtin_spec("gemma3-270m")
     wide, fp8 = EngineShape(spec, "bfloat16", False, "bfloat16", 32), EngineShape(spec, "bfloat16", True, "fp8", 32)
-    assert [wide.product("sm90", "qkv", n) for n in (16, 17)] == [KERNEL, MM]
-    assert [fp8.product("sm90", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
-    assert [fp8.product("sm90", "head", n) for n in (16, 17)] == [KERNEL, MM]
+    assert [wide.product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM]
+    assert [fp8.product("sm89", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
+    assert [fp8.product("sm89", "head", n) for n in (16, 17)] == [KERNEL, MM]
+    monkeypatch.setitem(CROSSOVER, "sm90", {"16-bit": 24, "fp8": 8, "fp8 rows": 32})
+    assert [fp8.product("sm90", "qkv", n) for n in (8, 9, 32, 33)] == [KERNEL, KERNEL8, KERNEL8, SCALED_MM]
+    assert [wide.product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM]
     assert fp8.product("sm80", "down", 4096) == KERNEL
 
 

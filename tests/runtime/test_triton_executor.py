@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from parity.paged import GREEDY, relative_error  # noqa: E402
 from parity.tiny import overflowing_model  # noqa: E402
-from runtime.triton_cpu import CpuDevice, Driver, executor_of, oracle_of, rounded, small_model  # noqa: E402
+from runtime.triton_cpu import CpuDevice, Driver, executor_of, oracle_of, rounded, small_model, specs_of  # noqa: E402
 
 from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
+from wicore_trt.model import triton_table  # noqa: E402
 from wicore_trt.model.lower_torch import E4M3, kv_scale_name, weight_scale_name  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime import triton_executor  # noqa: E402
@@ -53,7 +54,8 @@ def test_large_steps_go_through_cublas() -> None:
     """And one kernel for all sizes does without. A soft cap on the logits, as Gemma 2 had it."""
     model = small_model(4, final_logit_softcapping=20.0)
     mine, fixed = executor_of(model), executor_of(model, batch_invariant=True)
-    run([Driver(mine, 1), Driver(fixed, 3), Driver(oracle_of(model, "bfloat16"), 2)], ([18, 1], [1, 1]), 48, 0.02)
+    steps = ([33, 1], [1, 1])  # more rows than any crossover of 16-bit weights
+    run([Driver(mine, 1), Driver(fixed, 3), Driver(oracle_of(model, "bfloat16"), 2)], steps, 48, 0.02)
     assert any(n.startswith("geglu") for n in mine.model.launcher.launched)
     assert not any(n.startswith("geglu") for n in fixed.model.launcher.launched)
 
@@ -75,12 +77,18 @@ def test_fp8_weights_meet_16_bit_rows_in_small_steps(target: str, kv_dtype: str)
     run([Driver(mine, 1), Driver(oracle, 2)], MIXED, 48, 0.04)
 
 
-def test_fp8_weights_meet_fp8_rows_in_large_steps() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_fp8_weights_meet_fp8_rows_in_large_steps(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By cuBLAS, and by Triton's kernels where those are faster."""
+    limits = {"16-bit": 8, "fp8": 8, "fp8 rows": 128 if own else 0}
+    monkeypatch.setitem(triton_table.CROSSOVER, "sm90", limits)
+    specs_of.cache_clear()
     model, pages, dtype = small_model(6), {"global": 20, "local": 20}, random.choice(["float16", "bfloat16"])
     mine = executor_of(model, dtype, fp8=True, max_batch_tokens=70, kv_pages=pages)
     oracle = oracle_of(model, dtype, fp8=True, kv_pages=pages)
-    run([Driver(mine, 1), Driver(oracle, 2)], ([67],), 48, 0.05)
-    assert any("_x8" in n or "fp8" in n for n in mine.model.launcher.launched)
+    run([Driver(mine, 1), Driver(oracle, 2)], ([19],), 48, 0.05)
+    assert any("_x8" in n for n in mine.model.launcher.launched) == own
+    specs_of.cache_clear()
 
 
 def test_float16_scales_what_would_overflow() -> None:
@@ -92,12 +100,12 @@ def test_float16_scales_what_would_overflow() -> None:
     big = type(model)(tiny.hf, tiny.spec, tensors)
     mine = executor_of(big, "float16")
     assert max(mine.model.exponents.values()) > 0
-    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [18]), 48, 0.005)
+    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [33]), 48, 0.005)
     tame = small_model(7, rms_norm_eps=1.0)  # next to which the size of what is normed matters
     mine = executor_of(tame, "float16")
     for name in mine.model.exponents:
         mine.model.exponents[name] = 3  # type: ignore[index]
-    run([Driver(mine, 1), Driver(oracle_of(tame, "float16"), 2)], ([1], [18]), 48, 0.005)
+    run([Driver(mine, 1), Driver(oracle_of(tame, "float16"), 2)], ([1], [33]), 48, 0.005)
     with pytest.raises(EngineFormatError, match="bfloat16"):
         executor_of(type(model)(tiny.hf, tiny.spec, {n: t * 1e5 for n, t in tensors.items()}), "float16")
 

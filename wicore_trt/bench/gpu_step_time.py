@@ -53,7 +53,8 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=1024, help="tokens of the prompt; 0: none")
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--crossover", type=int, help="most rows of a layer's product by Triton kernels")
+    parser.add_argument("--crossover", type=int, help="most rows of a product by Triton's kernels of 16-bit rows")
+    parser.add_argument("--crossover8", type=int, help="most rows of a product by Triton's kernels of E4M3 rows")
     parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
     parser.add_argument("--no-roles", action="store_true", help="leave the time by role out")
     parser.add_argument("--workers", type=int, help="processes that compile; default: all cores")
@@ -115,9 +116,13 @@ class Measurement:
 
     def run(self) -> dict[str, Any]:
         args, device = self.args, open_device("auto")
+        measured = dict(triton_table.CROSSOVER.get(device.target, triton_table.DEFAULT_CROSSOVER))
         if args.crossover is not None:
-            measured = dict.fromkeys(triton_table.DEFAULT_CROSSOVER, args.crossover)
-            triton_table.CROSSOVER[device.target] = measured
+            measured |= {"16-bit": args.crossover, "fp8": args.crossover}
+        if args.crossover8 is not None:
+            measured["fp8 rows"] = args.crossover8
+        triton_table.CROSSOVER[device.target] = measured
+        say(f"crossovers {measured}")
         copies = copy_rate()
         say(f"copy bandwidth {copies / 1e12:.2f} TB/s (read and write), sum() {sum_rate() / 1e12:.2f} TB/s")
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wicore_trt.model.spec import GROUPS
-from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, EngineShape
+from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, X8, EngineShape
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
@@ -27,7 +27,7 @@ from wicore_trt.plugins.kernels.step_specs import (
     qk_rope_spec,
     sample_specs,
 )
-from wicore_trt.plugins.linear_configs import BUCKETS, linear_config
+from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 
 INVARIANT_LINEAR_BUCKET = 64
 INVARIANT_DECODE_ROWS = 8
@@ -100,6 +100,16 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
     if shape.scaled_products(target):
         planned += roles(FP8, "bfloat16", True)
         planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype)))
+    if shape.crossover8(target):
+        narrow = NormShape(hidden, shape.dtype, True)
+        planned.append(Planned("quantize_act", ANY, quantize_rows_spec(spec.intermediate_size, shape.dtype)))
+        planned += _merged(
+            "add_norm" + X8,
+            lambda rows: (
+                add_norm_spec(narrow, norm_config(target, rows, hidden).num_warps, x_dtype="float32"),
+                None,
+            ),
+        )
     return planned
 
 
@@ -114,6 +124,12 @@ def _linears(shape: EngineShape, target: str) -> list[Planned]:
                 break
         chosen = linear_config(target, linear, INVARIANT_LINEAR_BUCKET)
         planned.append(Planned(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
+    for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
+        linear = shape.linear(role, rows8=True)
+        for bucket in BUCKETS:
+            if shape.crossover(target, role) < bucket <= bucket_of(shape.crossover8(target)):
+                chosen = linear_config(target, linear, bucket)
+                planned.append(Planned(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
     return planned
 
 

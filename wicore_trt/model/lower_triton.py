@@ -5,10 +5,12 @@ residual stream, norms and all sums are float32; values are rounded where they b
 page -1 is neither read nor written, so rows of nobody may pad a step.
 
 How a step multiplies follows from its number of rows (`EngineShape.product`): few rows by Triton kernels that read
-weights once (E4M3 weights with 16-bit activations), many by cuBLAS (E4M3 weights with E4M3 activations, one dynamic
-scale per row, whose results are bfloat16; static activation scales of a checkpoint are not used: scales of the row
-itself are never worse). So a row's logits move within rounding, and for FP8 within the activations' quantisation, when
-the step crosses that number. `invariant` gives that up: one configuration of every kernel, and no cuBLAS, for any
+weights once (E4M3 weights with 16-bit activations; from some number on, where measured, with E4M3 ones), many by cuBLAS
+(E4M3 weights with E4M3 activations, whose results are bfloat16). E4M3 rows have one dynamic scale each; a checkpoint's
+static scales are not used, because a row's own is never worse.
+
+So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the step crosses such a
+number of rows. `invariant` gives that speed up: one configuration of every kernel, and no cuBLAS, for any
 number of rows; then a row's result depends on its own sequence alone, up to the cut between the two attention kernels
 (one token of a sequence, or several), and large steps are several times slower.
 
@@ -26,16 +28,19 @@ from typing import NamedTuple
 import torch
 
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.lower_torch import E4M3, kv_scale_name, weight_scale_name
+from wicore_trt.model.lower_torch import kv_scale_name, weight_scale_name
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.model.triton_memory import StepMemory
+from wicore_trt.model.triton_products import float_mm, scaled_mm
 from wicore_trt.model.triton_table import (
     ANY,
     FP8,
     INVARIANT,
     KERNEL,
+    KERNEL8,
     LINEAR_ROLES,
     SCALED_MM,
+    X8,
     EngineShape,
     Entry,
     KernelTable,
@@ -58,9 +63,6 @@ from wicore_trt.plugins.step_layout import (
     sample_launches,
 )
 from wicore_trt.runtime.attention_mass import AttentionProbe
-
-FAST_ACCUMULATION = False
-"""Of FP8 products: True sums in about 14 bits, which is a little faster."""
 
 
 class Value(NamedTuple):
@@ -140,7 +142,6 @@ class TritonOps:
         self._model, self._step, self._probe, self._spec = model, step, probe, model.shape.spec
         self._memory, self._n = model.memory, step.tokens
         self._product = model.product("qkv", step.tokens)
-        self._suffix = FP8 if self._product == SCALED_MM else ""
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
 
     def embed(self) -> Value:
@@ -160,20 +161,22 @@ class TritonOps:
             step.tokens,
             spec.rms_norm_eps,
         )
-        model.launch(model.find("embed_norm" + self._suffix, step.tokens), call)
+        model.launch(model.find(self._role("embed_norm"), step.tokens), call)
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
         role = LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
         shape = self._model.shape.linear(role)
         exponent = self._model.exponents.get(weight, 0)
-        if self._product == KERNEL:
+        if self._product in (KERNEL, KERNEL8):
+            if self._product == KERNEL8 and x.scales is None:
+                x = self._quantized(x, role)
             columns = self._memory.act[: self._n] if role == "gate_up" else self._wide(shape.n)
-            self._kernel_linear(role, x.rows, weight, columns, 2.0 ** (x.exponent - exponent))
+            self._kernel_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
             return Value(columns, exponent=exponent)
         out = self._wide(shape.weight_rows)
         if self._product == SCALED_MM:
-            operand = x if x.scales is not None else self._quantized(x.rows)
+            operand = x if x.scales is not None else self._quantized(x, role)
             assert operand.scales is not None
             scale = self._model.weights[weight_scale_name(weight)]
             scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
@@ -186,7 +189,7 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find("qk_rope" + self._suffix, step.tokens)
+        entry = model.find(self._role("qk_rope"), step.tokens)
         q, (cos, sin) = self._memory.q[: step.tokens], model.rope[group]
         norms = [model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk"]
         call = qk_rope_launch(
@@ -243,19 +246,19 @@ class TritonOps:
             self._spec.rms_norm_eps,
             gathered=step.sample_rows if last else 0,
         )
-        model.launch(model.find(("final_norm" if last else "add_norm") + self._suffix, step.tokens), call)
+        model.launch(model.find(self._role("final_norm" if last else "add_norm"), step.tokens), call)
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
         """Done already where a kernel multiplies."""
-        if self._product == KERNEL:
+        if self._product in (KERNEL, KERNEL8):
             return gate_up
         model, n = self._model, self._n
         if self._product == SCALED_MM:
             out = self._eight(self._spec.intermediate_size)
         else:
             out = Value(self._memory.act[:n], exponent=gate_up.exponent)
-        entry = model.find("geglu" + self._suffix, n)
+        entry = model.find(self._role("geglu"), n)
         to = _norm_out(out)
         alpha = 2.0**-gate_up.exponent
         model.launch(entry, geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha))
@@ -269,7 +272,7 @@ class TritonOps:
         """Not soft-capped: whoever chooses tokens caps what it reads."""
         rows, out = self._step.rows, self._memory.logits[: self._step.rows]
         if rows and self._model.product("head", rows) == KERNEL:
-            self._kernel_linear("head", x.rows, LM_HEAD, out, 1.0)
+            self._kernel_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
             float_mm(x.rows, self._model.weights[LM_HEAD], out)
         return Value(out)
@@ -304,29 +307,39 @@ class TritonOps:
             combine = model.find("combine", step.singles)
             model.launch(combine, combine_launch(entry.config, rows, pool, step.singles, work))
 
-    def _kernel_linear(self, role: str, x: torch.Tensor, weight: str, out: torch.Tensor, alpha: float) -> None:
-        model, memory, rows = self._model, self._memory, len(x)
-        entry, shape = model.find(role, rows), model.shape.linear(role)
+    def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
+        model, memory, rows, rows8 = self._model, self._memory, len(x.rows), x.scales is not None
+        entry, shape = model.find(role + X8 if rows8 else role, rows), model.shape.linear(role, rows8=rows8)
         scale = model.weights.get(weight_scale_name(weight))
         arrays = LinearArrays(
-            x.data_ptr(),
+            x.rows.data_ptr(),
             model.weights[weight].data_ptr(),
             out.data_ptr(),
             w_scale=0 if scale is None else scale.data_ptr(),
+            x_scale=_norm_out(x).scales,
             partials=memory.partials.data_ptr(),
             counters=memory.counters.data_ptr(),
         )
         model.launch(entry, linear_launch(shape, entry.config, arrays, rows, alpha))
 
-    def _quantized(self, x: torch.Tensor) -> Value:
-        model, out = self._model, self._eight(x.shape[1])
-        arguments = {"x": x.data_ptr(), "out": out.rows.data_ptr(), "x_scale": _norm_out(out).scales}
-        model.launch(model.find("quantize", self._n), Launch((self._n, 1, 1), arguments))
+    def _quantized(self, x: Value, role: str) -> Value:
+        """The operand of `role`, o or down, as E4M3."""
+        model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
+        arguments = {"x": x.rows.data_ptr(), "out": out.rows.data_ptr(), "x_scale": _norm_out(out).scales}
+        entry = model.find("quantize_act" if role == "down" else "quantize", self._n)
+        model.launch(entry, Launch((self._n, 1, 1), arguments))
         return out
+
+    def _role(self, name: str) -> str:
+        """The variant of a role that takes and gives what the step's products do."""
+        if self._product == SCALED_MM:
+            return name + FP8
+        variants = {"embed_norm": "embed_norm" + FP8, "add_norm": "add_norm" + X8}
+        return variants.get(name, name) if self._product == KERNEL8 else name
 
     def _normed(self) -> Value:
         """Where the operands of the next product go."""
-        if self._product == SCALED_MM:
+        if self._product in (SCALED_MM, KERNEL8):
             return self._eight(self._spec.hidden_size)
         return Value(self._memory.x[: self._n])
 
@@ -356,40 +369,3 @@ class TritonOps:
 
 def _norm_out(value: Value) -> NormOut:
     return NormOut(value.rows.data_ptr(), 0 if value.scales is None else value.scales.data_ptr())
-
-
-def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    """out (float32) = x @ w.T of 16-bit operands, with float32 sums."""
-    if x.is_cuda:
-        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(x.float(), w.float().T, out=out)
-
-
-def scaled_mm(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    """out (bfloat16) = (x @ w.T) * x_scale[:, None] * w_scale of E4M3 bytes, with float32 sums."""
-    x, w = x.view(E4M3), w.view(E4M3)
-    if x.is_cuda:
-        torch._scaled_mm(  # noqa: SLF001 -- PyTorch has no public name for it
-            x,
-            w.T,
-            scale_a=x_scale[:, None],
-            scale_b=w_scale[None, :],
-            out_dtype=out.dtype,
-            use_fast_accum=FAST_ACCUMULATION,
-            out=out,
-        )
-    else:
-        out.copy_((x.float() @ w.float().T) * x_scale[:, None] * w_scale)
-
-
-def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
-    """What `linear_layout.geglu_exponent` calls `largest`, of gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
-    weights [H] of the norm in front."""
-    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
-    if scale is not None:
-        lengths = lengths * scale.view(-1).abs()
-    gate, up = lengths.chunk(2)
-    return float((gate * up).max())

@@ -14,7 +14,7 @@ import torch
 
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.model.spec import GROUPS
-from wicore_trt.model.triton_table import ANY, INVARIANT, KERNEL, LINEARS, EngineShape, KernelTable
+from wicore_trt.model.triton_table import ANY, INVARIANT, KERNEL, KERNEL8, LINEARS, X8, EngineShape, KernelTable
 from wicore_trt.plugins.decode_layout import workspace_elements
 from wicore_trt.plugins.linear_layout import partials_bytes
 
@@ -48,7 +48,7 @@ class StepMemory:
         self.act = empty((tokens, spec.intermediate_size), dtype)
         linear = {role: shape.linear(role) for role in LINEARS}
         width = max(linear[role].n for role in ("qkv", "o", "down"))
-        if not invariant and shape.product(table.target, "gate_up", tokens) != KERNEL:
+        if not invariant and shape.product(table.target, "gate_up", tokens) not in (KERNEL, KERNEL8):
             width = max(width, 2 * spec.intermediate_size)
         self._wide = empty((tokens * width,), torch.float32)
         widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
@@ -73,17 +73,18 @@ class StepMemory:
         """Working memory of the kernels themselves. Counters are zero before and after every launch."""
         limits, partials, counters = self.limits, 0, 0
         for role in LINEARS:
-            entries, below = table.entries(role + suffix), 0
-            for entry in entries:
-                most = limits.rows if role == "head" else limits.tokens
-                last = entry is entries[-1]
-                rows = min(
-                    most, ANY if last else entry.bucket, shape.crossover(table.target, role) if not suffix else most
-                )
-                if rows > below:
-                    partials = max(partials, partials_bytes(shape.linear(role), entry.config, rows))
-                    counters = max(counters, entry.config.tiles(shape.linear(role), rows))
-                below = entry.bucket
+            most = limits.rows if role == "head" else limits.tokens
+            kinds = {suffix: ANY if suffix else shape.crossover(table.target, role)}
+            if not suffix and shape.fp8 and role != "head":
+                kinds[X8] = shape.crossover8(table.target)
+            for kind, crossover in kinds.items():
+                linear, entries = shape.linear(role, rows8=kind == X8), table.entries(role + kind)
+                for entry in entries:
+                    rows = min(most, crossover, ANY if entry is entries[-1] else entry.bucket)
+                    if entry.bucket == 1:
+                        rows = min(rows, 1)
+                    partials = max(partials, partials_bytes(linear, entry.config, rows))
+                    counters = max(counters, entry.config.tiles(linear, rows))
         self.partials = empty((max(partials // 4, 4),), torch.float32)
         self.counters = empty((max(counters, 4),), torch.int32).zero_()
         pool, heads = shape.pool(GROUPS[0]), shape.spec.num_heads

@@ -6,7 +6,8 @@ number of rows alone.
 
 Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "gate_up", "down", "head"; "geglu",
 "quantize"; "decode", "combine", "prefill"; "scan", "choose". With FP8 products there are "embed_norm.fp8",
-"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do.
+"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; and for
+Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8".
 Linears and decode attention have one more each, ".invariant", for any number of rows.
 """
 
@@ -30,14 +31,17 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 INVARIANT = ".invariant"
-FP8 = ".fp8"
+FP8, X8 = ".fp8", ".x8"
 
-KERNEL, MM, SCALED_MM = "kernel", "mm", "scaled_mm"
-"""How a step multiplies by a layer's weights: Triton kernels, torch.mm (cuBLAS), or torch._scaled_mm of E4M3 rows."""
+KERNEL, KERNEL8, MM, SCALED_MM = "kernel", "kernel8", "mm", "scaled_mm"
+"""How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS), or
+torch._scaled_mm of E4M3 rows."""
 
-DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64}
-CROSSOVER: dict[str, dict[str, int]] = {}
-"""By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which the Triton kernels are faster."""
+DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0}
+CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 32, "fp8": 16, "fp8 rows": 128}}
+"""By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
+cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
+Triton's own of those are faster than cuBLAS's ("fp8 rows")."""
 FP8_PRODUCTS = 89
 """The first architecture whose matrix units take E4M3."""
 
@@ -58,8 +62,9 @@ class EngineShape:
         layers = max(1, len(spec.layers_of(group)))
         return PoolShape(layers, self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
 
-    def linear(self, role: str) -> LinearShape:
-        """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results."""
+    def linear(self, role: str, *, rows8: bool = False) -> LinearShape:
+        """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
+        `rows8`: of E4M3 rows."""
         spec = self.spec
         n, k = {
             "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
@@ -70,7 +75,7 @@ class EngineShape:
         }[role]
         weights = "fp8" if self.fp8 and role != "head" else self.dtype
         geglu = role == "gate_up"
-        return LinearShape(n, k, self.dtype, weights, self.dtype if geglu else "float32", geglu=geglu)
+        return LinearShape(n, k, self.dtype, weights, self.dtype if geglu else "float32", rows8, geglu)
 
     def scaled_products(self, target: str) -> bool:
         """Whether large steps multiply E4M3 by E4M3."""
@@ -83,11 +88,17 @@ class EngineShape:
             return ANY
         return CROSSOVER.get(target, DEFAULT_CROSSOVER)["fp8" if fp8 else "16-bit"]
 
+    def crossover8(self, target: str) -> int:
+        """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
+        return CROSSOVER.get(target, DEFAULT_CROSSOVER)["fp8 rows"] if self.scaled_products(target) else 0
+
     def product(self, target: str, role: str, rows: int) -> str:
-        """KERNEL, MM or SCALED_MM for a step of `rows` rows."""
+        """KERNEL, KERNEL8, MM or SCALED_MM for a step of `rows` rows."""
         if rows <= self.crossover(target, role):
             return KERNEL
-        return SCALED_MM if self.fp8 and role != "head" else MM
+        if not self.fp8 or role == "head":
+            return MM
+        return KERNEL8 if rows <= self.crossover8(target) else SCALED_MM
 
 
 @dataclass(frozen=True)

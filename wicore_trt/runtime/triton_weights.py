@@ -20,9 +20,9 @@ from wicore_trt.errors import EngineFormatError
 from wicore_trt.model import plan_io
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES, kv_scale_name, weight_scale_name
-from wicore_trt.model.lower_triton import gate_up_bound
 from wicore_trt.model.plan_io import PlanTensor
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.triton_products import gate_up_bound
 from wicore_trt.model.triton_table import EngineShape
 from wicore_trt.plugins.linear_layout import geglu_exponent
 from wicore_trt.runtime.trt_weights import load_weights, rope_tables

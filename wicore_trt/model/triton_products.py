@@ -1,0 +1,51 @@
+"""Products by cuBLAS for large steps, and how large a layer's products can become.
+
+Knows tensors; neither layers nor steps. Invariant: sums are float32. Off a GPU the same is computed by plain operators,
+which is for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from wicore_trt.model.lower_torch import E4M3
+
+FAST_ACCUMULATION = False
+"""Of FP8 products: True sums in about 14 bits, which is a little faster."""
+
+
+def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out (float32) = x @ w.T of 16-bit operands, with float32 sums."""
+    if x.is_cuda:
+        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), w.float().T, out=out)
+
+
+def scaled_mm(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out (bfloat16) = (x @ w.T) * x_scale[:, None] * w_scale of E4M3 bytes, with float32 sums."""
+    x, w = x.view(E4M3), w.view(E4M3)
+    if x.is_cuda:
+        torch._scaled_mm(  # noqa: SLF001 -- PyTorch has no public name for it
+            x,
+            w.T,
+            scale_a=x_scale[:, None],
+            scale_b=w_scale[None, :],
+            out_dtype=out.dtype,
+            use_fast_accum=FAST_ACCUMULATION,
+            out=out,
+        )
+    else:
+        out.copy_((x.float() @ w.float().T) * x_scale[:, None] * w_scale)
+
+
+def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
+    """What `linear_layout.geglu_exponent` calls `largest`, of gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
+    weights [H] of the norm in front."""
+    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
+    if scale is not None:
+        lengths = lengths * scale.view(-1).abs()
+    gate, up = lengths.chunk(2)
+    return float((gate * up).max())
