@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wicore_trt.model import lower_triton
+from wicore_trt.model import triton_products
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_triton import StepArrays, TritonOps
 from wicore_trt.model.triton_table import LINEARS
@@ -45,7 +45,7 @@ class _Filter:
 def _products(run: bool) -> Iterator[Counter[str]]:
     """Inside, cuBLAS's products are counted, and done only if `run`."""
     seen: Counter[str] = Counter()
-    kept = lower_triton.float_mm, lower_triton.scaled_mm
+    kept = triton_products.float_mm, triton_products.scaled_mm
 
     def replaced(product: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -55,11 +55,11 @@ def _products(run: bool) -> Iterator[Counter[str]]:
 
         return call
 
-    lower_triton.float_mm, lower_triton.scaled_mm = replaced(kept[0]), replaced(kept[1])
+    triton_products.float_mm, triton_products.scaled_mm = replaced(kept[0]), replaced(kept[1])
     try:
         yield seen
     finally:
-        lower_triton.float_mm, lower_triton.scaled_mm = kept
+        triton_products.float_mm, triton_products.scaled_mm = kept
 
 
 def role_times(

@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import torch
 
+from wicore_trt.model import triton_products
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.lower_torch import kv_scale_name, weight_scale_name
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.model.triton_memory import StepMemory
-from wicore_trt.model.triton_products import float_mm, scaled_mm
 from wicore_trt.model.triton_table import (
     ANY,
     FP8,
@@ -179,9 +179,9 @@ class TritonOps:
             operand = x if x.scales is not None else self._quantized(x, role)
             assert operand.scales is not None
             scale = self._model.weights[weight_scale_name(weight)]
-            scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
+            triton_products.scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
             return Value(out, exponent=exponent)
-        float_mm(x.rows, self._model.weights[weight], out)
+        triton_products.float_mm(x.rows, self._model.weights[weight], out)
         if x.exponent:
             out.mul_(2.0**x.exponent)
         return Value(out, exponent=exponent)
@@ -274,7 +274,7 @@ class TritonOps:
         if rows and self._model.product("head", rows) == KERNEL:
             self._kernel_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
-            float_mm(x.rows, self._model.weights[LM_HEAD], out)
+            triton_products.float_mm(x.rows, self._model.weights[LM_HEAD], out)
         return Value(out)
 
     def greedy(self, logits: Value) -> None:
