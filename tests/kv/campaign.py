@@ -183,12 +183,15 @@ class Stack:
             known = known[:12]
         return known + self.tokens(self.rng.randint(1, 10))
 
-    def add(self, prompt: list[int] | None = None, *, answer: int = 6, n: int = 1, **request: object) -> str:
+    def add(
+        self, prompt: list[int] | None = None, *, answer: int = 6, n: int = 1, whole: bool = False, **request: object
+    ) -> str:
+        """`whole`: the answer has all of its tokens, whatever they are; else most do."""
         prompt = prompt if prompt is not None else self.prompt()
         answer = min(answer, self.shape.max_context - len(prompt))
         name = f"r{self.added}"
         self.added += 1
-        params = SamplingParams(max_tokens=answer, temperature=0, n=n, ignore_eos=self.rng.random() < 0.8)
+        params = SamplingParams(max_tokens=answer, temperature=0, n=n, ignore_eos=self.rng.random() < 0.8 or whole)
         made = GenerateRequest(name, tuple(prompt), params, **request)
         self.core.validate(made)
         self.core.add(made)

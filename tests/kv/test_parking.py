@@ -41,12 +41,13 @@ def twice(stack: Stack) -> int:
 
 
 def fill(stack: Stack, count: int = 4, *, prompt: int = 18, answer: int = 70) -> list[str]:
-    """Requests with nothing in common; `needed` sums the positions that have to be computed."""
+    """Requests with nothing in common, whose answers have all their tokens; `needed` sums the positions that have to be
+    computed."""
     names = []
     stack.needed = 0
     for _ in range(count):
         tokens = stack.tokens(prompt)
-        names.append(stack.add(tokens, answer=answer))
+        names.append(stack.add(tokens, answer=answer, whole=True))
         stack.needed += prompt + len(stack.expected[names[-1], 0]) - 1
     return names
 
