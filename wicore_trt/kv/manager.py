@@ -233,6 +233,15 @@ class KVCacheManager:
         self._leave(pages, pages.first_local, min(first, len(table)))
         pages.first_local = max(pages.first_local, min(first, len(table)))
 
+    def tighten(self, pages: SequencePages, computed: int) -> bool:
+        """Give up the local pages that only a later request would look at; whether there were any."""
+        first = min(self.first_visible_page(computed), len(pages.tables[LOCAL]))
+        if LOCAL not in self.pools or first <= pages.first_local:
+            return False
+        self._leave(pages, pages.first_local, first)
+        pages.first_local = first
+        return True
+
     def _leave(self, pages: SequencePages, start: int, stop: int) -> None:
         """Take the local pages [start, stop) out of the table, last one first."""
         table = pages.tables[LOCAL]

@@ -127,6 +127,8 @@ class Scheduler:
             if count == 0:
                 continue
             while not self.manager.reserve(sequence.pages, sequence.computed + count):
+                if self.manager.tighten(sequence.pages, sequence.computed):
+                    continue
                 victim = max(self.running, key=order_key)
                 budget += self._preempt(victim, plan)
                 if victim is sequence:
