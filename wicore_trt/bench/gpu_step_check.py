@@ -74,13 +74,23 @@ def small_spec() -> Gemma3Spec:
     )  # fmt: skip
 
 
-def check(case: Case, say: Callable[[str], None]) -> list[str]:
-    """What is wrong, in sentences; nothing if all is right."""
-    spec, kv_dtype = small_spec(), case.kv_dtype or case.dtype
+def case_shape(case: Case) -> EngineShape:
+    """What the kernels of a case are made for."""
+    return EngineShape(small_spec(), case.dtype, case.fp8, case.kv_dtype or case.dtype, PAGE_TOKENS)
+
+
+def check(
+    case: Case,
+    say: Callable[[str], None],
+    table_of: Callable[[EngineShape, str], KernelTable | None] = lambda shape, target: None,
+) -> list[str]:
+    """What is wrong, in sentences; nothing if all is right. `table_of(shape, target)` may have kernels already;
+    others are compiled."""
+    shape = case_shape(case)
+    spec, kv_dtype = shape.spec, shape.kv_dtype
     engine, reference = _weights(spec, case)
-    shape = EngineShape(spec, case.dtype, case.fp8, kv_dtype, PAGE_TOKENS)
     device = open_device("auto")
-    table = _table(shape, device.target)
+    table = table_of(shape, device.target) or _table(shape, device.target)
     settings = ExecutorSettings(
         page_tokens=PAGE_TOKENS,
         kv_pages=dict.fromkeys(GROUPS, PAGES),
