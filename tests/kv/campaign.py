@@ -70,6 +70,9 @@ class LateCopier:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def pin(self, memory) -> bool:
+        return False
+
     def to_host(self, group, slot, parts, done) -> None:
         data = bytearray(sum(map(len, parts)))
         self._executor.to_host(group, slot, [memoryview(data)], lambda: None)

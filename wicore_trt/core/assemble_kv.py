@@ -112,7 +112,8 @@ def _make_tiers(
         )
 
     slab = aligned_buffer(num_slots * slot_bytes)
-    populate(slab)
+    if not copier.pin(slab):
+        populate(slab)
     host = HostTier(index("host", num_slots), slab, slot_bytes, namespace.layout)
     disk = None
     if store is not None:

@@ -70,7 +70,8 @@ class BlockTiers:
             return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
 
         slab = aligned_buffer(num_slots * slot_bytes)
-        populate(slab)
+        if not copier.pin(slab):
+            populate(slab)
         host = HostTier(index(num_slots, None), slab, slot_bytes, namespace.layout)
         disk = None
         if store is not None:

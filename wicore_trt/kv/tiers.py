@@ -15,7 +15,8 @@ from functools import partial
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.prefix_load import LoadItem, PrefixLoad
 from wicore_trt.kv.tier_index import CopyState, TierCopy, TierIndex
-from wicore_trt.kv.transfers import Traffic, Transfers
+from wicore_trt.kv.traffic import Traffic
+from wicore_trt.kv.transfers import Transfers
 from wicore_trt.types import TierStats
 
 IN_FLIGHT = 32

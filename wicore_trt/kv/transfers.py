@@ -9,7 +9,7 @@ is reused while anything may still read or write it.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +20,7 @@ from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.host_tier import HostTier, checksum
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
+from wicore_trt.kv.traffic import Clocked, Traffic, at_home
 from wicore_trt.runtime.executor import PageCopier
 
 Arrival = Callable[[TierCopy | None], None]
@@ -52,15 +53,6 @@ class PageStore(Protocol):
     def erase(self, slots: Sequence[int]) -> None: ...
 
     def close(self, timeout_s: float) -> None: ...
-
-
-class Traffic:
-    """Bytes and seconds towards the device (`read_*`) and into a tier (`write_*`), and failures by cause."""
-
-    def __init__(self) -> None:
-        self.read_bytes = self.write_bytes = 0
-        self.read_seconds = self.write_seconds = 0.0
-        self.failures: Counter[str] = Counter()
 
 
 class Transfers:
@@ -104,7 +96,6 @@ class Transfers:
 
     def poll(self) -> bool:
         """Apply what other threads finished; true when there was anything."""
-        self._hash_copied()
         found = False
         try:
             while True:
@@ -112,6 +103,7 @@ class Transfers:
                 found = True
         except Empty:
             pass
+        self._hash_copied()
         self._save_some()
         return found
 
@@ -156,12 +148,16 @@ class Transfers:
                 index.mark_saved(copy)
             self.outstanding += 1
             begun = time.perf_counter()
-            self.copier.to_host(page.group, slot, self.host.payload(copy), partial(self._copied, copy, begun))
+            self.copier.to_host(
+                page.group, slot, self.host.payload(copy), self._home(partial(self._copied, copy, begun))
+            )
         return copy
 
-    def _copied(self, copy: TierCopy, begun: float) -> None:
-        self.host_traffic.write_seconds += time.perf_counter() - begun
-        self.host_traffic.write_bytes += self.host.bytes_of(copy.page)
+    def _home(self, event: Clocked) -> Callable[[], None]:
+        return at_home(event, self._post)
+
+    def _copied(self, copy: TierCopy, begun: float, ended: float) -> None:
+        self.host_traffic.wrote(self.host.bytes_of(copy.page), begun, ended)
         self._to_hash.append(copy)
 
     def _hash_copied(self) -> None:
@@ -315,12 +311,11 @@ class Transfers:
 
     def to_device(self, copy: TierCopy, slot: int, done: Callable[[], None]) -> None:
         """Copy an acquired, verified host page into a device slot."""
-        begun = time.perf_counter()
-        self.copier.to_device(copy.page.group, slot, self.host.payload(copy), partial(self._placed, copy, begun, done))
+        placed = self._home(partial(self._placed, copy, time.perf_counter(), done))
+        self.copier.to_device(copy.page.group, slot, self.host.payload(copy), placed)
 
-    def _placed(self, copy: TierCopy, begun: float, done: Callable[[], None]) -> None:
-        self.host_traffic.read_seconds += time.perf_counter() - begun
-        self.host_traffic.read_bytes += self.host.bytes_of(copy.page)
+    def _placed(self, copy: TierCopy, begun: float, done: Callable[[], None], ended: float) -> None:
+        self.host_traffic.read(self.host.bytes_of(copy.page), begun, ended)
         done()
 
     def wait(self, timeout_s: float) -> None:
@@ -331,6 +326,7 @@ class Transfers:
         except Empty:
             return
         event()
+        self._hash_copied()
 
     def _read(self, page: Page, arrival: Arrival) -> bool:
         source = self.disk[0].get(page.group, page.key) if self.disk is not None else None

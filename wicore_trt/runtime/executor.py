@@ -30,9 +30,15 @@ class KVLayout:
 
 
 class PageCopier(Protocol):
-    """Moves pages between a device pool and host buffers, in order with the executor's steps: values read are those
-    before any step that starts later, and `done` of `to_device` is called when later steps see the page. The device
-    slot may be written by later steps as soon as `to_host` returns. `done` runs on the engine's thread."""
+    """Moves pages between a device pool and host buffers, in order with the executor's steps and with each other:
+    values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
+    the page. The device slot may be written by later steps as soon as `to_host` returns. Host buffers belong to the
+    copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order."""
+
+    def pin(self, memory: memoryview, /) -> bool:
+        """Lock host memory that copies will use for as long as the copier lives, where that makes them faster. True:
+        it is backed by memory now."""
+        ...
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
 

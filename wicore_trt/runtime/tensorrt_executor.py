@@ -24,7 +24,7 @@ from wicore_trt.model.plan_io import DECODE, PREFILL
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout, PageCopier
-from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
@@ -81,7 +81,8 @@ class TensorRTExecutor:
             scales = _kv_scales(self.spec, constants, device)
             self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
-        self.copier: PageCopier = TorchPageCopier(self.pools)
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self.copier: PageCopier = self._page_copies
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
         self.slots = slots
         self.max_sequences: int | None = slots
@@ -96,6 +97,7 @@ class TensorRTExecutor:
         assert not self._closed, "execute() after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         sampling = [i for i, piece in enumerate(batch.slices) if piece.sample]
+        self._page_copies.begin_step(batch)
         with self._device.active(), torch.inference_mode():
             logits = torch.empty((len(sampling), self.spec.vocab_size), device=self._device.torch_device)
             result_row = {index: row for row, index in enumerate(sampling)}
@@ -120,10 +122,11 @@ class TensorRTExecutor:
             return
         self._closed = True
         self._device.synchronize()
+        self._page_copies.close()
         for cache in self._runtime_caches.values():
             cache.save()
         self.pools = {}
-        del self._session, self._copies, self.copier
+        del self._session, self._copies, self.copier, self._page_copies
 
     def _prepare(self, max_chunk: int) -> None:
         """Run the longest prefill and each size of decode once, in slots that no sequence has yet, so that no request

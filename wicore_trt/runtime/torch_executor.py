@@ -25,7 +25,7 @@ from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.native import NativeLibrary
-from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -83,7 +83,8 @@ class TorchExecutor:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
         self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
-        self.copier: PageCopier = TorchPageCopier(self.pools)
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens)
+        self.copier: PageCopier = self._page_copies
         self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
@@ -109,6 +110,7 @@ class TorchExecutor:
         sampling = [s for s in batch.slices if s.sample]
         layer = next(self._probed_layers, None) if batch.measure_attention else None
         probe = None if layer is None else AttentionProbe.of(layer, inputs)
+        self._page_copies.begin_step(batch)
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe), self.spec)
             result = self._sampler.sample(logits, sampling) if sampling else StepResult([])
@@ -130,6 +132,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Drop weights and pages; calling it twice is harmless."""
+        if self.pools:
+            self._page_copies.close()
         self.pools = {}
         self._step_ops = _closed
 

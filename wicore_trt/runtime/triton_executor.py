@@ -34,7 +34,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout, PageCopier
-from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pool_plan import plan_pools
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -106,7 +106,8 @@ class TritonExecutor:
                     fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
                 ) from error
             self._host_results = device.staging((2, rows))
-        self.copier: PageCopier = TorchPageCopier(self.pools)
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self.copier: PageCopier = self._page_copies
         self.model = TritonModel(
             plan.shape,
             plan.table,
@@ -138,6 +139,7 @@ class TritonExecutor:
             if self._unfinished:  # the last step sampled nothing, so it may still read the block
                 self.device.synchronize()
                 self._unfinished = False
+            self._page_copies.begin_step(moved)
             inputs = self.inputs(moved.slices)
             probe = None if layer is None else AttentionProbe.of(layer, inputs)
             greedy = all(_plain(s) for s in batch.slices if s.sample)
@@ -160,9 +162,10 @@ class TritonExecutor:
             return
         self._closed = True
         self.device.synchronize()
+        self._page_copies.close()
         self.graphs.clear()
         self.pools = {}
-        del self.model, self.memory, self.block, self.copier
+        del self.model, self.memory, self.block, self.copier, self._page_copies
 
     def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None, greedy: bool) -> list[int]:
         """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""

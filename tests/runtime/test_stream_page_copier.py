@@ -1,0 +1,220 @@
+"""StreamPageCopier on a device whose streams are queues that run in any order the events allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, make_copier, written_slots
+
+PAGE_TOKENS, SLOTS, BYTES = 4, 3, 64
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(20), "an event that nobody reaches"
+
+
+class FakeLane:
+    """Work waits in a queue until the device runs it."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.queue: list[Any] = []
+        self.device = device
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent()
+        self.queue.append(event.happened.set)
+        return event
+
+    def wait(self, event: FakeEvent) -> None:
+        if self.device.waits:
+            self.queue.append(event)
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            assert len(target) == len(source)
+            self.queue.append(lambda target=target, source=source: target.copy_(source))
+
+    def run_one(self) -> bool:
+        """Whether the head of the queue could run."""
+        if not self.queue:
+            return False
+        head = self.queue[0]
+        if isinstance(head, FakeEvent):
+            if not head.happened.is_set():
+                return False
+            head = bool
+        self.queue.pop(0)
+        head()
+        return True
+
+
+class FakeDevice:
+    """Three lanes; `waits` False is a copier that forgot its events."""
+
+    def __init__(self, rng: random.Random, waits: bool = True) -> None:
+        self.rng, self.waits = rng, waits
+        self.lanes = tuple(FakeLane(self) for _ in range(3))
+        self.pinned: list[memoryview] = []
+
+    def run(self, most: int) -> None:
+        """Up to `most` operations, each of a lane that can go on."""
+        for _ in range(most):
+            if not any(lane.run_one() for lane in self.rng.sample(self.lanes, 3)):
+                assert not any(lane.queue for lane in self.lanes), "the lanes wait for each other"
+                return
+
+    def pin(self, memory: memoryview) -> bool:
+        self.pinned.append(memory)
+        return True
+
+    def unpin_all(self) -> None:
+        self.pinned = []
+
+
+def piece(slots: list[int], start: int, count: int) -> SequenceSlice:
+    return SequenceSlice(1, [0] * count, start, {"global": slots})
+
+
+class World:
+    """Steps and copies through a StreamPageCopier, and what the same calls do when each is over before the next."""
+
+    def __init__(self, seed: int, waits: bool = True) -> None:
+        self.rng = random.Random(seed)
+        self.device = FakeDevice(self.rng, waits)
+        self.pool = torch.zeros((SLOTS, BYTES), dtype=torch.uint8)
+        self.truth = self.pool.clone()
+        self.copier = StreamPageCopier({"global": self.pool}, PAGE_TOKENS, self.device.lanes, self.device)  # type: ignore
+        self.reads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.saved: list[tuple[memoryview, bytes]] = []
+        self.done: list[int] = []
+        self.loading: dict[int, threading.Event] = {}
+        self.calls = 0
+
+    def step(self, slot: int) -> None:
+        """Writes a page, reads the others that are nobody's target."""
+        value, compute = self.rng.randrange(256), self.device.lanes[0]
+        self.copier.begin_step(StepBatch([piece([-1, slot], PAGE_TOKENS, self.rng.randint(1, PAGE_TOKENS))]))
+        compute.queue.append(lambda: self.pool[slot].fill_(value))
+        self.truth[slot] = value
+        for other in range(SLOTS):
+            if other not in self.loading:
+                seen = torch.empty(BYTES, dtype=torch.uint8)
+                compute.queue.append(lambda seen=seen, other=other: seen.copy_(self.pool[other]))
+                self.reads.append((seen, self.truth[other].clone()))
+
+    def buffer(self) -> tuple[memoryview, list[memoryview]]:
+        slab, cut = aligned_buffer(BYTES), self.rng.randint(1, BYTES - 1)
+        return slab, [slab[:cut], slab[cut:]]
+
+    def called(self) -> Any:
+        number, happened = self.calls, threading.Event()
+        self.calls += 1
+
+        def done() -> None:
+            self.done.append(number)
+            happened.set()
+
+        return done, happened
+
+    def save(self, slot: int) -> None:
+        slab, parts = self.buffer()
+        done, _ = self.called()
+        self.copier.to_host("global", slot, parts, done)
+        self.saved.append((slab, bytes(self.truth[slot].tolist())))
+
+    def load(self, slot: int) -> None:
+        slab, parts = self.buffer()
+        slab[:] = self.rng.randbytes(BYTES)
+        done, self.loading[slot] = self.called()
+        self.copier.to_device("global", slot, parts, done)
+        self.truth[slot] = torch.tensor(list(slab), dtype=torch.uint8)
+
+    def check(self) -> None:
+        self.device.run(1 << 30)
+        self.copier.close()
+        assert sorted(self.done) == list(range(self.calls))
+        assert torch.equal(self.pool, self.truth)
+        for seen, expected in self.reads:
+            assert torch.equal(seen, expected), "a step read what a later copy brought"
+        for slab, expected in self.saved:
+            assert bytes(slab) == expected, "the host got a page of another time"
+
+
+def play(seed: int, waits: bool = True) -> None:
+    world = World(seed, waits)
+    for _ in range(40):
+        slot = world.rng.randrange(SLOTS)
+        world.rng.choice([world.step, world.step, world.save, world.load])(slot)
+        world.device.run(world.rng.choice([0, 0, 1, 4, 30]))
+        for other, happened in list(world.loading.items()):
+            if happened.is_set():  # from now on steps may read it
+                del world.loading[other]
+    world.check()
+
+
+@pytest.mark.parametrize("seed", [random.getrandbits(32) for _ in range(40)])
+def test_steps_and_copies_see_pages_in_the_order_of_the_calls(seed: int) -> None:
+    play(seed)
+
+
+def test_a_copier_without_waits_is_noticed() -> None:
+    failed = 0
+    for seed in range(10):
+        try:
+            play(seed, waits=False)
+        except AssertionError:
+            failed += 1
+    assert failed == 10
+
+
+def test_done_comes_when_the_copy_is_over() -> None:
+    world = World(1)
+    slab, parts = world.buffer()
+    done, happened = world.called()
+    world.copier.to_host("global", 0, parts, done)
+    assert not happened.wait(0.02)
+    world.device.run(100)
+    assert happened.wait(20)
+    world.check()
+
+
+def test_steps_wait_for_the_slots_that_they_write_alone() -> None:
+    world = World(2)
+    world.save(0)
+    world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS, 1)]))
+    assert not any(isinstance(entry, FakeEvent) for entry in world.device.lanes[0].queue)
+    world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS - 1, 2)]))
+    assert sum(isinstance(entry, FakeEvent) for entry in world.device.lanes[0].queue) == 1
+    world.check()
+    assert not world.copier._under_way
+
+
+def test_slots_written() -> None:
+    batch = StepBatch([piece([5, 6, 7], 3, 5), SequenceSlice(2, [1], 4, {"global": [8, 9], "local": [-1, 2]})])
+    assert set(written_slots(batch, 4)) == {("global", 5), ("global", 6), ("global", 9), ("local", 2)}
+
+
+def test_memory_is_pinned_until_the_end() -> None:
+    world = World(3)
+    slab = aligned_buffer(4096)
+    assert world.copier.pin(slab) and world.device.pinned == [slab]
+    world.save(1)
+    world.check()
+    assert not world.device.pinned
+
+
+def test_the_cpu_copies_at_once() -> None:
+    copier = make_copier({"global": torch.zeros((2, 8))}, PAGE_TOKENS)
+    assert isinstance(copier, TorchPageCopier) and not copier.pin(aligned_buffer(4096))
