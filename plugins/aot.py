@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.plugins.dependent import ORDINARY, launches_dependents
 
 # Largest dynamic shared memory of one block in bytes (CUDA C++ programming guide, compute capabilities).
 SHARED_LIMIT = {"sm80": 166912, "sm86": 101376, "sm89": 101376, "sm90": 232448, "sm100": 232448, "sm120": 101376}
 TARGETS = tuple(SHARED_LIMIT)
 FORMAT = 1
+DEPENDENT = "DEPENDENT"
+"""The constant by which a kernel knows its mode of `plugins.dependent`."""
 
 Constant = int | float | bool
 
@@ -29,7 +32,8 @@ class KernelSpec:
 
     `function` is a `triton.jit` function. `signature` gives the Triton types of its arguments in order, constants left
     out: "*fp16", "*i32", "i32", "i64", "fp32", ... Arguments named in `aligned` are multiples of 16 (a pointer: bytes;
-    an integer: its value), which vectorises loads; the launcher checks it.
+    an integer: its value), which vectorises loads; the launcher checks it. `dependent` is a mode of `plugins.dependent`
+    and becomes the function's constant DEPENDENT, where it has one.
     """
 
     name: str
@@ -39,13 +43,14 @@ class KernelSpec:
     aligned: frozenset[str] = frozenset()
     num_warps: int = 4
     num_stages: int = 2
+    dependent: int = ORDINARY
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
     """A cubin and how to launch it. `arguments` are (name, Triton type) in the order of the parameters; Triton adds two
     scratch pointers behind them. `symbol` is the function's name in the cubin, `shared_bytes` its dynamic shared
-    memory."""
+    memory. `dependent`: it may be launched before the kernel in front has ended (`plugins.dependent`)."""
 
     name: str
     symbol: str
@@ -58,6 +63,7 @@ class CompiledKernel:
     shared_bytes: int
     triton_version: str
     cubin: bytes = field(repr=False)
+    dependent: bool = False
 
     def metadata(self) -> dict[str, Any]:
         """Everything but the cubin, as plain JSON data."""
@@ -72,6 +78,7 @@ class CompiledKernel:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "shared_bytes": self.shared_bytes,
+            "dependent": self.dependent,
             "triton_version": self.triton_version,
             "cubin_bytes": len(self.cubin),
         }
@@ -94,6 +101,7 @@ class CompiledKernel:
                 shared_bytes=data["shared_bytes"],
                 triton_version=data["triton_version"],
                 cubin=cubin,
+                dependent=bool(data.get("dependent", False)),  # metadata from before there was such a thing
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFormatError(
@@ -116,12 +124,15 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     except ImportError as error:
         raise EnvironmentUnfitError("Triton is not installed.", fix="pip install wicore-trt[triton]") from error
     names = spec.function.arg_names
-    assert {*spec.signature, *spec.constants} == {*names}, f"{spec.name}: arguments without a type or a value"
+    assert spec.dependent == ORDINARY or launches_dependents(target), f"{spec.name}: {target} launches no dependents"
+    assert spec.dependent == ORDINARY or DEPENDENT in names, f"{spec.name} does not wait"
+    constants = {**spec.constants, **({DEPENDENT: spec.dependent} if DEPENDENT in names else {})}
+    assert {*spec.signature, *constants} == {*names}, f"{spec.name}: arguments without a type or a value"
     assert [n for n in names if n in spec.signature] == list(spec.signature), f"{spec.name}: order of arguments"
     source = ASTSource(
         fn=spec.function,
         signature={n: spec.signature.get(n, "constexpr") for n in names},
-        constexprs=dict(spec.constants),
+        constexprs=constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sorted(spec.aligned)},
     )
     # Without fusion of multiplication and addition a value does not depend on what the compiler finds beside it.
@@ -149,6 +160,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
         shared_bytes=meta.shared,
         triton_version=triton.__version__,
         cubin=built.asm["cubin"],
+        dependent=spec.dependent != ORDINARY,
     )
 
 

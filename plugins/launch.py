@@ -4,6 +4,9 @@ Needs `cuda-bindings` (imported at the first launch) and an NVIDIA driver; neith
 name. Invariant: what a kernel assumes about its arguments (names, integer ranges, alignment) is checked before the
 launch, because the device would not say.
 
+A kernel that is made for it is launched before the one in front has ended (programmatic dependent launch); stream
+capture makes edges of that kind of it. Why results stay the same: `plugins.dependent`.
+
 Parameters of a Triton 3.6 kernel: its arguments without the constants, then a global and a profile scratch pointer,
 which are null because `aot.compile_kernel` takes no kernel that uses them (triton/backends/nvidia/driver.py).
 """
@@ -69,9 +72,10 @@ def _convert(kernel: CompiledKernel, name: str, type_: str, value: Any) -> Any:
 class CudaLauncher:
     """`Launcher` over the CUDA driver. A cubin is loaded once per context and stays loaded; threads may share it."""
 
-    def __init__(self, driver: Any = None) -> None:
-        """`driver` stands in for `cuda.bindings.driver` in tests."""
-        self._driver = driver
+    def __init__(self, driver: Any = None, *, dependent: bool = True) -> None:
+        """`driver` stands in for `cuda.bindings.driver` in tests. Without `dependent` every kernel begins when the one
+        in front has ended, which computes the same."""
+        self._driver, self._dependent = driver, dependent
         self._functions: dict[tuple[int, bytes, str], Any] = {}
         self._digests: dict[int, tuple[CompiledKernel, bytes]] = {}
         self._lock = threading.Lock()
@@ -87,6 +91,10 @@ class CudaLauncher:
             return
         function = self._function(kernel)
         block = (kernel.num_warps * WARP, 1, 1)
+        if kernel.dependent and self._dependent:
+            config = _dependent_config(self._driver, call.grid, block, kernel.shared_bytes, stream)
+            self._call("cuLaunchKernelEx", config, function, parameters.address, 0)
+            return
         self._call("cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0)
 
     def _function(self, kernel: CompiledKernel) -> Any:
@@ -126,6 +134,23 @@ class CudaLauncher:
                 )
             raise RuntimeError(f"{name} failed: {error}")
         return values[0] if values else None
+
+
+def _dependent_config(
+    driver: Any, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int
+) -> Any:
+    """CUlaunchConfig of a launch that need not wait for the end of the kernel in front."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
 
 
 def _cuda_driver() -> Any:

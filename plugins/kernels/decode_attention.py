@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import decode
+from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(16)
@@ -147,6 +148,7 @@ def split_decode(
     SWAP: tl.constexpr,
     FUSED: tl.constexpr,
     MASS: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """out[s, h] = softmax(q[s, h] . K * softmax_scale) V over the last `window` (0: all) of kv_lengths[s] keys.
 
@@ -160,6 +162,7 @@ def split_decode(
     over all keys (from `combine_splits` where that adds up). SWAP: keys, not queries, are the rows of the products.
     Grid: (KV_HEADS // HEADS, n_splits, S).
     """
+    take_turn(DEPENDENT)
     GROUPS: tl.constexpr = KV_HEADS // HEADS
     LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
     TOKEN: tl.constexpr = KV_HEADS * D
@@ -249,8 +252,10 @@ def combine_splits(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASS: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """Adds up what `split_decode` without FUSED left; sequences of one split are done already. Grid: (heads, S)."""
+    take_turn(DEPENDENT)
     head, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, used = splits_of(tl.load(kv_lengths + s), window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K)
     if used > 1:

@@ -36,7 +36,7 @@ def _spec(
     num_stages: int = 1,
 ) -> KernelSpec:
     types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
-    signature = {n: types[n] for n in function.arg_names if n not in constants}
+    signature = {n: types[n] for n in function.arg_names if n in types}
     return KernelSpec(name, function, signature, constants, frozenset(ALIGNED & {*signature}), num_warps, num_stages)
 
 

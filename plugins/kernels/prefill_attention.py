@@ -18,6 +18,7 @@ import triton.language as tl
 
 from wicore_trt.plugins.kernels.attention import _find_sequence
 from wicore_trt.plugins.kernels.decode_attention import half_queries, widen
+from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -110,6 +111,7 @@ def paged_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FP8: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
 
@@ -117,6 +119,7 @@ def paged_prefill(
     are sequence s at positions first_positions[s] (int32[S]), + 1, ...; a token at p sees positions (p - window, p],
     or [0, p] when window is 0. Grid: (KV_HEADS * REPEAT, N // BLOCK_M + S); a sequence's last, longest block is first.
     """
+    take_turn(DEPENDENT)
     TOKEN: tl.constexpr = KV_HEADS * D
     head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import quantize
+from wicore_trt.plugins.kernels.turns import take_turn
 
 
 @triton.jit
@@ -42,6 +43,7 @@ def qk_norm_rope_write(
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     FP8: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """qkv [tokens, (HEADS + 2 KV_HEADS) * D] of any float type is split into q, k and v.
 
@@ -53,6 +55,7 @@ def qk_norm_rope_write(
     q is rotated by nothing, and its k and v are left out.
     Grid: (cdiv(tokens, BLOCK), HEADS + 2 * KV_HEADS).
     """
+    take_turn(DEPENDENT)
     head = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = i < tokens

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wicore_trt.plugins.kernels.turns import take_turn
+
 DONE, NOT_FINITE, UNDECIDED = 0, 1, 2
 GROUP = 64  # maxima of groups of this many logits bound the candidates from below, as in runtime.sampler
 CANDIDATES = 1024  # as runtime.sampler's first try
@@ -97,6 +99,7 @@ def scan(
     GROUP: tl.constexpr,
     SAMPLED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """Maximum (NaN where a chunk holds NaN or +inf) and its lowest token id of each CHUNK of float32 logits [R, vocab],
     whose rows are `row_stride` apart.
@@ -105,6 +108,7 @@ def scan(
     float64, and the maxima of groups of GROUP. Arrays are [R, chunks], group_max [R, chunks * CHUNK / GROUP].
     Grid: (cdiv(vocab, CHUNK), R).
     """
+    take_turn(DEPENDENT)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0)
@@ -157,6 +161,7 @@ def choose(
     CANDIDATES: tl.constexpr,
     SAMPLED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """tokens[r] and status[r] (int32) of greedy and unfiltered rows, from what `scan` found. CHUNKS and GROUPS are
     powers of two of at least `chunks` and chunks * CHUNK / GROUP.
@@ -167,6 +172,7 @@ def choose(
     enough candidates reach), `peaks` float32, `masses` float64 of the whole row, counts 0; the others get counts -1.
     Grid: (R,).
     """
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     there = c < chunks
@@ -228,10 +234,12 @@ def collect(
     CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """Puts every logit of at least least[r] into candidates [R, CAPACITY] (int64: ordered logit, then the lower token
     id first), in any order, and counts them in counts[r], also those that find no room. Rows of count -1 are left
     alone. Grid: (cdiv(vocab, CHUNK), R)."""
+    take_turn(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     if tl.load(counts + row) >= 0:
         token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -261,10 +269,12 @@ def draw_filtered(
     status,
     vocab,
     CAPACITY: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """tokens[r] and status[r] of the rows that `choose` left UNDECIDED, from what `collect` found: sorted, cut by
     top-k, top-p and min-p in this order, and drawn in the order of the candidates. A row stays UNDECIDED where more
     tokens reach `least` than CAPACITY, or where the filters leave all candidates and might leave more. Grid: (R,)."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     if (count >= 0) & (count <= CAPACITY):

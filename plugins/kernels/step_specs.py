@@ -85,7 +85,7 @@ def _spec(
 ) -> KernelSpec:
     """A spec with its signature in the kernel's order; pointers are multiples of 16 bytes, except those of arrays with
     one element per row, which a caller may slice."""
-    signature = {n: types[n] for n in function.arg_names if n not in constants}
+    signature = {n: types[n] for n in function.arg_names if n in types}
     aligned = frozenset(n for n in signature if n in ALIGNED or n in more_aligned)
     return KernelSpec(f"{name}_w{num_warps}", function, signature, constants, aligned, num_warps, 1)
 

@@ -1,0 +1,30 @@
+"""How a kernel takes its turn in a chain of dependent launches; `plugins.dependent` says why results do not change.
+
+Knows nothing of what kernels compute. Invariant: behind `take_turn` everything that earlier kernels of the stream wrote
+is seen, and none of them runs any more.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from wicore_trt.plugins import dependent
+
+EARLY, LATE = tl.constexpr(dependent.EARLY), tl.constexpr(dependent.LATE)
+
+
+@triton.jit
+def take_turn(DEPENDENT: tl.constexpr):
+    """Wait for the kernel in front. Only what no kernel writes may be read before, and nothing may be written.
+
+    Launched ordinarily a kernel waits for nothing here: the one in front has ended. ORDINARY: nothing at all.
+    """
+    if DEPENDENT == EARLY:
+        gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_wait()
+    if DEPENDENT == LATE:
+        gdc_launch_dependents()
