@@ -1,0 +1,199 @@
+"""The timed serving loop of the GPU benchmark: real settings, cache, scheduler and core over an executor that computes
+nothing; engines that are prebuilt, built and refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from fakes import FakeExecutor
+
+from wicore_trt.bench import gpu_engines
+from wicore_trt.bench.gpu_cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
+from wicore_trt.bench.gpu_engines import Engines, add_tokenizer, prebuild, read_index, source_digest
+from wicore_trt.bench.gpu_ours import Served, settings_for
+from wicore_trt.bench.gpu_step_check import CASES, case_shape
+from wicore_trt.core.assemble import load_engine
+from wicore_trt.engine import triton_compile
+from wicore_trt.engine.directory import open_engine
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import FinishReason, TokenOutput
+
+
+class Idle(FakeExecutor):
+    """Of a real model's sizes; its tokens mean nothing."""
+
+    def __init__(self, config, settings) -> None:
+        super().__init__({"global": 1, "local": 1}, 32, 1024, settings.scheduler.max_batch_tokens)
+        size, self.spec = config.kv_bytes_per_element, config.spec
+        limits = {"max_batch_tokens": BATCH_TOKENS, "max_sequences": settings.scheduler.max_sequences}
+        pages = plan_pools(self.spec, 32, size, settings.kv.device_bytes, settings.scheduler.max_context, **limits)
+        kv_dtype = "fp8" if size == 1 else "bfloat16"
+        self.layout = KVLayout(32, kv_dtype, pages, {g: self.spec.page_bytes(g, 32, size) for g in pages})
+        self.graphs = {}
+
+    def _run(self, piece):
+        return 7 if piece.sample else None
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Engines without kernels, which are built in no time."""
+    asked = []
+
+    def compile_plan(shape, target, workers=None, report=None):
+        asked.append((shape, target))
+        return [], {}
+
+    monkeypatch.setattr(triton_compile, "compile_plan", compile_plan)
+    return asked
+
+
+def served(config, path, batch) -> Served:
+    gpu_engines.build(config, path, "sm90")
+    settings = settings_for(config, path, batch)
+    return Served(load_engine(settings, Idle(config, settings)).core)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("bf16", 32), ("fp8", 1), ("fp8kv", 128)])
+def test_the_pools_hold_all_sequences_of_a_run(name, batch, tmp_path, no_compiler):
+    """A sequence that loses its pages computes its prompt twice, and the figure is of no use."""
+    run = served(CONFIGS[name], tmp_path / "e", batch)
+    assert run.run(batch, CONTEXT, OUTPUT) > 0
+    core, steps = run.core, run.core.executor.steps
+    assert core.scheduler.preemptions == 0 and not core.has_work
+    first = -(-batch * CONTEXT // (BATCH_TOKENS - batch))  # steps until every prompt is computed
+    assert len(steps) <= 1 + first + OUTPUT - 1  # none waits until others are done
+    assert max(map(len, steps)) == batch
+    assert max(sum(n for _, n in step) for step in steps) <= BATCH_TOKENS
+    computed = sum(n for step in steps for _, n in step)
+    assert computed == batch * (CONTEXT + OUTPUT - 1) + 1  # no prompt is cached; one token of the warm-up
+
+
+def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
+    config = CONFIGS["270m"]
+    run = served(config, tmp_path / "e", 1)
+    prompts = []
+    add = run.core.add
+    monkeypatch.setattr(run.core, "add", lambda request: (prompts.append(request.prompt_token_ids), add(request)))
+    monkeypatch.setattr("wicore_trt.bench.gpu_ours.CHEAP_S", 0.0)
+    row = run.measure(config, 1, 3, print)
+    assert len(row["prefill_s"]) == len(row["total_s"]) == 3 and row["graph_ms"] is None
+    assert all(a < b for a, b in zip(row["prefill_s"], row["total_s"], strict=True))
+    assert (row["batch"], row["context"], row["output_tokens"], row["preemptions"]) == (1, CONTEXT, OUTPUT, 0)
+    assert len(prompts) == len(set(prompts)) == 7 and {len(p) for p in prompts} == {CONTEXT}
+    json.dumps(row)
+
+
+class Core:
+    """Answers with what it is told."""
+
+    def __init__(self, tokens: int, reason: FinishReason) -> None:
+        self.executor = FakeExecutor({"global": 4, "local": 4}, 4, 8, 64)
+        self.waiting, self._tokens, self._reason = [], tokens, reason
+
+    def add(self, request) -> None:
+        self.waiting.append(request.request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[TokenOutput]:
+        return [TokenOutput(self.waiting.pop(), 0, (1,) * self._tokens, finish_reason=self._reason, error="bad logits")]
+
+
+def test_a_run_that_gives_other_tokens_is_no_figure():
+    assert Served(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
+    with pytest.raises(RuntimeError, match="5 tokens were asked for"):
+        Served(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
+    with pytest.raises(RuntimeError, match="bad logits"):
+        Served(Core(5, FinishReason.ERROR)).run(3, 8, 5)
+
+
+def test_engines_without_a_source_can_be_loaded(tmp_path, no_compiler):
+    record = gpu_engines.build(CONFIGS["fp8kv"], tmp_path / "e", "sm90")
+    assert record["seconds"] > 0 and record["kernels"] == 0
+    manifest = open_engine(tmp_path / "e").manifest
+    assert (manifest.dtype, manifest.kv_dtype, manifest.targets) == ("fp8", "fp8", ["sm90"])
+    assert manifest.dummy_weights and manifest.source == "--dummy-weights --model gemma3-27b"
+    tokenizer = Tokenizer.from_dir(tmp_path / "e")
+    assert tokenizer.eos_ids == (1,) and tokenizer.decode([200_000]) == ""
+    (tmp_path / "e" / "tokenizer.json").write_text("a real one")
+    add_tokenizer(tmp_path / "e")
+    assert (tmp_path / "e" / "tokenizer.json").read_text() == "a real one"
+
+
+@pytest.fixture
+def prebuilt(tmp_path, no_compiler):
+    configs = [CONFIGS["bf16"], CONFIGS["270m"]]
+    prebuild(configs, tmp_path / "made", "sm90", print)
+    return tmp_path / "made"
+
+
+def test_prebuilt_engines_are_used_and_the_rest_is_built(prebuilt, tmp_path, no_compiler):
+    said: list[str] = []
+    (tmp_path / "scratch").mkdir()
+    engines = Engines("sm90", tmp_path / "scratch", prebuilt, said.append)
+    no_compiler.clear()
+    assert engines.has(CONFIGS["bf16"]) and not engines.has(CONFIGS["fp8"])
+    path, record = engines.engine(CONFIGS["bf16"])
+    assert record["prebuilt"] and open_engine(path).manifest.dtype == "bfloat16" and not no_compiler
+    path, record = engines.engine(CONFIGS["fp8"])
+    assert not record["prebuilt"] and open_engine(path).manifest.dtype == "fp8" and len(no_compiler) == 1
+    assert engines.engine(CONFIGS["fp8"]) == (path, None) and engines.has(CONFIGS["fp8"]) and len(no_compiler) == 1
+    shape = case_shape(random.choice(CASES))
+    assert engines.check_table(shape, "sm90") is not None
+    assert engines.check_table(case_shape(CASES[0]), "sm80") is None
+    assert Engines("sm90", tmp_path, None, said.append).check_table(shape, "sm90") is None
+
+
+@pytest.mark.parametrize("how", ["target", "sources", "missing", "broken", "absent"])
+def test_prebuilt_engines_that_do_not_fit_are_refused(how, prebuilt, tmp_path, monkeypatch):
+    """Kernels and launches change together: an engine of other sources would compute nonsense, or crash."""
+    assert read_index(prebuilt, "sm90")[1] == ""
+    if how == "sources":
+        monkeypatch.setattr(gpu_engines, "source_digest", lambda: "another")
+    elif how == "missing":
+        (prebuilt / "bf16").rename(prebuilt / "gone")
+    elif how == "broken":
+        (prebuilt / "built.json").write_text(random.choice(["[]", "{}", "{"]))
+    elif how == "absent":
+        (prebuilt / "built.json").unlink()
+    said: list[str] = []
+    engines = Engines("sm89" if how == "target" else "sm90", tmp_path, prebuilt, said.append)
+    assert not engines.has(CONFIGS["bf16"]) and len(said) == 1 and "not used" in said[0]
+
+
+def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
+    """It must be the same wherever the sources lie, and another when one of them changes."""
+    for folder in ("model", "engine", "plugins/kernels"):
+        (tmp_path / folder).mkdir(parents=True)
+    files = {"model/t.py": "a", "engine/triton_x.py": "b", "plugins/aot.py": "c", "plugins/kernels/k.py": "d"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(gpu_engines.triton_table, "__file__", str(tmp_path / "model/t.py"))
+    monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "plugins/aot.py"))
+    first, seen = source_digest(), set()
+    for name in files:
+        (tmp_path / name).write_text("changed")
+        seen.add(source_digest())
+    assert first not in seen and len(seen) == len(files)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "plugins").rename(tmp_path / "a_plugins")
+    monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "a_plugins/aot.py"))
+    assert source_digest() == first
+
+
+def test_short_runs_are_repeated_more_often(tmp_path, no_compiler, monkeypatch):
+    config = CONFIGS["270m"]
+    run = served(config, tmp_path / "e", 1)
+    monkeypatch.setattr(run, "run", lambda *_: time.sleep(0) or 0.01)
+    assert len(run.measure(config, 1, 3, print)["total_s"]) == 9
+    monkeypatch.setattr(run, "run", lambda *_: 5.0)
+    assert len(run.measure(config, 1, 4, print)["total_s"]) == 4
