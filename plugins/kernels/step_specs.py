@@ -185,10 +185,12 @@ def sample_specs(
     assert chunk.block % sample.GROUP == 0
     chunks = -(-vocab // chunk.block)
     groups = -(-vocab // sample.GROUP)
-    if vocab > 2 * candidates:  # otherwise all of it is a candidate
+    if vocab > 2 * candidates:
         candidates = min(candidates, groups // 2)
     # Twice as many find room: where half of the groups reach the bound, 1.4 times as many logits do; ties come on top.
     capacity: dict[str, Constant] = {"CAPACITY": 1 << (2 * candidates - 1).bit_length()}
+    else:  # all of it is a candidate
+        candidates = min(candidates, vocab)
     common: dict[str, Constant] = {"CHUNK": chunk.block, "SOFTCAP": float(softcap)}
     grouped: dict[str, Constant] = {"GROUP": sample.GROUP, "SAMPLED": sampled}
     sizes: dict[str, Constant] = {

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wicore_trt.model.spec import GROUPS
-from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, X8, EngineShape
+from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, SAMPLED, X8, EngineShape
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
@@ -49,15 +49,34 @@ class Planned:
 def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
-    sampling = {
-        rows: sample_specs(
-            shape.spec.vocab_size, target, sampled=False, softcap=shape.spec.final_logit_softcapping or 0.0, rows=rows
-        )
-        for rows in (*DECODE_BUCKETS, ANY)
-    }
-    planned += _merged("scan", lambda rows: (sampling[rows].scan, None))
-    planned += _merged("choose", lambda rows: (sampling[rows].choose, None))
+    planned += _sampling(shape, target)
     return planned
+
+
+def _sampling(shape: EngineShape, target: str) -> list[Planned]:
+    """Kernels for greedy rows alone, and those that draw."""
+    vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
+    greedy, drawing = (
+        {
+            rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows)
+            for rows in (*DECODE_BUCKETS, ANY)
+        }
+        for sampled in (False, True)
+    )
+
+    def rest(rows: int, name: str) -> KernelSpec:
+        spec: KernelSpec | None = getattr(drawing[rows], name)
+        assert spec is not None
+        return spec
+
+    return [
+        *_merged("scan", lambda rows: (greedy[rows].scan, None)),
+        *_merged("choose", lambda rows: (greedy[rows].choose, None)),
+        *_merged("scan" + SAMPLED, lambda rows: (drawing[rows].scan, None)),
+        *_merged("choose" + SAMPLED, lambda rows: (drawing[rows].choose, None)),
+        *_merged("collect", lambda rows: (rest(rows, "collect"), None)),
+        *_merged("draw", lambda rows: (rest(rows, "draw"), None)),
+    ]
 
 
 def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[Planned]:

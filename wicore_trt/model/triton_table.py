@@ -5,9 +5,11 @@ them. It must not know how kernels are compiled or stored. Invariant: the kernel
 number of rows alone.
 
 Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "gate_up", "down", "head"; "geglu",
-"quantize"; "decode", "combine", "prefill"; "scan", "choose". With FP8 products there are "embed_norm.fp8",
-"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; and for
-Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8".
+"quantize"; "decode", "combine", "prefill"; "scan", "choose", and where rows are drawn "scan.sampled",
+"choose.sampled", "collect", "draw". With FP8 products there are "embed_norm.fp8",
+"add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; for
+Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8"; and ".r16" of those that take the
+bfloat16 results of cuBLAS.
 Linears and decode attention have one more each, ".invariant", for any number of rows.
 """
 
@@ -30,8 +32,8 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of a decode step, rounded up to these."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
-INVARIANT = ".invariant"
-FP8, X8 = ".fp8", ".x8"
+INVARIANT, SAMPLED = ".invariant", ".sampled"
+FP8, X8, R16 = ".fp8", ".x8", ".r16"
 
 KERNEL, KERNEL8, MM, SCALED_MM = "kernel", "kernel8", "mm", "scaled_mm"
 """How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS), or

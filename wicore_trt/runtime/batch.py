@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from wicore_trt.types import SamplingParams, TokenLogprob
 
+UNREAD = -1
+"""As a token id: what the step before sampled for this sequence, which nobody has read yet."""
+
 
 @dataclass(slots=True)
 class SequenceSlice:
@@ -22,6 +25,7 @@ class SequenceSlice:
     When `sample` is set, the token after the slice's last one is sampled with `params`. `history` is then every
     token of the sequence so far (prompt + output, the slice included) and `prompt_len` says where output begins.
     `suppress_eos`: min_tokens is not reached, so eos and stop ids must not be chosen (`stop_ids` lists them).
+    For an executor that runs ahead `token_ids` may be [UNREAD]; `history` then ends before that token.
     """
 
     seq_id: int

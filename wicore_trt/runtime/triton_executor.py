@@ -5,8 +5,10 @@ which pages hold what. Invariants: a step allocates nothing on the device that a
 device once, for its tokens; an execute() call touches only the KV slots of the batch's own pages.
 
 A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
-of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Greedy tokens are chosen on
-the device; rows with other sampling parameters go through the `Sampler`, on logits that stay on the device.
+of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Tokens are chosen on the
+device, greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties,
+bias, log-probabilities), and those whose filters leave too many tokens, go through the `Sampler`, on logits that stay
+on the device.
 
 The next step's scheduling could overlap this one: `_enqueue` returns before the device is done, the token ids of a
 graph's rows lie in `StepMemory.results` where the next step's embedding could read them, and only `_collect` waits.
@@ -33,6 +35,7 @@ from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTab
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.device_sampler import FILTERED, UNDECIDED, DeviceSampler, on_device
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pool_plan import plan_pools
@@ -44,7 +47,6 @@ from wicore_trt.runtime.triton_inputs import StepBlock, ordered
 from wicore_trt.runtime.triton_kernels import load_table
 from wicore_trt.runtime.triton_weights import Constants, engine_shape, load_constants
 from wicore_trt.runtime.trt_device import Device
-from wicore_trt.types import SamplingParams
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -121,6 +123,7 @@ class TritonExecutor:
             invariant,
         )
         self._sampler = Sampler()
+        self._device_sampler = DeviceSampler(self.model, device)
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         self._unfinished = False
         self.graphs: dict[int, Callable[[], None]] = {}
@@ -142,11 +145,10 @@ class TritonExecutor:
             self._page_copies.begin_step(moved)
             inputs = self.inputs(moved.slices)
             probe = None if layer is None else AttentionProbe.of(layer, inputs)
-            greedy = all(_plain(s) for s in batch.slices if s.sample)
-            rows = self._enqueue(moved, inputs, probe, greedy)
+            rows = self._enqueue(moved, inputs, probe)
             position = {i: rows[n] for n, i in enumerate(order)}  # index in the batch to row of the logits
             wanted = [i for i, s in enumerate(batch.slices) if s.sample]
-            result = self._collect([batch.slices[i] for i in wanted], [position[i] for i in wanted], greedy)
+            result = self._collect([batch.slices[i] for i in wanted], [position[i] for i in wanted])
             if probe is None:
                 return result
             pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
@@ -167,46 +169,63 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None, greedy: bool) -> list[int]:
+    def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None) -> list[int]:
         """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
         singles = sum(len(s.token_ids) == 1 for s in batch.slices)
         bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
         if bucket is not None and singles == len(batch.slices) and probe is None:
+            rows, count = list(range(singles)), singles
             self.block.upload_padded(inputs, bucket)
             self.graphs[bucket]()
-            return list(range(singles))
-        self.run(self.block.upload(inputs, singles), probe, greedy)
-        rows, count = [], 0
-        for piece in batch.slices:
-            rows.append(count if piece.sample else -1)
-            count += piece.sample
+        else:
+            rows, count = [], 0
+            for piece in batch.slices:
+                rows.append(count if piece.sample else -1)
+                count += piece.sample
+            self.run(self.block.upload(inputs, singles), probe)
+        drawn = {r: s for r, s in zip(rows, batch.slices, strict=True) if s.sample and self._draws(s)}
+        if drawn:
+            self._device_sampler.enqueue(count, drawn)
         return rows
 
-    def run(self, arrays: StepArrays, probe: AttentionProbe | None = None, greedy: bool = True) -> None:
-        """Put all kernels of a step on the stream."""
+    def _draws(self, piece: SequenceSlice) -> bool:
+        """Whether a slice's token is drawn on the device."""
+        assert piece.params is not None
+        return not piece.params.greedy and self._device_sampler.available and on_device(piece)
+
+    def run(self, arrays: StepArrays, probe: AttentionProbe | None = None) -> None:
+        """Put all kernels of a step on the stream, greedy tokens included."""
         ops = TritonOps(self.model, arrays, probe)
         logits: Value = forward(ops, self.spec)
-        if greedy and arrays.rows:
+        if arrays.rows:
             ops.greedy(logits)
 
-    def _collect(self, slices: Sequence[SequenceSlice], rows: Sequence[int], greedy: bool) -> StepResult:
+    def _collect(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
         """The sampled tokens of `slices`, whose logits are `rows`. This is where a step waits for the device."""
         if not slices:
             self._unfinished = True
             return StepResult([])
-        if not greedy:
-            logits = self.memory.logits[: max(rows) + 1]
-            if list(rows) != list(range(len(logits))):
-                logits = logits[list(rows)]
-            cap = self.spec.final_logit_softcapping
-            return self._sampler.sample(logits if cap is None else torch.tanh(logits / cap) * cap, slices)
         self._host_results.copy_(self.memory.results, non_blocking=True)
         self.device.synchronize()
         tokens, status = self._host_results.tolist()
-        return StepResult(
-            [SampledToken(s.seq_id, tokens[r]) for s, r in zip(slices, rows, strict=True) if not status[r]],
-            {s.seq_id: NOT_FINITE for s, r in zip(slices, rows, strict=True) if status[r]},
-        )
+        chosen = [on_device(s) and (s.params is not None and s.params.greedy or self._draws(s)) for s in slices]
+        left = [n for n, row in enumerate(rows) if not chosen[n] or status[row] == UNDECIDED]
+        hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
+        found = {token.seq_id: token for token in hosts.tokens}
+        failed = dict(hosts.failed)
+        for n in sorted({*range(len(slices))} - {*left}):
+            seq_id, row = slices[n].seq_id, rows[n]
+            if status[row]:
+                failed[seq_id] = NOT_FINITE
+            else:
+                found[seq_id] = SampledToken(seq_id, tokens[row])
+        return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
+
+    def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
+        """Sample what the device did not."""
+        logits, cap = self.memory.logits, self.spec.final_logit_softcapping
+        logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
+        return self._sampler.sample(logits if cap is None else torch.tanh(logits / cap) * cap, slices)
 
     def _prepare(self) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
@@ -217,7 +236,7 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), self.inputs(slices), None, True)
+                self._enqueue(StepBatch(slices), self.inputs(slices), None)
                 self.device.synchronize()
             for bucket in self._buckets:
                 arrays = self.block.padded(bucket)
@@ -233,8 +252,7 @@ class TritonExecutor:
 
     def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
         pages = [-1] * -(-tokens // self.layout.page_tokens)
-        params = SamplingParams(temperature=0.0)
-        return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=params)
+        return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
 
 
 def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecutor:
@@ -257,14 +275,6 @@ def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecut
         dummy=manifest.dummy_weights,
     )
     return TritonExecutor(plan, settings, device)
-
-
-def _plain(piece: SequenceSlice) -> bool:
-    """Whether the largest logit is the token, and nothing else is asked for."""
-    p = piece.params
-    assert p is not None
-    edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return p.greedy and p.logprobs is None and not edited and not piece.suppress_eos
 
 
 def _name(plan: Plan, settings: ExecutorSettings) -> str:

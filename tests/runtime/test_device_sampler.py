@@ -1,0 +1,131 @@
+"""Rows drawn on the device against the host's sampler, in Triton's interpreter, and through the executor."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from runtime.triton_cpu import executor_of, small_model  # noqa: E402
+
+from wicore_trt.model.spec import GROUPS  # noqa: E402
+from wicore_trt.model.triton_table import KernelTable  # noqa: E402
+from wicore_trt.plugins.kernels import sample  # noqa: E402
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult  # noqa: E402
+from wicore_trt.runtime.device_sampler import UNDECIDED, DeviceSampler, on_device  # noqa: E402
+from wicore_trt.runtime.sampler import Sampler  # noqa: E402
+from wicore_trt.types import SamplingParams  # noqa: E402
+
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = [
+    SamplingParams(),
+    SamplingParams(temperature=0.4, top_p=0.8),
+    SamplingParams(temperature=1.5, top_k=7),
+    SamplingParams(top_k=1 << 31, min_p=0.05),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01),
+]
+HOST = [
+    SamplingParams(logprobs=0),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(presence_penalty=0.5),
+    SamplingParams(frequency_penalty=-0.5),
+    SamplingParams(logit_bias={3: 1.0}),
+    SamplingParams(temperature=0.0, logprobs=2),
+]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Any:
+    return executor_of(small_model(3), max_sequences=6)
+
+
+def asking(seq_id: int, params: SamplingParams, **more: Any) -> SequenceSlice:
+    """A prompt of three tokens; the pages are the sequence's own."""
+    values = {"history": [5, 6, 7], "prompt_len": 3, "seed": random.getrandbits(64), **more}
+    return SequenceSlice(seq_id, [5, 6, 7], 0, dict.fromkeys(GROUPS, [seq_id]), True, params, **values)
+
+
+def tokens(executor: Any, rows: int) -> list[int]:
+    assert executor.memory.results[1, :rows].tolist() == [0] * rows
+    return executor.memory.results[0, :rows].tolist()  # type: ignore[no-any-return]
+
+
+def test_status_is_the_kernels() -> None:
+    assert UNDECIDED == sample.UNDECIDED
+
+
+def test_draws_are_the_samplers(executor: Any) -> None:
+    """Greedy rows lie between; a row's token is the same alone; a history without its last token counts it."""
+    rows = [asking(r, p, history=[1] * random.randrange(3, 30)) for r, p in enumerate([GREEDY, *DRAWN])]
+    random.shuffle(rows)
+    logits = executor.memory.logits
+    logits.copy_(torch.randn(logits.shape) * 3)
+    want = [t.token_id for t in Sampler().sample(logits[:6], rows).tokens]
+    drawn = {r: s for r, s in enumerate(rows) if not s.params.greedy}  # type: ignore[union-attr]
+    executor.memory.results.fill_(-7)
+    executor._device_sampler.enqueue(6, drawn)
+    assert tokens(executor, 6) == want
+    row, piece = random.choice(list(drawn.items()))
+    logits[0] = logits[row].clone()
+    executor._device_sampler.enqueue(1, {0: replace(piece, token_ids=[UNREAD], history=piece.history[:-1])})
+    assert tokens(executor, 1) == [want[row]]
+
+
+def test_parameters_of_two_steps_lie_apart(executor: Any) -> None:
+    """The device may still read the first step's when the second's are written."""
+    sampler = executor._device_sampler
+    sampler.enqueue(1, {0: asking(0, DRAWN[0])})
+    first, before = sampler._staging[0], sampler._staging[0].clone()
+    sampler.enqueue(1, {0: asking(0, DRAWN[2])})
+    assert torch.equal(first, before)
+
+
+def test_rows_of_a_step_go_where_they_can_be_chosen(executor: Any) -> None:
+    """Device and host rows in one step, in the order of the batch, one without finite logits."""
+    assert all(on_device(asking(0, p)) for p in (GREEDY, *DRAWN)) and not any(on_device(asking(0, p)) for p in HOST)
+    assert not on_device(asking(0, GREEDY, suppress_eos=True))
+    batch = [asking(r, p) for r, p in enumerate([*random.sample(DRAWN, 3), *random.sample(HOST, 2), GREEDY])]
+    random.shuffle(batch)
+    result = executor.execute(StepBatch(batch))
+    want = Sampler().sample(executor.memory.logits[:6], batch)
+    assert [t.seq_id for t in result.tokens] == [s.seq_id for s in batch]
+    assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
+    assert [t.logprob is None for t in result.tokens] == [t.logprob is None for t in want.tokens]
+    bad = replace(batch[2], token_ids=[5], start=3, pages=dict.fromkeys(GROUPS, [20, 21]))
+    result = executor.execute(StepBatch([batch[0], bad, batch[1]]))
+    assert set(result.failed) == {bad.seq_id} and len(result.tokens) == 2
+
+
+def test_undecided_rows_are_the_hosts(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [asking(r, DRAWN[r]) for r in range(3)]
+    want = executor.execute(StepBatch(batch))
+    asked: list[int] = []
+    inner, enqueue = Sampler.sample, executor._device_sampler.enqueue
+
+    def undecided(rows: int, drawn: Any) -> None:
+        enqueue(rows, drawn)
+        executor.memory.results[:, 1] = torch.tensor([-1, UNDECIDED], dtype=torch.int32)
+
+    def seen(self: Sampler, logits: torch.Tensor, slices: list[SequenceSlice]) -> StepResult:
+        asked.extend(s.seq_id for s in slices)
+        return inner(self, logits, slices)
+
+    monkeypatch.setattr(executor._device_sampler, "enqueue", undecided)
+    monkeypatch.setattr(Sampler, "sample", seen)
+    assert executor.execute(StepBatch(batch)).tokens == want.tokens and asked == [1]
+
+
+def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [asking(r, p) for r, p in enumerate([DRAWN[1], GREEDY])]
+    want = executor.execute(StepBatch(batch))
+    model = executor.model
+    old = KernelTable(model.table.target, [e for e in model.table.all() if e.role != "draw"])
+    sampler = DeviceSampler(replace(model, table=old), executor.device)
+    assert not sampler.available
+    monkeypatch.setattr(executor, "_device_sampler", sampler)
+    assert executor.execute(StepBatch(batch)).tokens == want.tokens
