@@ -112,7 +112,9 @@ class LateCopier:
 class Stack:
     """`path`: directory of the disk tier, or None. `settings` go to KVSettings; `now` is the clock of deadlines and
     times to live; `late` makes copies between device and host end late. `wrong` counts outputs that differ from the
-    run without a cache."""
+    run without a cache. `loads_first`: a step begins when loads have ended, as where computing takes far longer; else
+    computing and loading race, and how much of a prefix is loaded depends on the machine. Disk operations have a
+    minute, so that none times out on a busy machine; `hurry_disk` or `disk_timeout_s` is for tests of hangs."""
 
     def __init__(
         self, path: Path | None, *, seed: int, shape: Shape | None = None, files: Files | None = None,
@@ -122,7 +124,8 @@ class Stack:
         self.shape = shape or Shape()
         self.files = files
         self.late = late
-        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2} if path is not None else {}
+        self.loads_first = False
+        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2, "disk_timeout_s": 60.0} if path is not None else {}
         self.kv = KVSettings(host_bytes=host_slots * SLOT, disk_free_bytes=0, **(disk | settings))
         self.now = 1000.0
         self.wrong = self.finished = self.added = 0
@@ -207,6 +210,9 @@ class Stack:
         return name
 
     def step(self) -> None:
+        while self.loads_first and self.tiers.loading:
+            self.transfers.wait(0.01)
+            self.tiers.poll()
         for output in self.core.step():
             self._take(output)
 
@@ -268,6 +274,15 @@ class Stack:
                 flip_bit(self.transfers.host.payload(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
                 flipped += 1
         return flipped
+
+    def hurry_disk(self, timeout_s: float) -> None:
+        """From now on disk operations time out after so many seconds, also those under way."""
+        pool = self.transfers.disk[1]._pool
+        with pool._lock:
+            pool._timeout_s = timeout_s
+            for op in pool._waiting:
+                op.deadline = min(op.deadline, time.monotonic() + timeout_s)
+            pool._watch.notify()
 
     def home(self) -> Path:
         """The directory of this engine's pages on disk."""
