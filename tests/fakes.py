@@ -8,7 +8,9 @@ be 2 or more, because a slice continues from the digest of the position before i
 
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import replace
 from hashlib import blake2b
 
 from wicore_trt.config import KVSettings
@@ -18,7 +20,7 @@ from wicore_trt.kv.disk_files import Files
 from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
-from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import ModelInfo
@@ -129,11 +131,11 @@ class FakeExecutor:
                 assert slot >= 0, f"{group} page of position {position} is gone"
                 assert memory[slot][position % size] == truth[position], f"{group}: wrong KV at position {position}"
 
-    def to_host(self, group, slot, parts, done) -> None:
-        """Digests of a page, 8 bytes per position, zeros where nothing was written."""
     def pin(self, memory) -> bool:
         return False
 
+    def to_host(self, group, slot, parts, done) -> None:
+        """Digests of a page, 8 bytes per position, zeros where nothing was written."""
         (part,) = parts
         part[:] = b"".join(digest.ljust(8, b"\0") for digest in self.memory[group][slot])
         done()
@@ -148,6 +150,65 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.memory.clear()
+
+
+class AheadFakeExecutor(FakeExecutor):
+    """Runs a step at some random time between `submit` and `collect`, and copies of pages wait for the steps before
+    them, as on a device with queues. `leads` says no at random."""
+
+    def __init__(self, *args, seed: int = 0) -> None:
+        super().__init__(*args)
+        self.rng = random.Random(seed)
+        self.queue: list[StepBatch] = []
+        self.results: list[StepResult] = []
+        self.sampled: dict[int, int] = {}
+        self.led = 0
+
+    def submit(self, batch: StepBatch) -> None:
+        assert len(self.queue) + len(self.results) < 2, "a third step in flight"
+        self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
+        pieces = [
+            replace(
+                s, token_ids=[*s.token_ids], history=[*s.history], pages={g: [*t] for g, t in s.pages.items()}
+            )
+            for s in batch.slices
+        ]  # fmt: skip
+        self.queue.append(StepBatch(pieces, batch.measure_attention))
+        if self.rng.random() < 0.3:
+            self.flush()
+
+    def flush(self) -> None:
+        """Let the device do all it was given."""
+        while self.queue:
+            self.results.append(self._next())
+
+    def _next(self) -> StepResult:
+        batch = self.queue.pop(0)
+        for piece in batch.slices:
+            if piece.token_ids == [UNREAD]:
+                piece.token_ids = [self.sampled.get(piece.seq_id, 0)]  # nothing where the logits were not finite
+                piece.history.extend(piece.token_ids)
+        result = super().execute(batch)
+        self.sampled = {token.seq_id: token.token_id for token in result.tokens}
+        return result
+
+    def collect(self) -> StepResult:
+        return self.results.pop(0) if self.results else self._next()
+
+    def leads(self, batch: StepBatch) -> bool:
+        return self.rng.random() < 0.9
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self.submit(batch)
+        return self.collect()
+
+    def to_host(self, group, slot, parts, done) -> None:
+        self.flush()
+        super().to_host(group, slot, parts, done)
+
+    def to_device(self, group, slot, parts, done) -> None:
+        self.flush()
+        super().to_device(group, slot, parts, done)
 
 
 def chain(before: bytes, token: int) -> bytes:
@@ -169,11 +230,13 @@ def make_core(
     kv: KVSettings | None = None,
     engine: str = "fake",
     files: Files | None = None,
+    ahead: int | None = None,
 ) -> EngineCore:
     """An EngineCore over a FakeExecutor (core.executor) with small pools; with `kv` its cache is made as a server's is,
-    `files` being what its disk tier does to the system."""
+    `files` being what its disk tier does to the system. `ahead` is the seed of an executor that runs ahead."""
     pages = pages or {GLOBAL: 64, LOCAL: 64}
-    executor = FakeExecutor(pages, page_tokens, window, max_batch_tokens)
+    sizes = (pages, page_tokens, window, max_batch_tokens)
+    executor = FakeExecutor(*sizes) if ahead is None else AheadFakeExecutor(*sizes, seed=ahead)
     if kv is None:
         manager, loader = (
             KVCacheManager(

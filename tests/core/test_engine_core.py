@@ -66,10 +66,11 @@ def test_one_request():
     slack=st.integers(0, 40),
     groups=st.sampled_from([(GLOBAL, LOCAL), (GLOBAL,), (LOCAL,)]),
     prefix_cache=st.booleans(),
+    ahead=st.booleans(),
 )
 # The window kept for later requests is a page more than the next token needs: the smallest pool must give it up.
-@example(seed=0, page_tokens=8, window=2, budget=3, slack=0, groups=(GLOBAL, LOCAL), prefix_cache=False)
-def test_tokens_depend_on_the_request_alone(seed, page_tokens, window, budget, slack, groups, prefix_cache):
+@example(seed=0, page_tokens=8, window=2, budget=3, slack=0, groups=(GLOBAL, LOCAL), prefix_cache=False, ahead=False)
+def test_tokens_depend_on_the_request_alone(seed, page_tokens, window, budget, slack, groups, prefix_cache, ahead):
     """Random shared prompts, arrivals, cancellations and pools down to the smallest that can hold one request."""
     rng = random.Random(seed)
     longest, new = 60, 10
@@ -80,6 +81,7 @@ def test_tokens_depend_on_the_request_alone(seed, page_tokens, window, budget, s
     core = make_core(
         pages={g: need[g] + slack for g in groups}, page_tokens=page_tokens, window=window, max_batch_tokens=budget,
         max_sequences=rng.randint(1, 6), prefix_cache=prefix_cache, checkpoint_tokens=rng.choice([4, 16, 64]),
+        ahead=seed if ahead else None,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=new)
     prompts = dict(enumerate(random_prompts(rng, 12, longest)))

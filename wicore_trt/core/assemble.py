@@ -54,7 +54,7 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
     )
     if not manager.fits(max_context, settings.scheduler.max_batch_tokens):
         raise EnvironmentUnfitError(
-            f"kv.device_bytes = {settings.kv.device_bytes} holds no sequence of {max_context} tokens.",
+            f"KV pages {layout.num_pages} hold no sequence of {max_context} tokens.",
             fix="Raise kv.device_bytes or lower scheduler.max_context.",
         )
     scheduler = Scheduler(
@@ -79,6 +79,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         threads=settings.executor.threads,
         page_tokens=settings.kv.page_tokens,
         kv_bytes=settings.kv.device_bytes,
+        kv_fraction=settings.kv.device_fraction,
         max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_sequences=settings.scheduler.max_sequences,
         max_context=settings.scheduler.max_context,

@@ -1,8 +1,10 @@
 """The engine core: requests in, one step at a time, token outputs out.
 
-Joins scheduler and executor; single-threaded and synchronous, so that every state can be tested step by step. It must
-not know text, threads or transports. Invariant: every sequence that was added ends with exactly one output
-that carries a finish reason, whatever happens to it.
+Joins scheduler and executor; single-threaded, so that every state can be tested step by step. With an `AheadExecutor`
+the next decode step starts before the last one's tokens are read. A sequence that ends meanwhile computes a token that
+nobody wants, and keeps its pages until that step has landed. It must not know text, threads or transports. Invariant:
+every sequence that was added ends with exactly one output that carries a finish reason, whatever happens to it, and no
+page is given back while a step that writes into it runs.
 """
 
 from __future__ import annotations
@@ -11,21 +13,20 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.sequence_pages import SequencePages
-from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch
-from wicore_trt.runtime.executor import Executor
+from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.scheduler import Plan, Scheduler
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.types import (
     EngineStats,
     FinishReason,
     GenerateRequest,
-    KVStats,
-    PoolStats,
-    TierStats,
     TokenLogprob,
     TokenOutput,
     Usage,
@@ -37,6 +38,19 @@ CLOSE_S = 4.0
 """How long pages that are still to be written to disk may hold up a shutdown."""
 ATTENTION_STEPS = 32
 """Attention mass is measured on one step in so many, where a policy wants it."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was started. `members` are its seq_ids; `started` is a time.perf_counter() stamp; `result` is there
+    at once unless the executor runs ahead; `ended` are members that ended before the step did."""
+
+    plan: Plan
+    batch: StepBatch
+    members: frozenset[int]
+    started: float
+    result: StepResult | None
+    ended: list[Sequence] = field(default_factory=list)
 
 
 def sequence_seed(seed: int | None, index: int) -> int:
@@ -73,6 +87,9 @@ class EngineCore:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
+        self._ahead = executor if isinstance(executor, AheadExecutor) else None
+        self._flight: Flight | None = None
+        self._landed = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -134,22 +151,61 @@ class EngineCore:
         return [self._finish(sequence, reason) for sequence in live]
 
     def step(self) -> list[TokenOutput]:
-        """Run one step. Raises what the executor raises; outputs of this step are then lost."""
-        outputs, manager = self._expire(), self.scheduler.manager
-        plan = self.scheduler.schedule()
-        for sequence in plan.preempted:
-            self.executor.release(sequence.seq_id)
-        if not plan.slices:
-            return outputs + self._idle(plan)
-        started = time.perf_counter()
-        batch = self._batch(plan)
-        result = self.executor.execute(batch)
-        seconds = time.perf_counter() - started
-        self._step_seconds += seconds
+        """Bring one step to its end; where the executor can, the next one has then been started. Raises what the
+        executor raises; outputs of this step are then lost."""
+        outputs, flight = self._expire(), self._flight
+        if flight is None:
+            plan = self.scheduler.schedule()
+            for sequence in plan.preempted:
+                self.executor.release(sequence.seq_id)
+            if not plan.slices:
+                return outputs + self._idle(plan)
+            flight = self._start(plan)
+        self._flight = self._start_next(flight)
+        outputs += self._land(flight)
+        self.scheduler.manager.events.publish()
+        return outputs
+
+    def _start(self, plan: Plan, *, ahead: bool = False) -> Flight:
+        batch, started, result = self._batch(plan, ahead=ahead), time.perf_counter(), None
+        if self._ahead is None:
+            result = self.executor.execute(batch)
+        else:
+            self._ahead.submit(batch)
         self._counts["steps"] += 1
-        self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in batch.slices], seconds)
+        return Flight(plan, batch, frozenset(s.seq_id for s, _ in plan.slices), started, result)
+
+    def _start_next(self, flight: Flight) -> Flight | None:
+        """Start the step after `flight` before that one has ended, if its tokens make no difference to the plan."""
+        if self._ahead is None or self._measures or not self._ahead.leads(flight.batch):
+            return None
+        plan = self.scheduler.follow(flight.plan, self._goes_on)
+        return None if plan is None else self._start(plan, ahead=True)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
+        return (
+            sequence.finish_reason is None
+            and sequence.output_len + 1 < (sequence.params.max_tokens or self.max_context)
+            and len(sequence.tokens) + 1 < self.max_context
+        )
+
+    def _land(self, flight: Flight) -> list[TokenOutput]:
+        """Wait for a step and take what it brings; `self._flight` is the one after it."""
+        manager = self.scheduler.manager
+        result = flight.result
+        if result is None:
+            assert self._ahead is not None
+            result = self._ahead.collect()
+        now = time.perf_counter()
+        seconds, self._landed = now - max(flight.started, self._landed), now
+        self._step_seconds += seconds
+        self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
-        for sequence, count in plan.slices:
+        outputs = []
+        for sequence, count in flight.plan.slices:
+            if sequence.finish_reason is not None:
+                continue  # it ended while this step ran
             error = result.failed.get(sequence.seq_id)
             if error is not None:
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -160,7 +216,8 @@ class EngineCore:
             mass = result.attention.get(sequence.seq_id)
             if mass is not None and manager.attention is not None:
                 manager.attention.measured(sequence.pages.keys, mass)
-        manager.events.publish()
+        for sequence in flight.ended:
+            self._release(sequence)
         return outputs
 
     def tidy(self) -> bool:
@@ -192,27 +249,32 @@ class EngineCore:
         self.scheduler.waiting.push(sequence)
         return [self._finish(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
-    def _batch(self, plan: Plan) -> StepBatch:
+    @property
+    def _measures(self) -> bool:
+        """Whether the next step measures attention."""
+        return self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
+
+    def _batch(self, plan: Plan, *, ahead: bool) -> StepBatch:
+        """`ahead`: the token to compute is the one after all that are known."""
         slices = []
         for sequence, count in plan.slices:
-            end = sequence.computed + count
+            start = len(sequence.tokens) if ahead else sequence.computed
             piece = SequenceSlice(
                 seq_id=sequence.seq_id,
-                token_ids=sequence.tokens[sequence.computed : end],
-                start=sequence.computed,
+                token_ids=[UNREAD] if ahead else sequence.tokens[start : start + count],
+                start=start,
                 pages=sequence.pages.tables,
             )
-            if end == len(sequence.tokens):
+            if ahead or start + count == len(sequence.tokens):
                 piece.sample = True
                 piece.params = sequence.params
                 piece.history = sequence.tokens
                 piece.prompt_len = sequence.prompt_len
                 piece.seed = sequence.seed
-                piece.suppress_eos = sequence.output_len < sequence.params.min_tokens
+                piece.suppress_eos = sequence.output_len + ahead < sequence.params.min_tokens
                 piece.stop_ids = sequence.stop_ids
             slices.append(piece)
-        attention = self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
-        return StepBatch(slices, measure_attention=attention)
+        return StepBatch(slices, measure_attention=self._measures)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         """Add a sampled token and end the sequence if that token, or its number, ends it."""
@@ -238,9 +300,10 @@ class EngineCore:
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
-        # KV values that led to bad logits would make every later request with this prefix fail too.
-        self.scheduler.finish(sequence, keep=reason is not FinishReason.ERROR)
-        self.executor.release(sequence.seq_id)
+        if self._flight is not None and sequence.seq_id in self._flight.members:
+            self._flight.ended.append(sequence)  # that step still writes into its pages
+        else:
+            self._release(sequence)
         siblings = self._sequences[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
@@ -249,6 +312,12 @@ class EngineCore:
         self._finished[reason.value] += 1
         self._counts["cached"] += sequence.cached or 0
         return self._output(sequence, last, logprobs, error)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back what an ended sequence holds."""
+        # KV values that led to bad logits would make every later request with this prefix fail too.
+        self.scheduler.finish(sequence, keep=sequence.finish_reason is not FinishReason.ERROR)
+        self.executor.release(sequence.seq_id)
 
     def _output(
         self,
@@ -274,6 +343,9 @@ class EngineCore:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
         tiers = self.scheduler.manager.tiers
         if tiers is not None:
             tiers.transfers.close(timeout_s)
@@ -285,47 +357,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        layout = self.executor.layout
-        pools = tuple(
-            PoolStats(group, pool.num_pages, pool.used, pool.cached, layout.page_bytes[group])
-            for group, pool in self.scheduler.manager.pools.items()
+        uptime_s, running = (
+            self._clock() - self._started,
+            [s for s in self.scheduler.running if s.finish_reason is None],
         )
-        return EngineStats(
-            uptime_s=self._clock() - self._started,
-            requests_running=len(self.scheduler.running),
-            requests_waiting=len(self.scheduler.waiting),
-            requests_finished=dict(self._finished),
-            prompt_tokens=self._counts["prompt"],
-            cached_prompt_tokens=self._counts["cached"],
-            generated_tokens=self._counts["generated"],
-            steps=self._counts["steps"],
-            step_seconds=self._step_seconds,
-            preemptions=self.scheduler.preemptions,
-            pools=pools,
-            kv=self._kv_stats(pools),
-        )
-
-    def _kv_stats(self, pools: tuple[PoolStats, ...]) -> KVStats:
-        manager, loader = self.scheduler.manager, self.scheduler.loader
-        device = TierStats(
-            tier="device",
-            capacity_bytes=sum(pool.total_pages * pool.page_bytes for pool in pools),
-            used_bytes=sum((pool.used_pages + pool.cached_pages) * pool.page_bytes for pool in pools),
-            pinned_bytes=sum(pool.used_pages * pool.page_bytes for pool in pools),
-            pages={pool.group: pool.used_pages + pool.cached_pages for pool in pools},
-            hit_tokens=manager.hit_tokens,
-            read_bytes=0,
-            read_seconds=0.0,
-            write_bytes=0,
-            write_seconds=0.0,
-            evictions={"capacity": sum(pool.evictions for pool in manager.pools.values())},
-            failures={},
-            queue_depth=0,
-        )
-        return KVStats(
-            tiers=(device, *(manager.tiers.stats() if manager.tiers is not None else ())),
-            decisions=dict(loader.decisions) if loader is not None else {},
-            parked=loader.parked if loader is not None else 0,
-            resumed=loader.resumed if loader is not None else 0,
-            event_sequence=manager.events.sequence,
-        )
+        return engine_stats(
+            self.scheduler, self.executor.layout, self._counts, dict(self._finished),
+            uptime_s=uptime_s, step_seconds=self._step_seconds, running=len(running),
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
@@ -69,4 +69,23 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free device memory. The executor is unusable afterwards."""
+        ...
+
+
+@runtime_checkable
+class AheadExecutor(Executor, Protocol):
+    """An executor that can start a step before the tokens of the last one are read, so that the device never waits for
+    the host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order in which they were submitted;
+    at most two are submitted and not collected."""
+
+    def submit(self, batch: StepBatch) -> None:
+        """Start a step; what the batch refers to may change afterwards."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was submitted and not collected."""
+        ...
+
+    def leads(self, batch: StepBatch) -> bool:
+        """Whether the step after `batch`, the last one submitted, may name the tokens that this one samples UNREAD."""
         ...

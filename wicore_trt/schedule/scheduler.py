@@ -9,6 +9,7 @@ lives, the plan is empty only while something is being loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import le
 
@@ -116,6 +117,29 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan, budget)
         return plan
+
+    def follow(self, plan: Plan, goes_on: Callable[[Sequence], bool]) -> Plan | None:
+        """Plan the step after `plan` while that one still runs: a token more for each sequence that `goes_on` whatever
+        is sampled now. None when the next step should wait for this one: a sequence is not decoding, one could be
+        admitted or would have to be preempted, or none goes on."""
+        self.manager.housekeep()
+        decoding = {s.seq_id for s, count in plan.slices if count == s.remaining}
+        following = [s for s, _ in plan.slices if goes_on(s)]
+        if any(s.seq_id not in decoding and s.finish_reason is None for s in self.running):
+            return None
+        if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
+            return None
+        if not following or len(following) > self.max_batch_tokens:
+            return None
+        if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following):
+            return None
+        return Plan([(s, 1) for s in following])
+
+    def _blocked(self) -> bool:
+        """Whether the head of the queue cannot be admitted unless somebody leaves."""
+        return len(self.running) >= self.max_sequences or (
+            bool(self._too_few) and all(map(le, self._available(), self._too_few))
+        )
 
     def _schedule_running(self, plan: Plan) -> int:
         """Give every running sequence its tokens, single-token ones first; returns the budget that is left."""
