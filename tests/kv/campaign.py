@@ -125,8 +125,10 @@ class Stack:
         self.files = files
         self.late = late
         self.loads_first = False
-        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2, "disk_timeout_s": 60.0} if path is not None else {}
-        self.kv = KVSettings(host_bytes=host_slots * SLOT, disk_free_bytes=0, **(disk | settings))
+        disk = {"disk_path": str(path), "disk_bytes": 3 << 20, "disk_threads": 2, "disk_timeout_s": 60.0}
+        self.kv = KVSettings(
+            host_bytes=host_slots * SLOT, disk_free_bytes=0, **((disk if path is not None else {}) | settings)
+        )
         self.now = 1000.0
         self.wrong = self.finished = self.added = 0
         self.known: list[list[int]] = [self.tokens(12)]
