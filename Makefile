@@ -4,7 +4,7 @@ PY := .venv/bin/python
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-long demo bench-cpu bench-kv proto clean
+.PHONY: setup lint format test test-long demo bench-cpu bench-gpu bench-kv proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -30,6 +30,9 @@ demo: setup  ## fetch Gemma 3 270M, build, serve, ask
 
 bench-cpu: setup
 	$(PY) -m wicore_trt.bench.cpu
+
+bench-gpu: setup  ## needs a GPU; VLLM_SITE and VBENCH measure vLLM beside us, ARGS="--help" lists the rest
+	$(PY) -m wicore_trt.bench.gpu --vllm-site "$(VLLM_SITE)" --vbench "$(VBENCH)" $(ARGS)
 
 bench-kv: setup
 	$(PY) -m wicore_trt.bench.kv

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from math import inf
 
 import pytest
 from fakes import FakeExecutor
@@ -81,7 +82,7 @@ def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
     add = run.core.add
     monkeypatch.setattr(run.core, "add", lambda request: (prompts.append(request.prompt_token_ids), add(request)))
     monkeypatch.setattr("wicore_trt.bench.gpu_ours.CHEAP_S", 0.0)
-    row = run.measure(config, 1, 3, print)
+    row = run.measure(config, 1, 3, inf, print)
     assert len(row["prefill_s"]) == len(row["total_s"]) == 3 and row["graph_ms"] is None
     assert all(a < b for a, b in zip(row["prefill_s"], row["total_s"], strict=True))
     assert (row["batch"], row["context"], row["output_tokens"], row["preemptions"]) == (1, CONTEXT, OUTPUT, 0)
@@ -194,6 +195,8 @@ def test_short_runs_are_repeated_more_often(tmp_path, no_compiler, monkeypatch):
     config = CONFIGS["270m"]
     run = served(config, tmp_path / "e", 1)
     monkeypatch.setattr(run, "run", lambda *_: time.sleep(0) or 0.01)
-    assert len(run.measure(config, 1, 3, print)["total_s"]) == 9
+    assert len(run.measure(config, 1, 3, inf, print)["total_s"]) == 9
     monkeypatch.setattr(run, "run", lambda *_: 5.0)
-    assert len(run.measure(config, 1, 4, print)["total_s"]) == 4
+    assert len(run.measure(config, 1, 4, inf, print)["total_s"]) == 4
+    assert len(run.measure(config, 1, 4, 15.0, print)["total_s"]) == 2
+    assert len(run.measure(config, 1, 4, 0.0, print)["total_s"]) == 1

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from wicore_trt.bench import gpu_cases as cases
@@ -142,6 +143,14 @@ class Bench:
             self.document["builds"][config.name] = record
         return path
 
+    def _case_s(self, config: Config, batch: int) -> float:
+        """Expected seconds of a figure."""
+        return cases.case_estimate_s(config, batch, self.args.repeats, self.rates, self.args.case_s)
+
+    def _fitting(self, config: Config, batches: Sequence[int], before_s: float) -> int:
+        args = self.args
+        return cases.fitting(config, batches, before_s, args.repeats, self.rates, self.left_s(), args.case_s)
+
     def _ready_s(self, config: Config) -> float:
         """Expected seconds until an engine of `config` is loaded."""
         return cases.LOAD_S[config.model] + (0.0 if self._engines.has(config) else cases.BUILD_S[config.model])
@@ -156,7 +165,7 @@ class Bench:
         batches = [b for b in config.batches if not self.args.batches or b in self.args.batches]
         repeats, served = self.args.repeats, list[Served]()
         before = self._ready_s(config)
-        count = cases.fitting(config, batches, before, repeats, self.rates, self.left_s())
+        count = self._fitting(config, batches, before)
         most = max(batches[: max(count, 1)], default=0)
 
         def open_engine() -> None:
@@ -165,17 +174,17 @@ class Bench:
             say(f"{config.name} loaded in {served[0].load_s:.1f} s")
 
         def measure(batch: int) -> None:
-            row = served[0].measure(config, batch, repeats, say)
+            row = served[0].measure(config, batch, repeats, self.args.case_s, say)
             self.document["ours"].append(row)
             step = (sum(row["total_s"]) - sum(row["prefill_s"])) / len(row["total_s"]) / (row["output_tokens"] - 1)
             say(f"{config.name} batch {batch}: {1e3 * step:.2f} ms/token, graph {row['graph_ms']} ms")
 
-        needed = before + sum(cases.case_estimate_s(config, b, repeats, self.rates) for b in batches[:1])
+        needed = before + sum(self._case_s(config, b) for b in batches[:1])
         if not batches or not self._step("ours", config.name, needed, open_engine):
             return
         try:
             for batch in batches:
-                needed = cases.case_estimate_s(config, batch, repeats, self.rates)
+                needed = self._case_s(config, batch)
                 if batch > most:
                     self._absent("ours", f"{config.name} batch {batch}", "it did not fit into the time", False)
                     continue
@@ -217,13 +226,13 @@ class Bench:
             return
         wanted = [b for b in config.batches if not self.args.batches or b in self.args.batches]
         start = cases.PEER_START_S[config.name]
-        count = cases.fitting(config, wanted, start, self.args.repeats, self.rates, self.left_s())
+        count = self._fitting(config, wanted, start)
         for batch in wanted[count:]:
             self._absent("vllm", f"{config.name} batch {batch}", f"{self.left_s():.0f} s are left", False)
         batches = wanted[:count]
         if not batches:
             return
-        needed = start + sum(cases.case_estimate_s(config, b, self.args.repeats, self.rates) for b in batches)
+        needed = start + sum(self._case_s(config, b) for b in batches)
 
         def work() -> None:
             self._wait_free()
@@ -293,6 +302,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stages", type=_names(STAGES), default=list(STAGES), help=f"of {','.join(STAGES)}, in order")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="seconds for all of it, from the start")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs per figure, at least; medians count")
+    parser.add_argument(
+        "--case-s", type=float, default=inf, help="no new pair of runs behind so many seconds of a figure"
+    )
     parser.add_argument("--engines", type=Path, help="engines made by `prebuild`; others are built now")
     parser.add_argument("--vllm-site", type=_path, help="directory with vLLM and what it needs, for PYTHONPATH")
     parser.add_argument("--vbench", type=_path, help="script that measures vLLM; see bench/gpu_peer.py")

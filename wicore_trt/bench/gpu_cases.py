@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import floor, inf
 
 from wicore_trt.bench.bound import ModelCost
 from wicore_trt.kv.sizing import builtin_spec
@@ -149,17 +150,20 @@ PEER_START_S = {"bf16": 75.0, "fp8": 105.0, "fp8kv": 110.0, "270m": 40.0}
 CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0
 
 
-def case_estimate_s(config: Config, batch: int, runs: int, rates: Rates) -> float:
-    """Seconds that `runs` pairs of a short and a long run take."""
+def case_estimate_s(config: Config, batch: int, runs: int, rates: Rates, case_s: float = inf) -> float:
+    """Seconds that `runs` pairs of a short and a long run take; none begins behind `case_s` seconds."""
     prefill, step = prefill_bound_s(config, batch, rates), decode_bound_s(config, batch, rates)
-    return runs * (2 * 1.8 * prefill + (OUTPUT - 1) * 1.4 * step)
+    pair = 2 * 1.8 * prefill + (OUTPUT - 1) * 1.4 * step
+    return pair * min(runs, floor(min(case_s / pair, runs)) + 1)
 
 
-def fitting(config: Config, batches: Sequence[int], before_s: float, runs: int, rates: Rates, left_s: float) -> int:
+def fitting(
+    config: Config, batches: Sequence[int], before_s: float, runs: int, rates: Rates, left_s: float, case_s: float = inf
+) -> int:
     """How many of `batches`, from the first, fit into `left_s` seconds behind `before_s` of loading."""
     needed, count = before_s, 0
     for batch in batches:
-        needed += case_estimate_s(config, batch, runs, rates)
+        needed += case_estimate_s(config, batch, runs, rates, case_s)
         if needed > left_s:
             break
         count += 1

@@ -198,6 +198,10 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             f"{startup['first_answer_s']:.1f} s, {startup['tokens']} tokens. vLLM's is its constructor alone, without "
             "imports."
         )
+    if few := [
+        f"{r['config']} batch {r['batch']} ({len(r['total_s'])})" for r in document["ours"] if len(r["total_s"]) < 3
+    ]:
+        found.append(f"Fewer than three runs: {', '.join(few)}.")
     if moved := [f"{r['config']} batch {r['batch']}" for r in document["ours"] if r["preemptions"]]:
         found.append(f"Sequences lost their pages in {', '.join(moved)}: these figures are of no use.")
     for reading in document["clocks"]:
