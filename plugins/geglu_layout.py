@@ -11,7 +11,9 @@ from wicore_trt.plugins.layout import Launch
 def geglu_launch(
     constants: Mapping[str, Any], gate_up: Any, out: Any, scales: Any, tokens: int, alpha: float = 1.0
 ) -> Launch:
-    """`kernels.geglu.geglu` of gate_up [tokens, 2 I]; `alpha` is a power of two, `scales` 0 without FP8."""
-    blocks = 1 if constants["FP8"] else -(-constants["WIDTH"] // constants["BLOCK"])
-    arguments = {"gate_up": gate_up, "out": out, "scales": scales, "alpha": alpha}
-    return Launch((tokens, blocks, 1), arguments)
+    """`kernels.geglu` of gate_up [tokens, 2 I]: `geglu`, whose `scales` are 0, or `geglu_rows`, by their constants.
+    `alpha` is a power of two."""
+    arguments = {"gate_up": gate_up, "out": out, "alpha": alpha}
+    if "BLOCK" in constants:
+        return Launch((tokens, -(-constants["WIDTH"] // constants["BLOCK"]), 1), arguments)
+    return Launch((tokens, 1, 1), {**arguments, "scales": scales})

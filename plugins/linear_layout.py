@@ -6,6 +6,7 @@ beyond the order of float32 sums, and that order does not depend on the number o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from wicore_trt.plugins.layout import Launch
 
 VECTOR, MATRIX = "vector", "matrix"
 MAX_SPLITS = 16
+RESIDENT = 8 * 132  # programs of 4 warps and 64 registers a thread that an H100 holds at once
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 
 
@@ -23,7 +25,7 @@ class LinearShape:
     `dtype` ("bfloat16", "float16") is that of the input, or what E4M3 weights are widened to; `weights` is "fp8" or
     `dtype`; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
     `geglu`: the weights are [2 n, k], rows [gate; up]. `argmax`: with the output, each program's largest value and its
-    column.
+    column. `largest`: with the output, the largest magnitude of each of its rows; not by "vector".
     """
 
     n: int
@@ -34,6 +36,7 @@ class LinearShape:
     fp8_input: bool = False
     geglu: bool = False
     argmax: bool = False
+    largest: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtype in ("bfloat16", "float16") and self.weights in ("fp8", self.dtype)
@@ -57,8 +60,8 @@ class LinearConfig:
     "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
     takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
     `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
-    one launch reads once, that is, few rows. `ahead`: the kernel is fit for programmatic dependent launch (sm90 on) and
-    meanwhile asks for this many bytes of each of its rows of weights; every kernel of such a chain must wait likewise.
+    one launch reads once, that is, few rows. `ahead`: bytes of each of its rows of weights that a program asks for before
+    it waits for the kernel in front (`plugins.dependent`, sm90 on).
     """
 
     kind: Literal["vector", "matrix"]
@@ -104,6 +107,7 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
     """AssertionError for a configuration that cannot run the shape."""
     if config.kind == VECTOR:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
+        assert not shape.largest, "one row is not quantised"
     if config.splits > 1:
         assert not shape.geglu, "gate and up meet in one program"
         parts = -(-shape.k // config.block_k)
@@ -115,7 +119,7 @@ class LinearArrays:
     """Where a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
 
     `partials` (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one
-    stream; the counters are zeros again after each.
+    stream; the counters are zeros again after each. `largest` (int32 [tokens]) is zeros before a launch.
     """
 
     x: Any
@@ -127,6 +131,7 @@ class LinearArrays:
     counters: Any = 0
     best: Any = 0
     best_index: Any = 0
+    largest: Any = 0
 
 
 def partials_bytes(shape: LinearShape, config: LinearConfig, tokens: int) -> int:
@@ -153,8 +158,16 @@ def linear_launch(
     if config.kind == VECTOR:
         assert tokens in (0, 1), "the vector kernel takes one row"
         return Launch((config.blocks(shape) * tokens, 1, 1), arguments)
-    more = {"x_scale": arrays.x_scale, "partials": arrays.partials, "counters": arrays.counters, "tokens": tokens}
+    more = {"x_scale": arrays.x_scale, "partials": arrays.partials, "counters": arrays.counters}
+    more |= {"largest": arrays.largest, "tokens": tokens}
     return Launch((config.tiles(shape, tokens), config.splits, 1), {**arguments, **more})
+
+
+def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any, largest: Any, tokens: int) -> Launch:
+    """`kernels.linear_quantize` of x [tokens, K]. `quantize_rows` sets `largest` to zeros, `quantize_parts`
+    reads it."""
+    parts = -(-constants["K"] // constants["BLOCK"])
+    return Launch((tokens, parts, 1), {"x": x, "out": out, "x_scale": x_scale, "largest": largest})
 
 
 def geglu_exponent(hidden: int, largest: float) -> int:

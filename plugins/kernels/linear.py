@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import num_threads
 
-from wicore_trt.plugins.kernels.e4m3 import decode
+from wicore_trt.plugins.kernels.e4m3 import decode, magnitude_bits
+from wicore_trt.plugins.kernels.turns import take_turn
 
 
 @triton.jit
@@ -60,25 +61,44 @@ def _load_weights(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT_FIRS
 
 
 @triton.jit
-def _prefetch(w, rows, first, K: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for AHEAD bytes of each row of weights, from column `first` on, into L2."""
-    at = (w + rows.to(tl.int64) * K + first).to(tl.int64)
-    size = tl.zeros_like(rows) + tl.minimum(AHEAD, (K - first) * (w.dtype.element_ty.primitive_bitwidth // 8))
-    text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2;"
-    tl.inline_asm_elementwise(text, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+def _ask(at, size, wanted):
+    """Bring `size` bytes from address `at` (multiples of 16) into L2, where `wanted`."""
+    text: tl.constexpr = """
+    {
+    .reg .pred p;
+    setp.ne.s32 p, $3, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, $2;
+    }
+    """
+    tl.inline_asm_elementwise(text, "=r,l,r,r", [at, size, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _start_ahead(w, rows, first, N: tl.constexpr, K: tl.constexpr, AHEAD: tl.constexpr, GEGLU: tl.constexpr):
-    """Programmatic dependent launch: ask for the first weights, then wait until the kernel before has ended and its
-    writes are seen. Only weights may be read before this call, which no kernel writes, and nothing may be written.
-    Launched without that attribute the kernel waits for nothing here, because the one before has ended already.
-    """
-    gdc_launch_dependents()  # the next kernel may become resident; it waits for the end of this one all the same
-    _prefetch(w, rows, first, K, AHEAD)
+def _fetch_ahead(
+    w,
+    block_n,
+    begin,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    GEGLU: tl.constexpr,
+):
+    """What can be done before it is this kernel's turn: ask for AHEAD bytes of each of the program's rows of weights,
+    from column `begin` on, by one thread a row. Programs behind the first RESIDENT start when there is no more to wait
+    for, and read at once."""
+    THREADS: tl.constexpr = num_threads()
+    SPAN: tl.constexpr = max(BLOCK_N, THREADS)  # with fewer elements threads would share one, and ask twice
+    i = tl.arange(0, SPAN)
+    first = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0) < RESIDENT
+    wanted = ((i < BLOCK_N) & first).to(tl.int32)
+    size = tl.zeros_like(i) + tl.minimum(AHEAD, (K - begin) * (w.dtype.element_ty.primitive_bitwidth // 8))
+    rows = tl.minimum(block_n * BLOCK_N + i, N - 1).to(tl.int64)
+    _ask((w + rows * K + begin).to(tl.int64), size, wanted)
     if GEGLU:
-        _prefetch(w, rows + N, first, K, AHEAD)
-    gdc_wait()
+        _ask((w + (rows + N) * K + begin).to(tl.int64), size, wanted)
 
 
 @triton.jit
@@ -126,9 +146,11 @@ def linear_vector(
     UNROLL: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
     AHEAD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     W8: tl.constexpr,
     GEGLU: tl.constexpr,
     ARGMAX: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """One row of x, without matrix units: each lane sums its own columns, lanes are added at the end.
 
@@ -139,7 +161,8 @@ def linear_vector(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(rows, N - 1)  # of the last program: it reads a row twice rather than mask every load
     if AHEAD:
-        _start_ahead(w, inside, 0, N, K, AHEAD, GEGLU)
+        _fetch_ahead(w, tl.program_id(0), 0, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
+    take_turn(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
@@ -198,6 +221,7 @@ def linear_matrix(
     x_scale,
     partials,
     counters,
+    largest,
     tokens,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -208,10 +232,13 @@ def linear_matrix(
     EXACT_EVERY: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
     AHEAD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     W8: tl.constexpr,
     X8: tl.constexpr,
     GEGLU: tl.constexpr,
     ARGMAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """Any number of rows, by matrix units: a program computes BLOCK_N columns of y for COLUMNS rows of x, over one of
     SPLITS parts of K.
@@ -219,7 +246,9 @@ def linear_matrix(
     Tiles of the same weights are neighbours, so that the weights come from L2 for all but one. SPLITS > 1: partials
     float32 [SPLITS, tiles, COLUMNS, BLOCK_N] and counters int32[tiles], zeros, belong to this launch alone. X8: x is
     E4M3 like W, with x_scale float32[tokens]. ARGMAX: best, best_index [cdiv(N, BLOCK_N), tokens] (float32, int32), the
-    largest of each program's columns and its column. Grid: (cdiv(N, BLOCK_N) * cdiv(tokens, COLUMNS), SPLITS).
+    largest of each program's columns and its column. LARGEST: largest int32[tokens] becomes the maximum of itself and
+    the `e4m3.magnitude_bits` of each row of out; of integers that is the same in any order.
+    Grid: (cdiv(N, BLOCK_N) * cdiv(tokens, COLUMNS), SPLITS).
     """
     PART: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS * BLOCK_K
     token_blocks = tl.cdiv(tokens, COLUMNS)
@@ -232,7 +261,8 @@ def linear_matrix(
     acc_up = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     begin = tl.program_id(1) * PART
     if AHEAD:
-        _start_ahead(w, inside, begin, N, K, AHEAD, GEGLU)
+        _fetch_ahead(w, block_n, begin, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
+    take_turn(DEPENDENT)
     for start in range(begin, tl.minimum(begin + PART, K), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         columns = x + m.to(tl.int64)[None, :] * K + k[:, None]
@@ -254,6 +284,10 @@ def linear_matrix(
         y = _gelu_tanh(y) * _scaled_rows(acc_up, w_scale, inside + N, W8)
     y = y * alpha
     at = out + m.to(tl.int64)[None, :] * N + rows[:, None]
-    tl.store(at, y.to(out.dtype.element_ty), mask=live & (rows < N)[:, None])
+    stored = y.to(out.dtype.element_ty)
+    tl.store(at, stored, mask=live & (rows < N)[:, None])
+    if LARGEST:
+        bits = tl.max(magnitude_bits(stored.to(tl.float32)), axis=0)  # rows beyond the last repeat it
+        tl.atomic_max(largest + m, bits, mask=m < tokens, sem="relaxed")
     if ARGMAX:
         _store_best(y, rows, best, best_index, block_n * tokens + m, m < tokens, N)

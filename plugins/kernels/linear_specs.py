@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from wicore_trt.errors import ConfigError
+from wicore_trt.plugins import dependent
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.linear import linear_matrix, linear_vector
-from wicore_trt.plugins.kernels.linear_quantize import quantize_rows
+from wicore_trt.plugins.kernels.linear_quantize import quantize_parts, quantize_rows
 from wicore_trt.plugins.layout import FLOAT_TYPES
-from wicore_trt.plugins.linear_layout import VECTOR, LinearConfig, LinearShape, check_config
+from wicore_trt.plugins.linear_layout import RESIDENT, VECTOR, LinearConfig, LinearShape, check_config
 
 EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
+QUANTIZED_PART = 2048
+"""Columns of a program of `quantize_parts`."""
 POINTERS = {
     "w_scale": "*fp32",
     "x_scale": "*fp32",
@@ -24,6 +27,7 @@ POINTERS = {
     "counters": "*i32",
     "best": "*fp32",
     "best_index": "*i32",
+    "largest": "*i32",
 }
 
 
@@ -55,6 +59,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         "BLOCK_K": config.block_k,
         "EVICT_FIRST": config.evict_first,
         "AHEAD": config.ahead,
+        "RESIDENT": RESIDENT,
         "W8": fp8,
         "GEGLU": shape.geglu,
         "ARGMAX": shape.argmax,
@@ -65,25 +70,44 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     else:
         function = linear_matrix
         constants |= {"COLUMNS": config.columns, "SPLITS": config.splits, "X8": shape.fp8_input}
+        constants["LARGEST"] = shape.largest
         constants["EXACT_EVERY"] = min(EXACT_EVERY, config.block_k) if shape.fp8_input else 0
-    signature = {name: types[name] for name in function.arg_names if name not in constants}
+    signature = {name: types[name] for name in function.arg_names if name in types}
     aligned = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}
     return KernelSpec(
-        _name(shape, config, native), function, signature, constants, aligned, config.num_warps, config.num_stages
+        _name(shape, config, native),
+        function,
+        signature,
+        constants,
+        aligned,
+        config.num_warps,
+        config.num_stages,
+        dependent.mode_of(function.__name__, target) if config.ahead else dependent.ORDINARY,
     )
 
 
-def quantize_rows_spec(k: int, dtype: str) -> KernelSpec:
-    """Rows of `k` values of `dtype` to E4M3. Arguments: x, out, x_scale; grid (tokens, 1, 1)."""
+def quantize_rows_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
+    """`quantize_rows` of `k` values of `dtype`; `native`: for targets that `e4m3.has_conversions`."""
     block = 1 << (k - 1).bit_length()
-    signature = {"x": "*" + FLOAT_TYPES[dtype], "out": "*u8", "x_scale": "*fp32"}
-    warps = max(4, min(16, block // 2048))
-    name = f"quantize_rows_{FLOAT_TYPES[dtype]}_{k}"
-    return KernelSpec(name, quantize_rows, signature, {"K": k, "BLOCK": block}, frozenset(signature), warps, 1)
+    return _quantize_spec(quantize_rows, k, dtype, block, max(1, min(16, block // 256)), native)
+
+
+def quantize_parts_spec(k: int, dtype: str, *, native: bool) -> KernelSpec:
+    """`quantize_parts`, QUANTIZED_PART columns to a program."""
+    return _quantize_spec(quantize_parts, k, dtype, QUANTIZED_PART, QUANTIZED_PART // 256, native)
+
+
+def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, native: bool) -> KernelSpec:
+    signature = {"x": "*" + FLOAT_TYPES[dtype], "out": "*u8", "x_scale": "*fp32", "largest": "*i32"}
+    name = f"{function.__name__}_{FLOAT_TYPES[dtype]}_{k}{'_native' if native else ''}"
+    constants: dict[str, Any] = {"K": k, "BLOCK": block, "NATIVE": native}
+    return KernelSpec(name, function, signature, constants, frozenset({"x", "out"}), warps, 1)
 
 
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
     kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights == "fp8" else "")
-    kind += ("_geglu" if shape.geglu else "") + ("_argmax" if shape.argmax else "")
+    kind += (
+        ("_geglu" if shape.geglu else "") + ("_argmax" if shape.argmax else "") + ("_largest" if shape.largest else "")
+    )
     bits = "" if native or shape.weights != "fp8" else "_bits"
     return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.name()}"

@@ -4,7 +4,7 @@ One program per row, the whole row in registers, so that a row's result depends 
 alone, never on the other rows. Knows neither layers nor weights' names. Invariants: the residual is float32; norms and
 their sums are float32; a result is rounded once, to the operand's 16-bit type, and then, for FP8, to E4M3 with one
 float32 scale per row (amax of the rounded row / 448, 1 for a row of zeros; `model.lower_torch.quantize_rows`). NaN and
-infinities are carried on, not hidden.
+infinities are carried on, not hidden: an E4M3 row with one of them is NaN.
 
 float16 has no clipping here: |norm(x) * w| <= sqrt(H) * max|w|, so whoever loads the weights can prove that it fits.
 Norm weights are float32 and stored as 1 + w. H is a constant, so that rows need not start at multiples of BLOCK.
@@ -16,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.kernels.e4m3 import quantize
+from wicore_trt.plugins.kernels.e4m3 import magnitude_bits, quantize_row, row_scale
+from wicore_trt.plugins.kernels.turns import take_turn
 
 
 @triton.jit
@@ -34,34 +35,54 @@ def _normed(value, weight, eps, H: tl.constexpr):
 
 
 @triton.jit
-def _store(out, scales, row, column, inside, value, H: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr):
+def _store(
+    out,
+    scales,
+    row,
+    column,
+    inside,
+    value,
+    H: tl.constexpr,
+    FP8: tl.constexpr,
+    HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`."""
     target = out + row * H + column
     if FP8:
         value = value.to(tl.float16).to(tl.float32) if HALF else value.to(tl.bfloat16).to(tl.float32)
-        scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = row_scale(tl.max(magnitude_bits(value), 0))
         tl.store(scales + row, scale)
-        tl.store(target, quantize(value, scale), mask=inside)
+        tl.store(target, quantize_row(value, scale, NATIVE), mask=inside)
     else:
         tl.store(target, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def norm(
-    residual, weight, out, scales, eps, H: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr
+    residual,
+    weight,
+    out,
+    scales,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """out[r] = norm(residual[r]) * weight for float32 residual [rows, H]. Grid: (rows,).
 
     BLOCK is a power of two of at least H. FP8: out is E4M3 bytes of the row, first rounded to float16 (HALF) or
-    bfloat16, and `scales` float32 [rows]; otherwise out is 16 bit and `scales` is not touched.
+    bfloat16, and `scales` float32 [rows], NATIVE for `e4m3.has_conversions`; otherwise out is 16 bit and `scales` is
+    not touched.
     """
     row = tl.program_id(0).to(tl.int64)
     column = _columns(BLOCK)
     inside = column < H
     value = tl.load(residual + row * H + column, mask=inside, other=0.0)
     w = tl.load(weight + column, mask=inside, other=0.0)
-    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF)
+    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE)
 
 
 @triton.jit
@@ -79,6 +100,7 @@ def embed_norm(
     BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """residual[i] = embedding[token_ids[i]] * embedding_scale (float32, unrounded), out[i] = its norm as in `norm`.
 
@@ -95,7 +117,7 @@ def embed_norm(
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32) * embedding_scale
     value = tl.where(known, value, 0.0)
     tl.store(residual + row * H + column, value, mask=inside)
-    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF)
+    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE)
 
 
 @triton.jit
@@ -115,6 +137,8 @@ def add_norm(
     GATHER: tl.constexpr,
     FP8: tl.constexpr,
     HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
 ):
     """residual[r] += norm(x[r]) * post_weight in place, then out[r] = norm(residual[r]) * next_weight as in `norm`.
 
@@ -123,20 +147,21 @@ def add_norm(
     out, for the sampled rows behind the last layer; rows must not repeat. Otherwise `rows` is not touched.
     Grid: (rows of out,).
     """
+    column = _columns(BLOCK)
+    inside = column < H
+    # All loads come first: for few rows this kernel is nothing but latency. No kernel writes the weights.
+    post = tl.load(post_weight + column, mask=inside, other=0.0)
+    following = tl.load(next_weight + column, mask=inside, other=0.0)
+    take_turn(DEPENDENT)
     target = tl.program_id(0).to(tl.int64)
     row = target
     if GATHER:
         row = tl.load(rows + target).to(tl.int64)
-    column = _columns(BLOCK)
-    inside = column < H
     at = row * H + column
-    # All loads come first: for few rows this kernel is nothing but latency.
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     old = tl.load(residual + at, mask=inside, other=0.0)
-    post = tl.load(post_weight + column, mask=inside, other=0.0)
-    following = tl.load(next_weight + column, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         value += tl.load(x + split * x_split + at, mask=inside, other=0.0).to(tl.float32)
     new = old + _normed(value, post, eps, H)
     tl.store(residual + at, new, mask=inside)
-    _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF)
+    _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF, NATIVE)

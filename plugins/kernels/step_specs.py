@@ -54,11 +54,12 @@ def norm_config(target: str, rows: int, hidden: int) -> Config:
 @dataclass(frozen=True)
 class NormShape:
     """`hidden` columns (a multiple of 8, so that rows are aligned for wide loads), operands of `dtype` ("bfloat16" or
-    "float16"), given as E4M3 with a scale per row if `fp8`."""
+    "float16"), given as E4M3 with a scale per row if `fp8`; `native`: for targets that `e4m3.has_conversions`."""
 
     hidden: int
     dtype: str
     fp8: bool = False
+    native: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % 8 or self.dtype not in ("bfloat16", "float16"):
@@ -66,13 +67,14 @@ class NormShape:
 
     def constants(self) -> dict[str, Constant]:
         block = 1 << (self.hidden - 1).bit_length()
-        return {"H": self.hidden, "BLOCK": block, "FP8": self.fp8, "HALF": self.dtype == "float16"}
+        half = self.dtype == "float16"
+        return {"H": self.hidden, "BLOCK": block, "FP8": self.fp8, "HALF": half, "NATIVE": self.native}
 
     def out_type(self) -> str:
         return "u8" if self.fp8 else FLOAT_TYPES[self.dtype]
 
     def name(self) -> str:
-        return f"{self.dtype}{'_fp8' if self.fp8 else ''}_h{self.hidden}"
+        return f"{self.dtype}{'_fp8' if self.fp8 else ''}{'_native' if self.native else ''}_h{self.hidden}"
 
 
 def _spec(
@@ -187,10 +189,10 @@ def sample_specs(
     groups = -(-vocab // sample.GROUP)
     if vocab > 2 * candidates:
         candidates = min(candidates, groups // 2)
-    # Twice as many find room: where half of the groups reach the bound, 1.4 times as many logits do; ties come on top.
-    capacity: dict[str, Constant] = {"CAPACITY": 1 << (2 * candidates - 1).bit_length()}
     else:  # all of it is a candidate
         candidates = min(candidates, vocab)
+    # Twice as many find room: where half of the groups reach the bound, 1.4 times as many logits do; ties come on top.
+    capacity: dict[str, Constant] = {"CAPACITY": 1 << (2 * candidates - 1).bit_length()}
     common: dict[str, Constant] = {"CHUNK": chunk.block, "SOFTCAP": float(softcap)}
     grouped: dict[str, Constant] = {"GROUP": sample.GROUP, "SAMPLED": sampled}
     sizes: dict[str, Constant] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from wicore_trt.model.triton_table import (  # noqa: E402
     KERNEL8,
     LINEARS,
     MM,
+    MM16,
     SCALED_MM,
     EngineShape,
 )
@@ -179,12 +181,18 @@ def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: st
 def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = builtin_spec("gemma3-270m")
     wide, fp8 = EngineShape(spec, "bfloat16", False, "bfloat16", 32), EngineShape(spec, "bfloat16", True, "fp8", 32)
-    assert [wide.product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM]
+    assert [wide.product("sm89", "qkv", n) for n in (16, 17)] == [KERNEL, MM16]
+    half = replace(wide, dtype="float16")
+    assert [half.product("sm89", "qkv", 17), wide.product("sm89", "head", 17)] == [MM, MM], "may overflow; logits"
     assert [fp8.product("sm89", "qkv", n) for n in (64, 65)] == [KERNEL, SCALED_MM]
     assert [fp8.product("sm89", "head", n) for n in (16, 17)] == [KERNEL, MM]
     monkeypatch.setitem(CROSSOVER, "sm90", {"16-bit": 24, "fp8": 8, "fp8 rows": 32})
     assert [fp8.product("sm90", "qkv", n) for n in (8, 9, 32, 33)] == [KERNEL, KERNEL8, KERNEL8, SCALED_MM]
-    assert [wide.product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM]
+    assert [wide.product("sm90", "qkv", n) for n in (24, 25)] == [KERNEL, MM16]
+    monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": 100})
+    assert [wide.product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
+    monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": ANY})
+    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in p.role for p in plan_kernels(wide, "sm90"))
     assert fp8.product("sm80", "down", 4096) == KERNEL
 
 

@@ -5,7 +5,7 @@ cannot compile. So here the compiled functions stay as they are, and `launch` pu
 it runs: those of the kernel's module, and those of Triton's own library (tl.sum, tl.max, ...). The interpreter also
 patches `triton.language` and leaves some patches behind; all are undone. Every address that a kernel touches must lie
 in one of its arguments. Triton 3.6's interpreter keeps bfloat16 as uint16, truncates where GPUs round, and multiplies
-matrices of the integers; `_bfloat16` mends that.
+matrices of the integers; `_bfloat16` mends that. `_float8` mends its conversions to E4M3 and its fused products.
 """
 
 from __future__ import annotations
@@ -114,6 +114,24 @@ def _bfloat16() -> dict[str, Any]:
     return {"cast_impl": right_cast, "create_dot": right_dot}
 
 
+def _float8() -> dict[str, Any]:
+    """Conversions of float32 to E4M3 (to nearest even, saturated) and fused multiplications as GPUs do them."""
+    convert = interpreter.interpreter_builder.create_fp_to_fp
+
+    def right_convert(x: Any, to: Any, rounding: Any) -> Any:
+        if x.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
+            value = torch.from_numpy(np.ascontiguousarray(x.data)).clamp(-448, 448)
+            return TensorHandle(value.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+        return convert(x, to, rounding)
+
+    def right_fma(x: Any, y: Any, z: Any) -> Any:
+        # Exact in float64 but for the addition; a second rounding that matters is too rare to meet.
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+    return {"create_fp_to_fp": right_convert, "create_fma": right_fma}
+
+
 def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
     """Loads and stores that are AssertionErrors outside of the memory of `tensors`."""
     builder = interpreter.interpreter_builder
@@ -148,7 +166,8 @@ def launch(spec: KernelSpec, call: Launch) -> None:
         if type_.startswith("*") and isinstance(arguments[name], int):
             arguments[name] = torch.empty(0)  # its address is 0
     tensors = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
-    with _interpreting(spec.function) as kernel, _patched(**_bfloat16(), **_within(tensors)), np.errstate(all="ignore"):
+    mended = {**_bfloat16(), **_float8(), **_within(tensors)}
+    with _interpreting(spec.function) as kernel, _patched(**mended), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)
 
 

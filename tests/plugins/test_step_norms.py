@@ -70,7 +70,7 @@ class Out:
 
 SHAPES = [
     NormShape(5376, "bfloat16"),
-    NormShape(640, "float16", fp8=True),
+    NormShape(640, "float16", fp8=True, native=True),
     NormShape(72, "bfloat16", fp8=True),
     NormShape(64, "float16"),
 ]

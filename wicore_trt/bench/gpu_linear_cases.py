@@ -102,6 +102,7 @@ def run_case(
     blocks = config.blocks(shape) if shape.argmax else 0
     best = torch.full((blocks, case.tokens), math.nan, device=device)
     best_index = torch.full((blocks, case.tokens), -1, dtype=torch.int32, device=device)
+    largest = torch.empty(case.tokens, dtype=torch.int32, device=device)
     w = case.w.view(torch.uint8) if spec.signature["w"] == "*u8" else case.w
     arrays = LinearArrays(
         case.x,
@@ -113,11 +114,16 @@ def run_case(
         counters if scratch else 0,
         best if blocks else 0,
         best_index if blocks else 0,
+        largest if shape.largest else 0,
     )
     for _ in range(launches):
         out.fill_(math.nan)
+        largest.zero_()
         run(spec, linear_launch(shape, config, arrays, case.tokens, alpha))
     assert not int(counters.abs().sum()), "a counter is not left at 0"
+    if shape.largest:
+        found = out[: case.tokens].float().abs().amax(1)
+        assert torch.equal(largest.view(torch.float32), found), f"{spec.name}: largest values of rows"
     return out, best, best_index
 
 

@@ -8,16 +8,18 @@ makes the same one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wicore_trt.model.spec import GROUPS
-from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, SAMPLED, X8, EngineShape
+from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, R16, SAMPLED, X8, EngineShape
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
+from wicore_trt.plugins.dependent import mode_of
+from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
-from wicore_trt.plugins.kernels.geglu import geglu_spec
-from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
+from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
@@ -50,7 +52,12 @@ def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
     planned += _sampling(shape, target)
-    return planned
+    return [replace(p, spec=_in_turn(p.spec, target)) for p in planned]
+
+
+def _in_turn(spec: KernelSpec, target: str) -> KernelSpec:
+    """`spec` as part of a step, where kernels wait for each other instead of the GPU for them."""
+    return replace(spec, dependent=mode_of(spec.function.__name__, target))
 
 
 def _sampling(shape: EngineShape, target: str) -> list[Planned]:
@@ -93,10 +100,11 @@ def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | No
 def _norms(shape: EngineShape, target: str) -> list[Planned]:
     spec = shape.spec
     hidden = spec.hidden_size
-    pool = shape.pool(GROUPS[0])
+    pool, native = shape.pool(GROUPS[0]), has_conversions(target)
 
     def roles(suffix: str, x_dtype: str, fp8: bool) -> list[Planned]:
-        operands, plain = NormShape(hidden, shape.dtype, fp8), NormShape(hidden, shape.dtype)
+        operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
+        wide = spec.intermediate_size
 
         def warps(rows: int) -> int:
             return int(norm_config(target, rows, hidden).num_warps)
@@ -112,16 +120,25 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
                 lambda rows: (add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True), None),
             ),
             *_merged("qk_rope" + suffix, lambda rows: (qk_rope(rows), None)),
-            Planned("geglu" + suffix, ANY, geglu_spec(spec.intermediate_size, shape.dtype, x_dtype, fp8=fp8)),
+            Planned(
+                "geglu" + suffix,
+                ANY,
+                geglu_rows_spec(wide, shape.dtype, x_dtype, native=native)
+                if fp8
+                else geglu_spec(wide, shape.dtype, x_dtype),
+            ),
         ]
 
     planned = roles("", "float32", False)
+    if shape.narrow_results(target):
+        planned += roles(R16, "bfloat16", False)
     if shape.scaled_products(target):
         planned += roles(FP8, "bfloat16", True)
-        planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype)))
+        planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
     if shape.crossover8(target):
-        narrow = NormShape(hidden, shape.dtype, True)
-        planned.append(Planned("quantize_act", ANY, quantize_rows_spec(spec.intermediate_size, shape.dtype)))
+        narrow = NormShape(hidden, shape.dtype, True, native)
+        parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
+        planned.append(Planned("quantize_act", ANY, parts))
         planned += _merged(
             "add_norm" + X8,
             lambda rows: (

@@ -6,8 +6,8 @@ page -1 is neither read nor written, so rows of nobody may pad a step.
 
 How a step multiplies follows from its number of rows (`EngineShape.product`): few rows by Triton kernels that read
 weights once (E4M3 weights with 16-bit activations; from some number on, where measured, with E4M3 ones), many by cuBLAS
-(E4M3 weights with E4M3 activations, whose results are bfloat16). E4M3 rows have one dynamic scale each; a checkpoint's
-static scales are not used, because a row's own is never worse.
+(E4M3 weights with E4M3 activations), whose results are bfloat16 but in float16 engines without FP8. E4M3 rows have one
+dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
 
 So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the step crosses such a
 number of rows. `invariant` gives that speed up: one configuration of every kernel, and no cuBLAS, for any
@@ -39,6 +39,8 @@ from wicore_trt.model.triton_table import (
     KERNEL,
     KERNEL8,
     LINEAR_ROLES,
+    MM16,
+    R16,
     SCALED_MM,
     X8,
     EngineShape,
@@ -49,7 +51,7 @@ from wicore_trt.plugins.decode_layout import DecodeRows, Workspace, combine_laun
 from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
-from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch
+from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch, quantize_launch
 from wicore_trt.plugins.step_layout import (
     Logits,
     NormOut,
@@ -319,21 +321,24 @@ class TritonOps:
             x_scale=_norm_out(x).scales,
             partials=memory.partials.data_ptr(),
             counters=memory.counters.data_ptr(),
+            largest=memory.largest.data_ptr(),
         )
         model.launch(entry, linear_launch(shape, entry.config, arrays, rows, alpha))
 
     def _quantized(self, x: Value, role: str) -> Value:
-        """The operand of `role`, o or down, as E4M3."""
+        """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
+        finds and that of down takes."""
         model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
-        arguments = {"x": x.rows.data_ptr(), "out": out.rows.data_ptr(), "x_scale": _norm_out(out).scales}
         entry = model.find("quantize_act" if role == "down" else "quantize", self._n)
-        model.launch(entry, Launch((self._n, 1, 1), arguments))
+        to, largest = _norm_out(out), self._memory.largest.data_ptr()
+        call = quantize_launch(entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n)
+        model.launch(entry, call)
         return out
 
     def _role(self, name: str) -> str:
         """The variant of a role that takes and gives what the step's products do."""
-        if self._product == SCALED_MM:
-            return name + FP8
+        if self._product in (SCALED_MM, MM16):
+            return name + (FP8 if self._product == SCALED_MM else R16)
         variants = {"embed_norm": "embed_norm" + FP8, "add_norm": "add_norm" + X8}
         return variants.get(name, name) if self._product == KERNEL8 else name
 
@@ -347,7 +352,7 @@ class TritonOps:
         return Value(self._memory.eight(self._n, columns), self._memory.scales[: self._n])
 
     def _wide(self, columns: int) -> torch.Tensor:
-        dtype = torch.bfloat16 if self._product == SCALED_MM else torch.float32
+        dtype = torch.bfloat16 if self._product in (SCALED_MM, MM16) else torch.float32
         return self._memory.wide(dtype, self._n, columns)
 
     def _pool(self, layer: int) -> Pool:

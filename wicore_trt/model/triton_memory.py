@@ -33,8 +33,9 @@ class StepLimits:
 
 
 class StepMemory:
-    """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind FP8
-    products: qkv, gate and up, or the output of o and down, one after the other."""
+    """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind products
+    with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
+    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`)."""
 
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
@@ -55,6 +56,7 @@ class StepMemory:
         scaled = shape.scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
         self.scales = empty((tokens if scaled else 0,), torch.float32)
+        self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
         self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
         self.results = empty((2, limits.rows), torch.int32)

@@ -15,11 +15,15 @@ FAST_ACCUMULATION = False
 
 
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    """out (float32) = x @ w.T of 16-bit operands, with float32 sums."""
-    if x.is_cuda:
+    """out (float32 or x's type) = x @ w.T of 16-bit operands, with float32 sums."""
+    if not x.is_cuda:
+        out.copy_(torch.mm(x.float(), w.float().T))
+    elif out.dtype == torch.float32:
         torch.mm(x, w.T, out_dtype=torch.float32, out=out)
     else:
-        torch.mm(x.float(), w.float().T, out=out)
+        # Otherwise cuBLAS may add the parts of a split sum in bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.mm(x, w.T, out=out)
 
 
 def scaled_mm(

@@ -35,15 +35,21 @@ LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "
 INVARIANT, SAMPLED = ".invariant", ".sampled"
 FP8, X8, R16 = ".fp8", ".x8", ".r16"
 
-KERNEL, KERNEL8, MM, SCALED_MM = "kernel", "kernel8", "mm", "scaled_mm"
-"""How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS), or
-torch._scaled_mm of E4M3 rows."""
+KERNEL, KERNEL8, MM, MM16, SCALED_MM = "kernel", "kernel8", "mm", "mm16", "scaled_mm"
+"""How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS) with
+float32 or with bfloat16 results, or torch._scaled_mm of E4M3 rows, whose results are bfloat16."""
 
-DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0}
-CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 32, "fp8": 16, "fp8 rows": 128}}
+DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "float32 results": 0}
+CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 32, "fp8": 16, "fp8 rows": 128, "float32 results": 0}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
-Triton's own of those are faster than cuBLAS's ("fp8 rows")."""
+Triton's own of those are faster than cuBLAS's ("fp8 rows"). "float32 results": the most rows for which cuBLAS writes
+float32 results in a bfloat16 engine (ANY: always).
+
+bfloat16 results halve what large steps write and read between kernels. They are a rounding that the oracle does not
+have, of half a unit in bfloat16's last place once per product, as every other bfloat16 engine rounds; sums stay
+float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16 (results may exceed 65,504) and
+the logits are float32 for any number of rows."""
 FP8_PRODUCTS = 89
 """The first architecture whose matrix units take E4M3."""
 
@@ -66,7 +72,7 @@ class EngineShape:
 
     def linear(self, role: str, *, rows8: bool = False) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
-        `rows8`: of E4M3 rows."""
+        `rows8`: of E4M3 rows; gate_up then finds the largest values of its rows, which are quantised next."""
         spec = self.spec
         n, k = {
             "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
@@ -77,7 +83,8 @@ class EngineShape:
         }[role]
         weights = "fp8" if self.fp8 and role != "head" else self.dtype
         geglu = role == "gate_up"
-        return LinearShape(n, k, self.dtype, weights, self.dtype if geglu else "float32", rows8, geglu)
+        out = self.dtype if geglu else "float32"
+        return LinearShape(n, k, self.dtype, weights, out, rows8, geglu, largest=rows8 and geglu)
 
     def scaled_products(self, target: str) -> bool:
         """Whether large steps multiply E4M3 by E4M3."""
@@ -88,18 +95,27 @@ class EngineShape:
         fp8 = self.fp8 and role != "head"
         if fp8 and not self.scaled_products(target):
             return ANY
-        return CROSSOVER.get(target, DEFAULT_CROSSOVER)["fp8" if fp8 else "16-bit"]
+        return self._limits(target)["fp8" if fp8 else "16-bit"]
 
     def crossover8(self, target: str) -> int:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
-        return CROSSOVER.get(target, DEFAULT_CROSSOVER)["fp8 rows"] if self.scaled_products(target) else 0
+        return self._limits(target)["fp8 rows"] if self.scaled_products(target) else 0
+
+    def narrow_results(self, target: str) -> bool:
+        """Whether steps exist whose products are MM16."""
+        return self.product(target, "qkv", ANY) == MM16
+
+    @staticmethod
+    def _limits(target: str) -> dict[str, int]:
+        return DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
 
     def product(self, target: str, role: str, rows: int) -> str:
-        """KERNEL, KERNEL8, MM or SCALED_MM for a step of `rows` rows."""
+        """KERNEL, KERNEL8, MM, MM16 or SCALED_MM for a step of `rows` rows."""
         if rows <= self.crossover(target, role):
             return KERNEL
         if not self.fp8 or role == "head":
-            return MM
+            wide = self.dtype != "bfloat16" or role == "head" or rows <= self._limits(target)["float32 results"]
+            return MM if wide else MM16
         return KERNEL8 if rows <= self.crossover8(target) else SCALED_MM
 
 
