@@ -1,6 +1,6 @@
 """One command for the GPU goals: builds, checks, sweeps, and prints every figure beside its bound and beside vLLM's.
 
-    make bench-gpu [VLLM_SITE=DIR VBENCH=SCRIPT.py] [ARGS="--only fp8 --budget-s 300"]
+    make bench-gpu [VLLM_SITE=DIR VBENCH=SCRIPT] [ARGS="--only fp8 --budget-s 300"]
     python -m wicore_trt.bench.gpu [options]
     python -m wicore_trt.bench.gpu report FILE.json             table and plot again, without a GPU
     python -m wicore_trt.bench.gpu prebuild DIR --target sm90   engines for --engines DIR, without a GPU
