@@ -20,7 +20,8 @@ MASS_BLOCK = 128
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`heads`: KV heads of one program. `splits`: programs over one sequence's keys at most. `swap`: keys, not query
+    """`heads`: KV heads of one program. `splits`: programs over one sequence's keys at most, each with about `least`
+    blocks of `block_k` keys or more, so that short sequences stay in one. `swap`: keys, not query
     heads, are the rows of the products. `fused`: no second launch adds the splits up."""
 
     heads: int
@@ -30,6 +31,7 @@ class DecodeConfig:
     fused: bool = True
     num_warps: int = 4
     num_stages: int = 3
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
     ("sm90", 128, 2): (
         (1, DecodeConfig(1, 64, 16, fused=False)),  # 10.3 us where 8 splits take 9.9, and twice as good far beyond 1K
         (4, DecodeConfig(1, 64, 8, fused=False)),
-        (8, DecodeConfig(1, 64, 2, fused=False)),
+        (6, DecodeConfig(1, 64, 2, fused=False)),
+        (8, DecodeConfig(1, 64, 8, least=32)),  # up to 2K keys as with one split: 27.9 us, two took 28.4 and 2.7 after
         (32, DecodeConfig(1, 64, 1, num_stages=2)),
         (1 << 31, DecodeConfig(2, 64, 1, num_warps=8, num_stages=2)),
     ),
@@ -139,6 +142,15 @@ def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: 
     return parts * pool.head_dim, parts * 2, rows * (pool.kv_heads // config.heads)
 
 
+def splits_of(config: DecodeConfig, window: int, page_tokens: int) -> int:
+    """The most splits that sequences use in a launch: a window has only so many blocks (from a page's first key on,
+    where masses are measured)."""
+    if not window:
+        return config.splits
+    blocks = -(-(window + page_tokens - 1) // config.block_k)
+    return max(1, min(config.splits, -(-blocks // config.least)))
+
+
 def decode_launch(
     config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Tables, work: Workspace, mass: MassArrays | None = None
 ) -> Launch:
@@ -148,8 +160,9 @@ def decode_launch(
     """
     shape = pool.shape
     row = rows.heads * shape.head_dim
+    splits = splits_of(config, rows.window, shape.page_tokens)
     return Launch(
-        (shape.kv_heads // config.heads, config.splits, tables.rows),
+        (shape.kv_heads // config.heads, splits, tables.rows),
         {
             "q": rows.q,
             "out": rows.out,
@@ -165,7 +178,7 @@ def decode_launch(
             "softmax_scale": rows.softmax_scale,
             "window": rows.window,
             "table_length": tables.length,
-            "n_splits": config.splits,
+            "n_splits": splits,
             "q_row": rows.q_row or row,
             "out_row": rows.out_row or row,
             "pool_page": shape.strides()["pool_page"],
@@ -177,8 +190,9 @@ def combine_launch(
     config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace, mass: MassArrays | None = None
 ) -> Launch:
     """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
+    splits = splits_of(config, rows.window, pool.shape.page_tokens)
     return Launch(
-        (rows.heads, 0 if config.fused or config.splits == 1 else sequences, 1),
+        (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
         {
             "out": rows.out,
             "kv_lengths": rows.kv_lengths,
@@ -186,7 +200,7 @@ def combine_launch(
             "stats": work.stats,
             "log_sums": mass.log_sums if mass else 0,
             "window": rows.window,
-            "n_splits": config.splits,
+            "n_splits": splits,
             "out_row": rows.out_row or rows.heads * pool.shape.head_dim,
         },
     )

@@ -108,13 +108,13 @@ def _store_page_sums(
 
 
 @triton.jit
-def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr):
+def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
     """(first key the query sees, first key of its first block, blocks, splits in use) of a sequence: split z takes
-    blocks [z * blocks // used, (z + 1) * blocks // used)."""
+    blocks [z * blocks // used, (z + 1) * blocks // used), about LEAST of them or more."""
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     begin = low // ALIGN * ALIGN
     blocks = tl.cdiv(length - begin, BLOCK_K)
-    return low, begin, blocks, tl.maximum(tl.minimum(n_splits, blocks), 1)
+    return low, begin, blocks, tl.maximum(tl.minimum(n_splits, tl.cdiv(blocks, LEAST)), 1)
 
 
 @triton.jit
@@ -144,6 +144,7 @@ def split_decode(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LEAST: tl.constexpr,
     FP8: tl.constexpr,
     SWAP: tl.constexpr,
     FUSED: tl.constexpr,
@@ -168,7 +169,7 @@ def split_decode(
     TOKEN: tl.constexpr = KV_HEADS * D
     group, z, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(kv_lengths + s)
-    low, begin, blocks, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K)
+    low, begin, blocks, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K, LEAST)
     if z >= used:
         return
     r, c, i = tl.arange(0, ROWS), tl.arange(0, HEADS * D), tl.arange(0, BLOCK_K)
@@ -251,13 +252,15 @@ def combine_splits(
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LEAST: tl.constexpr,
     MASS: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """Adds up what `split_decode` without FUSED left; sequences of one split are done already. Grid: (heads, S)."""
     take_turn(DEPENDENT)
     head, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, _, _, used = splits_of(tl.load(kv_lengths + s), window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K)
+    length = tl.load(kv_lengths + s)
+    _, _, _, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K, LEAST)
     if used > 1:
         at = s * tl.num_programs(0) + head
         _combine_head(

@@ -81,6 +81,7 @@ def decode_spec(
         "HEADS": config.heads,
         "ROWS": rows,
         "BLOCK_K": config.block_k,
+        "LEAST": config.least,
         "FP8": _fp8(pool, target),
         "SWAP": config.swap,
         "FUSED": config.fused and config.splits > 1,
@@ -89,7 +90,7 @@ def decode_spec(
     form = f"{'swap' if config.swap else 'rows'}{'_fused' if constants['FUSED'] else ''}{'_mass' if mass else ''}"
     name = (
         f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
-        f"_h{config.heads}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
+        f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
     return _spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
@@ -97,8 +98,9 @@ def decode_spec(
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: bool = False) -> KernelSpec:
     """`combine_splits` behind `decode_spec` of the same arguments."""
-    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK_K": config.block_k, "MASS": mass}
-    name = f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}_k{config.block_k}"
+    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK_K": config.block_k}
+    constants |= {"LEAST": config.least, "MASS": mass}
+    name = f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}_k{config.block_k}_l{config.least}"
     return _spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
 
 

@@ -144,6 +144,8 @@ CASES = {
     "window 32": Case((31, 32, 33, 63, 64, 65, 97), ROWS, window=32),
     "swapped, two KV heads": Case(EDGES, DecodeConfig(2, 32, 3, swap=True)),
     "swapped, window, second launch": Case(EDGES, DecodeConfig(2, 16, 4, True, False), window=17),
+    "few splits of many blocks": Case(EDGES, DecodeConfig(1, 16, 4, least=4), window=190),
+    "few splits, second launch": Case(EDGES, DecodeConfig(1, 16, 4, fused=False, least=5)),
     "more splits than a chunk": Case((600, 7), DecodeConfig(1, 16, 35)),
     "one split": Case((5, 0, 90), replace(ROWS, splits=1)),
     "27B heads": Case((70, 1, 33), DecodeConfig(4, 64, 2), 16, 8, 128, 32, "bfloat16", "bfloat16", 64),
@@ -249,6 +251,22 @@ def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.Monke
     monkeypatch.setitem(decode_layout.MEASURED_DECODE, ("sm90", 128, 2), table)
     chosen = [decode_layout.decode_config("sm90", LARGE, 32, rows).splits for rows in (1, 8, 9, 64, 500)]
     assert chosen == [4, 4, 2, 2, 2]
+
+
+def test_short_sequences_and_windows_are_not_split() -> None:
+    """No partial result is written for them, nor by any launch over a window of so few blocks."""
+    config = DecodeConfig(1, 16, 8, least=4)
+    assert [decode_layout.splits_of(config, w, 16) for w in (0, 1, 49, 50, 1024)] == [8, 1, 1, 2, 8]
+    for case, used in ((Case((64,), config), 1), (Case((65,), config), 2), (Case((300,), config, window=49), 1)):
+        sizes = decode_layout.workspace_elements(config, case.shape, case.heads, 1)
+        work = Workspace(torch.zeros(sizes[0]), torch.full((sizes[1],), torch.nan), torch.zeros(2, dtype=torch.int32))
+        problem = make(case)
+        rows = DecodeRows(problem.q, torch.empty_like(problem.q), torch.tensor(case.lengths).int(), 4, 0.25, case.window)
+        pool, tables = Pool(problem.pool[:, 1:], case.shape, 0), Tables(problem.tables, 1, problem.tables.shape[1])
+        call = decode_layout.decode_launch(config, rows, pool, tables, work)
+        interpreted.launch(specs.decode_spec(case.shape, "float16", 4, "sm90", config), call)
+        stats = work.stats.view(-1)[: 8 * call.arguments["n_splits"]].view(4, 2, -1)
+        assert int((~stats.isnan()).all(0)[0].sum()) == (used if used > 1 else 0)
 
 
 def test_what_does_not_fit_is_refused() -> None:

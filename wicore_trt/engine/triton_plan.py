@@ -32,7 +32,7 @@ from wicore_trt.plugins.kernels.step_specs import (
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 
 INVARIANT_LINEAR_BUCKET = 64
-INVARIANT_DECODE_ROWS = 8
+INVARIANT_DECODE_ROWS = 6
 """The buckets whose configuration serves any number of rows where results must not depend on it: a compromise, since
 one row would be faster with the smallest and prefill with the largest."""
 

@@ -28,7 +28,7 @@ from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
 ANY = (1 << 31) - 1
 """The bucket that holds any number of rows."""
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of a decode step, rounded up to these."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
