@@ -28,7 +28,7 @@ from pathlib import Path
 
 from wicore_trt.bench import gpu_cases as cases
 from wicore_trt.bench.gpu_cases import CONFIGS, EXPECTED, PEER_ORDER, Config, Rates
-from wicore_trt.bench.gpu_machine import clocks, describe, measure_rates, rates_json
+from wicore_trt.bench.gpu_machine import clocks, describe, gpu_versions, measure_rates, rates_json
 from wicore_trt.bench.gpu_report import Document, load, markdown, new_document, save, svg
 from wicore_trt.bench.report import machine, versions
 
@@ -328,7 +328,7 @@ def measure(argv: Sequence[str]) -> int:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         arguments={name: str(value) for name, value in vars(args).items()},
         machine=machine(),
-        versions=versions(),
+        versions=versions() | gpu_versions(),
         gpu=describe(),
     )
     if args.vllm_site is None:

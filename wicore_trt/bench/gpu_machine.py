@@ -6,8 +6,9 @@ It must not know models. Invariant: nothing here changes the GPU; rates are medi
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
@@ -23,13 +24,18 @@ GEMM_REPEATS = 9
 def clocks(when: str, at_s: float) -> dict[str, Any]:
     """What nvidia-smi says of the clocks now."""
     reading: dict[str, Any] = {"when": when, "at_s": at_s}
-    query = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    said = _smi(CLOCK_FIELDS)
+    return reading | ({"error": said} if isinstance(said, str) else dict(zip(CLOCK_FIELDS, said, strict=False)))
+
+
+def _smi(fields: Sequence[str]) -> list[str] | str:
+    """Values of the first GPU, or why there are none."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return reading | {"error": str(error)}
-    cells = [cell.strip() for cell in said.strip().split(",")]
-    return reading | dict(zip(CLOCK_FIELDS, cells, strict=False))
+        return str(error)
+    return [cell.strip() for cell in said.strip().split(",")]
 
 
 def describe() -> dict[str, Any]:
@@ -39,6 +45,18 @@ def describe() -> dict[str, Any]:
     from wicore_trt.runtime.triton_device import open_device
 
     return {"name": torch.cuda.get_device_name(), "target": open_device("auto").target, "cuda": torch.version.cuda}
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of the driver and the packages that only a GPU needs."""
+    found = {}
+    for package in ("triton", "cuda-bindings"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    said = _smi(("driver_version",))
+    return found | ({"driver": said[0]} if isinstance(said, list) else {})
 
 
 def measure_rates() -> Rates:
