@@ -73,8 +73,11 @@ class ExecutorSettings:
 class KVSettings:
     page_tokens: Positive | None = None
     """Tokens per KV page. Default: the engine's page size."""
-    device_bytes: ByteSize = 1 << 30
-    """Memory for KV pages on the device, as bytes or text like 2GiB."""
+    device_bytes: ByteSize | None = None
+    """Memory for KV pages on the device, as bytes or text like 2GiB. Default: 1GiB; backend triton takes what the model
+    leaves of the GPU, up to device_fraction."""
+    device_fraction: Share = 0.9
+    """Share of the GPU's memory that weights, work space and KV pages together take where device_bytes is not set."""
     prefix_cache: bool = True
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
     policy: Literal["cost", "lru", "a2cr"] = "cost"

@@ -168,6 +168,36 @@ def test_attention_is_measured_like_the_oracle() -> None:
         assert mine.attention[1] == pytest.approx(theirs.attention[1], rel=0.05)
 
 
+def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else is prepared before it is measured, the host's sampler included, and once more for the pools."""
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2,))
+    given: dict[str, Any] = {"graphs": True, "max_sequences": 2, "max_batch_tokens": 2}
+    seen: list[Any] = []
+    sample = Sampler.sample
+
+    def sampled(self: Sampler, logits: torch.Tensor, slices: Any) -> Any:
+        seen.append(logits.shape[0])
+        return sample(self, logits, slices)
+
+    def unclaimed(device: CpuDevice) -> int:
+        seen.append(device)
+        return (512 << 20) + 90_000 - 1
+
+    monkeypatch.setattr(Sampler, "sample", sampled)
+    monkeypatch.setattr(CpuDevice, "unclaimed_bytes", unclaimed)
+    model = small_model(12)
+    mine = executor_of(model, kv_pages=None, kv_bytes=None, **given)
+    assert seen[0] == 2 and isinstance(seen[1], CpuDevice) and len(seen) == 2
+    used = sum(mine.layout.num_pages[g] * mine.layout.page_bytes[g] for g in mine.layout.num_pages)
+    assert 90_000 - 2 * max(mine.layout.page_bytes.values()) < used < 90_000
+    assert {g: len(p) for g, p in mine.pools.items()} == mine.layout.num_pages
+    assert all(p.isnan().all() for p in mine.pools.values()) and mine.graphs.keys() == {2}
+    plain = executor_of(model, **{**given, "graphs": False})
+    batch = StepBatch([greedy(1, [5], 0, [4])])
+    assert mine.execute(batch).tokens == plain.execute(batch).tokens
+    assert torch.equal(mine.pools["local"][4, :, :, 0], plain.pools["local"][4, :, :, 0])
+
+
 def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 600 << 20)
     executor = executor_of(small_model(11))

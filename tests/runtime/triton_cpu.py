@@ -42,7 +42,7 @@ class CpuDevice:
 
     def __init__(self, target: str) -> None:
         self.torch_device, self.target, self.stream = torch.device("cpu"), target, 0
-        self.free = 1 << 40
+        self.free, self.total = 1 << 40, 1 << 30
         self.given: list[torch.Tensor] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -57,11 +57,20 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return self.free
 
+    def unclaimed_bytes(self) -> int:
+        return self.free
+
+    def total_bytes(self) -> int:
+        return self.total
+
     def active(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def synchronize(self) -> None:
         pass
+
+    def record(self) -> Callable[[], None]:
+        return self.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A graph: the same work at the same addresses, whatever the caller thinks by then."""

@@ -19,13 +19,12 @@ from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.engine.tensorrt_api import INSTALL, RTX
 from wicore_trt.engine.tensorrt_backend import plan_file
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.plan_io import DECODE, PREFILL
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pools import layout_of, new_pool
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.trt_cache import RuntimeCache, runtime_cache_path
@@ -70,7 +69,7 @@ class TensorRTExecutor:
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
             slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
-            self.pools = {g: _new_pool(self.spec, self.layout, g, device) for g in self.layout.num_pages}
+            self.pools = {g: new_pool(self.spec, self.layout, g, device.empty) for g in self.layout.num_pages}
             caches = memory.allocate(slots, device)
             self._runtime_caches = {
                 phase: RuntimeCache(runtime_cache_path(trt.__version__, device.target, plan.digest))
@@ -206,33 +205,10 @@ def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
 
 
 def _layout(engine: EngineDir, settings: ExecutorSettings) -> KVLayout:
-    manifest, spec = engine.manifest, engine.manifest.spec
-    page_tokens, itemsize = settings.page_tokens or manifest.page_tokens, TORCH_DTYPES[manifest.kv_dtype].itemsize
+    manifest = engine.manifest
     max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
-    pages = settings.kv_pages or plan_pools(
-        spec,
-        page_tokens,
-        itemsize,
-        settings.kv_bytes,
-        max_context,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_sequences=settings.max_sequences,
-    )
-    groups = [g for g in GROUPS if spec.layers_of(g)]
-    page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups}
-    return KVLayout(page_tokens, manifest.kv_dtype, {g: pages[g] for g in groups}, page_bytes)
-
-
-def _new_pool(spec: Gemma3Spec, layout: KVLayout, group: str, device: Device) -> torch.Tensor:
-    """Filled with NaN, so that reading a page before it is written ends in a failed sequence and not in text."""
-    layers, dtype = len(spec.layers_of(group)), TORCH_DTYPES[layout.kv_dtype]
-    shape = (layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
-    pool = device.empty(shape, dtype)
-    if dtype == E4M3:
-        pool.view(torch.uint8).fill_(0x7F)
-    else:
-        pool.fill_(torch.nan)
-    return pool
+    page_tokens = settings.page_tokens or manifest.page_tokens
+    return layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
 
 
 def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,14 @@ from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_native import NativeOps, NativeWeights, unsupported
 from wicore_trt.model.lower_torch import TORCH_DTYPES, TorchModel, TorchOps
 from wicore_trt.model.ops import Ops
-from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.runtime import native
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.native import NativeLibrary
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pools import DEFAULT_KV_BYTES, layout_of, new_pool
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.runtime.weights import LoadedEngine, fuse, load_engine
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
-DEFAULT_KV_BYTES = 1 << 30
 CPU_SLICE_TOKENS, GPU_SLICE_TOKENS = 32, 256
 StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
@@ -47,8 +47,9 @@ class ExecutorSettings:
     `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",
     "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a
     step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
-    divided between the groups. None takes the engine's own value. `batch_invariant`: kernels that do not change with
-    the size of a step; backend triton alone has a choice.
+    divided between the groups. With neither, backend triton takes what memory is left, up to `kv_fraction` of the GPU,
+    and the others DEFAULT_KV_BYTES. Else None takes the engine's own value. `batch_invariant`: kernels that do not
+    change with the size of a step; backend triton alone has a choice.
     """
 
     device: str = "auto"
@@ -56,7 +57,8 @@ class ExecutorSettings:
     threads: int = 0
     page_tokens: int | None = None
     kv_pages: Mapping[str, int] | None = None
-    kv_bytes: int = DEFAULT_KV_BYTES
+    kv_bytes: int | None = DEFAULT_KV_BYTES
+    kv_fraction: float = 0.9
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_context: int | None = None
@@ -82,7 +84,10 @@ class TorchExecutor:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
-        self.pools = {g: self._new_pool(g) for g in self.layout.num_pages}
+        empty = partial(torch.empty, device=self.device)
+        self.pools = {
+            g: new_pool(self.spec, self.layout, g, lambda s, d: empty(s, dtype=d)) for g in self.layout.num_pages
+        }
         self._page_copies = make_copier(self.pools, self.layout.page_tokens)
         self.copier: PageCopier = self._page_copies
         self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
@@ -137,24 +142,6 @@ class TorchExecutor:
         self.pools = {}
         self._step_ops = _closed
 
-    def _new_pool(self, group: str) -> torch.Tensor:
-        """Filled with NaN, so that reading a slot before it is written ends in a failed sequence and not in text."""
-        spec, dtype = self.spec, TORCH_DTYPES[self.layout.kv_dtype]
-        shape = (
-            self.layout.num_pages[group],
-            len(spec.layers_of(group)),
-            2,
-            self.layout.page_tokens,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
-        pool = torch.empty(shape, dtype=dtype, device=self.device)
-        if dtype == torch.float8_e4m3fn:
-            pool.view(torch.uint8).fill_(0x7F)
-        else:
-            pool.fill_(torch.nan)
-        return pool
-
 
 def _operators(
     engine: LoadedEngine,
@@ -207,24 +194,9 @@ def _closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
 
 
 def _layout(engine: LoadedEngine, settings: ExecutorSettings) -> KVLayout:
-    spec, page_tokens = engine.spec, settings.page_tokens or engine.page_tokens
-    itemsize = TORCH_DTYPES[engine.kv_dtype].itemsize
-    pages = settings.kv_pages or plan_pools(
-        spec,
-        page_tokens,
-        itemsize,
-        settings.kv_bytes,
-        settings.max_context or engine.max_context or spec.max_position_embeddings,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_sequences=settings.max_sequences,
-    )
-    groups = [g for g in GROUPS if spec.layers_of(g)]
-    return KVLayout(
-        page_tokens,
-        engine.kv_dtype,
-        {g: pages[g] for g in groups},
-        {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups},
-    )
+    page_tokens = settings.page_tokens or engine.page_tokens
+    max_context = settings.max_context or engine.max_context or engine.spec.max_position_embeddings
+    return layout_of(engine.spec, engine.kv_dtype, page_tokens, max_context, settings)
 
 
 def _device(name: str) -> torch.device:

@@ -17,7 +17,8 @@ graph's rows lie in `StepMemory.results` where the next step's embedding could r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import cycle
@@ -25,9 +26,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.lower_triton import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.model.triton_memory import StepLimits, StepMemory
@@ -36,9 +36,9 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.device_sampler import FILTERED, UNDECIDED, DeviceSampler, on_device
-from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pools import check_room, layout_of, new_pool, sized_layout, spare_bytes
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
@@ -47,13 +47,14 @@ from wicore_trt.runtime.triton_inputs import StepBlock, ordered
 from wicore_trt.runtime.triton_kernels import load_table
 from wicore_trt.runtime.triton_weights import Constants, engine_shape, load_constants
 from wicore_trt.runtime.trt_device import Device
+from wicore_trt.types import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
-RESERVE_BYTES = 512 << 20
-"""Of device memory that stays free of KV pages: libraries' workspaces, graphs, page copies."""
+MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+"""Parameters that take the host's sampler the most memory."""
 
 
 @dataclass(frozen=True)
@@ -81,55 +82,78 @@ class TritonExecutor:
         *,
         graphs: bool = True,
     ) -> None:
-        """Raises ConfigError for too little memory for `settings.kv_bytes`, EnvironmentUnfitError for too little memory
-        for the engine."""
+        """Raises ConfigError for too little memory for `settings.kv_bytes`, or for one sequence in what is left,
+        EnvironmentUnfitError for too little memory for the engine."""
         self.spec, self.device, self._closed = plan.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
         self.slice_tokens = GPU_SLICE_TOKENS
         self.kernels = _name(plan, settings)
-        self.layout = _layout(plan, settings)
-        positions = min(settings.max_context or plan.max_context, plan.max_context)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
+        positions = min(settings.max_context or plan.max_context, plan.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows, positions), settings.batch_invariant
-        groups = tuple(self.layout.num_pages)
-        with device.active():
-            try:
-                constants = plan.constants(positions)
-                self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
-                self.block = StepBlock(limits, groups, self.layout.page_tokens, (self._buckets or [0])[-1], device)
-                _check_room(self.layout, device)
-                self.pools = {g: _new_pool(plan.shape, self.layout, g, device) for g in groups}
-            except torch.OutOfMemoryError as error:
-                raise EnvironmentUnfitError(
-                    f"The engine does not fit into the GPU's memory: {error}",
-                    fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
-                ) from error
+        measured = settings.kv_pages is None and settings.kv_bytes is None
+        cache = (self.spec, plan.shape.kv_dtype, plan.shape.page_tokens)
+        self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
+        self.pools: dict[str, torch.Tensor] = {}
+        self.graphs: dict[int, Callable[[], None]] = {}
+        with device.active(), _must_fit():
+            constants = plan.constants(positions)
+            self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
+            groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
+            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             self._host_results = device.staging((2, rows))
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
-        self.copier: PageCopier = self._page_copies
-        self.model = TritonModel(
-            plan.shape,
-            plan.table,
-            constants.weights,
-            constants.rope,
-            self.pools,
-            self.memory,
-            launcher,
-            device.stream,
-            constants.exponents,
-            invariant,
-        )
+            self.model = TritonModel(
+                plan.shape,
+                plan.table,
+                constants.weights,
+                constants.rope,
+                self.pools,
+                self.memory,
+                launcher,
+                device.stream,
+                constants.exponents,
+                invariant,
+            )
+            self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
-        self._device_sampler = DeviceSampler(self.model, device)
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         self._unfinished = False
-        self.graphs: dict[int, Callable[[], None]] = {}
+        if measured:
+            self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
+        check_room(self.layout, device.free_bytes())
+        self._allocate()
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self.copier: PageCopier = self._page_copies
         if graphs:
             self._prepare()
         log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
+
+    def _allocate(self) -> None:
+        """The pools of the layout. The model reads their addresses anew in each step, graphs do not."""
+        with self.device.active(), _must_fit():
+            self.pools.update(
+                {g: new_pool(self.spec, self.layout, g, self.device.empty) for g in self.layout.num_pages}
+            )
+
+    def _room(self, fraction: float) -> int:
+        """Bytes for pages beside everything else, which is prepared once for pools of a page to find out."""
+        self.device.free_bytes()  # what loading kept goes back
+        self._allocate()
+        with _must_fit():
+            self._prepare()
+            slices = [replace(self._nobody(i, 1), params=MOST) for i in range(self.memory.limits.rows)]
+            with self.device.active(), torch.inference_mode():
+                self.memory.logits.zero_()[:, 0] = 1e3
+                self._on_host(slices, list(reversed(range(len(slices)))))
+        room = spare_bytes(self.device.unclaimed_bytes(), self.device.total_bytes(), fraction)
+        self.graphs.clear()
+        self.pools.clear()
+        for piece in slices:
+            self._sampler.release(piece.seq_id)
+        return room
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
@@ -284,41 +308,12 @@ def _name(plan: Plan, settings: ExecutorSettings) -> str:
     return f"triton-{plan.table.target}-{digest}{mode}{'-dummy-weights' if plan.dummy else ''}"
 
 
-def _layout(plan: Plan, settings: ExecutorSettings) -> KVLayout:
-    shape, spec = plan.shape, plan.shape.spec
-    itemsize = TORCH_DTYPES[shape.kv_dtype].itemsize
-    pages = settings.kv_pages or plan_pools(
-        spec,
-        shape.page_tokens,
-        itemsize,
-        settings.kv_bytes,
-        min(settings.max_context or plan.max_context, plan.max_context),
-        max_batch_tokens=settings.max_batch_tokens,
-        max_sequences=settings.max_sequences,
-    )
-    groups = [g for g in GROUPS if spec.layers_of(g)]
-    page_bytes = {g: spec.page_bytes(g, shape.page_tokens, itemsize) for g in groups}
-    return KVLayout(shape.page_tokens, shape.kv_dtype, {g: pages[g] for g in groups}, page_bytes)
-
-
-def _check_room(layout: KVLayout, device: Device) -> None:
-    needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
-    free = device.free_bytes() - RESERVE_BYTES
-    if needed > free:
-        raise ConfigError(
-            f"KV pages of {needed:,} bytes do not fit: beside the engine the GPU has {max(free, 0):,} bytes for them.",
-            fix="Lower kv.device_bytes.",
-        )
-
-
-def _new_pool(shape: EngineShape, layout: KVLayout, group: str, device: Device) -> torch.Tensor:
-    """Filled with NaN, so that reading a slot before it is written ends in a failed sequence and not in text."""
-    spec, dtype = shape.spec, TORCH_DTYPES[layout.kv_dtype]
-    layers = len(spec.layers_of(group))
-    sizes = (layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
-    pool = device.empty(sizes, dtype)
-    if dtype == E4M3:
-        pool.view(torch.uint8).fill_(0x7F)
-    else:
-        pool.fill_(torch.nan)
-    return pool
+@contextmanager
+def _must_fit() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentUnfitError(
+            f"The engine does not fit into the GPU's memory: {error}",
+            fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
+        ) from error

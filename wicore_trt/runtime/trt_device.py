@@ -36,12 +36,24 @@ class Device(Protocol):
         """Memory that `empty` can still give."""
         ...
 
+    def unclaimed_bytes(self) -> int:
+        """`free_bytes`, less what was used since and freed, and is kept for the next time."""
+        ...
+
+    def total_bytes(self) -> int:
+        """All memory of the device."""
+        ...
+
     def active(self) -> AbstractContextManager[object]:
         """Inside, torch's work goes to `stream`."""
         ...
 
     def synchronize(self) -> None:
         """Wait until the stream has done everything."""
+        ...
+
+    def record(self) -> Callable[[], None]:
+        """A mark behind all that is on the stream; calling it waits until the stream has passed it."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -79,7 +91,13 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()
+        return self.unclaimed_bytes()
+
+    def unclaimed_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -93,6 +111,11 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def record(self) -> Callable[[], None]:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)  # type: ignore[no-untyped-call]
+        return event.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()

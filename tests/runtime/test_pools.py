@@ -1,0 +1,67 @@
+"""Page pools that all executors share: sizes, memory left over, poison."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from parity.tiny import tiny_model  # noqa: E402
+
+from wicore_trt.errors import ConfigError  # noqa: E402
+from wicore_trt.runtime.pools import (  # noqa: E402
+    DEFAULT_KV_BYTES,
+    RESERVE_BYTES,
+    check_room,
+    layout_of,
+    new_pool,
+    sized_layout,
+    spare_bytes,
+)
+from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
+
+GIB = 1 << 30
+
+
+def test_what_is_left_of_a_gpu() -> None:
+    assert spare_bytes(30 * GIB, 80 * GIB, 0.9) == 30 * GIB - int((1 - 0.9) * 80 * GIB)
+    assert spare_bytes(30 * GIB, 80 * GIB, 1.0) == 30 * GIB - RESERVE_BYTES
+    assert spare_bytes(2 * GIB, 80 * GIB, 0.9) == 0
+
+
+def test_pages_by_number_and_by_bytes() -> None:
+    spec = tiny_model(1).spec
+    pages = {"global": random.randint(1, 9), "local": random.randint(1, 9)}
+    given = layout_of(spec, "bfloat16", 8, 64, ExecutorSettings(kv_pages=pages, kv_bytes=1))
+    assert given.num_pages == pages == sized_layout(spec, "bfloat16", 8, pages.__getitem__).num_pages
+
+    def used(settings: ExecutorSettings, kv_bytes: int | None = None) -> int:
+        found = layout_of(spec, "bfloat16", 8, 64, settings, kv_bytes)
+        return sum(found.num_pages[g] * found.page_bytes[g] for g in found.num_pages)
+
+    page = max(given.page_bytes.values())
+    for bytes_, total in (
+        (1 << 22, used(ExecutorSettings(kv_bytes=1 << 22))),
+        (1 << 23, used(ExecutorSettings(kv_bytes=1 << 22), 1 << 23)),
+        (DEFAULT_KV_BYTES, used(ExecutorSettings(kv_bytes=None))),
+    ):
+        assert bytes_ - page < total <= bytes_
+
+
+def test_pools_that_do_not_fit_are_refused() -> None:
+    layout = sized_layout(tiny_model(1).spec, "bfloat16", 8, lambda group: 3)
+    needed = sum(3 * count for count in layout.page_bytes.values())
+    check_room(layout, RESERVE_BYTES + needed)
+    with pytest.raises(ConfigError, match=r"kv\.device_bytes"):
+        check_room(layout, RESERVE_BYTES + needed - 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_pools_hold_nothing_that_could_be_text(dtype: str) -> None:
+    spec = tiny_model(1).spec
+    layout = sized_layout(spec, dtype, 8, lambda group: 2)
+    for group in layout.num_pages:
+        pool = new_pool(spec, layout, group, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+        assert pool[0].nbytes == layout.page_bytes[group] and pool.float().isnan().all()

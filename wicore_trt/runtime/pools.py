@@ -1,0 +1,91 @@
+"""The KV page pools of an executor: how many pages, how much memory they may take, and the tensors that they are.
+
+Shared by the executors of all backends. It must not know kernels, batches or which pages hold what. Invariant: what the
+pools take leaves free what was asked to stay free, so a step that a warm-up has covered never runs out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.pool_plan import plan_pools
+
+if TYPE_CHECKING:
+    from wicore_trt.runtime.torch_executor import ExecutorSettings
+
+DEFAULT_KV_BYTES = 1 << 30
+RESERVE_BYTES = 512 << 20
+"""Of a GPU's memory that stays free of pages at least: kernels that are loaded late, fragmentation, other libraries."""
+
+
+def layout_of(
+    spec: Gemma3Spec,
+    kv_dtype: str,
+    page_tokens: int,
+    max_context: int,
+    settings: ExecutorSettings,
+    kv_bytes: int | None = None,
+) -> KVLayout:
+    """Pools of `settings.kv_pages`, else as many pages as fit into `kv_bytes`, by default `settings.kv_bytes`.
+
+    Raises ConfigError where that does not hold one sequence of `max_context` tokens.
+    """
+    itemsize = TORCH_DTYPES[kv_dtype].itemsize
+    if kv_bytes is None:
+        kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
+    pages = settings.kv_pages or plan_pools(
+        spec,
+        page_tokens,
+        itemsize,
+        kv_bytes,
+        max_context,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
+    )
+    return sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__)
+
+
+def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
+    """Pools of `pages(group)` pages."""
+    groups = [g for g in GROUPS if spec.layers_of(g)]
+    itemsize = TORCH_DTYPES[kv_dtype].itemsize
+    page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups}
+    return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in groups}, page_bytes)
+
+
+def new_pool(
+    spec: Gemma3Spec, layout: KVLayout, group: str, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+) -> torch.Tensor:
+    """[pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim] filled with NaN, so that reading a slot before it is
+    written ends in a failed sequence and not in text. `empty(shape, dtype)` gives memory."""
+    dtype, layers = TORCH_DTYPES[layout.kv_dtype], len(spec.layers_of(group))
+    pool = empty((layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim), dtype)
+    if dtype == E4M3:
+        pool.view(torch.uint8).fill_(0x7F)
+    else:
+        pool.fill_(torch.nan)
+    return pool
+
+
+def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
+    """Bytes for pages when `unclaimed` of a GPU's `total` are left after everything else was allocated and the largest
+    steps were run: 1 - `fraction` of the GPU stays free, and at least RESERVE_BYTES."""
+    return max(0, unclaimed - max(RESERVE_BYTES, int((1.0 - fraction) * total)))
+
+
+def check_room(layout: KVLayout, free_bytes: int) -> None:
+    """Raises ConfigError where the pools do not fit into `free_bytes` and leave RESERVE_BYTES."""
+    needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
+    room = max(free_bytes - RESERVE_BYTES, 0)
+    if needed > room:
+        raise ConfigError(
+            f"KV pages of {needed:,} bytes do not fit: beside the engine the GPU has {room:,} bytes for them.",
+            fix="Lower kv.device_bytes, or leave it out: then the pools take what is there.",
+        )
