@@ -10,8 +10,9 @@ import torch
 
 from wicore_trt.model.lower_torch import E4M3
 
-FAST_ACCUMULATION = False
-"""Of FP8 products: True sums in about 14 bits, which is a little faster."""
+FAST_SUMS = 0
+"""The longest sum (columns of the weights) that an FP8 product may leave to Hopper's matrix units alone, which add in
+about 14 bits; longer ones, with 0 all, are added in float32 every 128 products. Others sum all of them fast."""
 
 
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
@@ -38,7 +39,7 @@ def scaled_mm(
             scale_a=x_scale[:, None],
             scale_b=w_scale[None, :],
             out_dtype=out.dtype,
-            use_fast_accum=FAST_ACCUMULATION,
+            use_fast_accum=w.shape[1] <= FAST_SUMS,
             out=out,
         )
     else:
