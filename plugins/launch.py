@@ -72,10 +72,9 @@ def _convert(kernel: CompiledKernel, name: str, type_: str, value: Any) -> Any:
 class CudaLauncher:
     """`Launcher` over the CUDA driver. A cubin is loaded once per context and stays loaded; threads may share it."""
 
-    def __init__(self, driver: Any = None, *, dependent: bool = True) -> None:
-        """`driver` stands in for `cuda.bindings.driver` in tests. Without `dependent` every kernel begins when the one
-        in front has ended, which computes the same."""
-        self._driver, self._dependent = driver, dependent
+    def __init__(self, driver: Any = None) -> None:
+        """`driver` stands in for `cuda.bindings.driver` in tests."""
+        self._driver = driver
         self._functions: dict[tuple[int, bytes, str], Any] = {}
         self._digests: dict[int, tuple[CompiledKernel, bytes]] = {}
         self._lock = threading.Lock()
@@ -91,8 +90,8 @@ class CudaLauncher:
             return
         function = self._function(kernel)
         block = (kernel.num_warps * WARP, 1, 1)
-        if kernel.dependent and self._dependent:
-            config = _dependent_config(self._driver, call.grid, block, kernel.shared_bytes, stream)
+        if kernel.dependent:
+            config = dependent_config(self._driver, call.grid, block, kernel.shared_bytes, stream)
             self._call("cuLaunchKernelEx", config, function, parameters.address, 0)
             return
         self._call("cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0)
@@ -136,7 +135,7 @@ class CudaLauncher:
         return values[0] if values else None
 
 
-def _dependent_config(
+def dependent_config(
     driver: Any, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int
 ) -> Any:
     """CUlaunchConfig of a launch that need not wait for the end of the kernel in front."""

@@ -8,10 +8,16 @@ number itself, so rows of one bucket are summed alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
 BUCKETS = (1, 8, 16, 32, 64, 128)
 """Rows of a launch, rounded up; more than the last are blocks of the last."""
+AHEAD_BYTES = {"sm90": 8 << 20}
+"""By target: bytes of weights that a launch asks for while it waits for the kernel in front, 0 for others. Memory gives
+8 MiB in about 3 us, which is what a norm and the way to the next launch take; L2 holds 50 MB. Not measured yet."""
+LINE = 128
 PROGRAMS = 264
 """Programs that fill a large GPU: two for each of 132 SMs."""
 
@@ -146,7 +152,18 @@ def key_of(target: str, shape: LinearShape, tokens: int) -> Key:
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
     """The measured configuration, or one by rule."""
-    return MEASURED.get(key_of(target, shape, tokens)) or by_rule(shape, bucket_of(tokens))
+    config = MEASURED.get(key_of(target, shape, tokens)) or by_rule(shape, bucket_of(tokens))
+    return replace(config, ahead=ahead_of(shape, config, AHEAD_BYTES.get(target, 0)))
+
+
+def ahead_of(shape: LinearShape, config: LinearConfig, budget: int) -> int:
+    """`LinearConfig.ahead` for about `budget` bytes of all programs that are resident at once: whole lines of L2, no
+    more than a program reads of a row, 0 where a line of each row would be too much."""
+    programs = min(config.blocks(shape) * config.splits, config.resident(shape))
+    rows = config.block_n * (2 if shape.geglu else 1) * programs
+    part = -(-shape.k // config.block_k // config.splits) * config.block_k
+    ahead: int = min(round(budget / rows / LINE) * LINE, min(part, shape.k) * shape.weight_bytes_each)
+    return ahead
 
 
 def by_rule(shape: LinearShape, bucket: int) -> LinearConfig:

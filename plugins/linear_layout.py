@@ -14,7 +14,7 @@ from wicore_trt.plugins.layout import Launch
 
 VECTOR, MATRIX = "vector", "matrix"
 MAX_SPLITS = 16
-RESIDENT = 8 * 132  # programs of 4 warps and 64 registers a thread that an H100 holds at once
+MULTIPROCESSORS, SM_SHARED, SM_WARPS = 132, 228 << 10, 32  # of an H100; warps of 64 registers a thread
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 
 
@@ -52,6 +52,10 @@ class LinearShape:
         """Bytes of weights and their scales, which every launch reads."""
         return self.weight_rows * (self.k + 4 if self.weights == "fp8" else 2 * self.k)
 
+    @property
+    def weight_bytes_each(self) -> int:
+        return 1 if self.weights == "fp8" else 2
+
 
 @dataclass(frozen=True)
 class LinearConfig:
@@ -60,8 +64,8 @@ class LinearConfig:
     "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
     takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
     `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
-    one launch reads once, that is, few rows. `ahead`: bytes of each of its rows of weights that a program asks for before
-    it waits for the kernel in front (`plugins.dependent`, sm90 on).
+    one launch reads once, that is, few rows. `ahead`: bytes of each of its rows of weights that a program asks for
+    before it waits for the kernel in front (`plugins.dependent`, sm90 on).
     """
 
     kind: Literal["vector", "matrix"]
@@ -94,6 +98,15 @@ class LinearConfig:
             + ("" if self.evict_first else "n")
             + (f"a{self.ahead}" if self.ahead else "")
         )
+
+    def resident(self, shape: LinearShape) -> int:
+        """Programs that an H100 holds at once, as good as arithmetic tells: all stages lie in shared memory."""
+        each = SM_WARPS // self.num_warps
+        if self.kind == MATRIX:
+            weights = (2 if shape.geglu else 1) * self.block_n * shape.weight_bytes_each
+            stage = self.block_k * (weights + self.columns * (1 if shape.fp8_input else 2))
+            each = min(each, SM_SHARED // (self.num_stages * stage + 1024))
+        return max(1, each) * MULTIPROCESSORS
 
     def tiles(self, shape: LinearShape, tokens: int) -> int:
         return self.blocks(shape) * -(-tokens // self.columns)

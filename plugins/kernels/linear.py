@@ -160,7 +160,7 @@ def linear_vector(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(rows, N - 1)  # of the last program: it reads a row twice rather than mask every load
-    if AHEAD:
+    if DEPENDENT and AHEAD:
         _fetch_ahead(w, tl.program_id(0), 0, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
     take_turn(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -260,7 +260,7 @@ def linear_matrix(
     acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     begin = tl.program_id(1) * PART
-    if AHEAD:
+    if DEPENDENT and AHEAD:
         _fetch_ahead(w, block_n, begin, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
     take_turn(DEPENDENT)
     for start in range(begin, tl.minimum(begin + PART, K), BLOCK_K):

@@ -14,7 +14,7 @@ from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.linear import linear_matrix, linear_vector
 from wicore_trt.plugins.kernels.linear_quantize import quantize_parts, quantize_rows
 from wicore_trt.plugins.layout import FLOAT_TYPES
-from wicore_trt.plugins.linear_layout import RESIDENT, VECTOR, LinearConfig, LinearShape, check_config
+from wicore_trt.plugins.linear_layout import VECTOR, LinearConfig, LinearShape, check_config
 
 EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
@@ -59,7 +59,7 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         "BLOCK_K": config.block_k,
         "EVICT_FIRST": config.evict_first,
         "AHEAD": config.ahead,
-        "RESIDENT": RESIDENT,
+        "RESIDENT": config.resident(shape),
         "W8": fp8,
         "GEGLU": shape.geglu,
         "ARGMAX": shape.argmax,

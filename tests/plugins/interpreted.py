@@ -175,7 +175,8 @@ def uncompiled(spec: KernelSpec) -> CompiledKernel:
     """A kernel as if compiled, for `AddressLauncher`."""
     arguments = tuple(spec.signature.items())
     symbol = spec.function.__name__
-    return CompiledKernel(spec.name, symbol, "sm0", arguments, spec.aligned, spec.constants, 4, 1, 0, "none", b"")
+    facts = (spec.name, symbol, "sm0", arguments, spec.aligned, spec.constants, 4, 1, 0, "none", b"")
+    return CompiledKernel(*facts, dependent=bool(spec.dependent))
 
 
 class AddressLauncher:

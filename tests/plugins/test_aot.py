@@ -84,6 +84,15 @@ def test_saved_kernels_come_back(tmp_path: Path) -> None:
     assert aot.unpack_kernels(aot.pack_kernels(both)) == both
 
 
+def test_metadata_says_what_may_be_launched_early() -> None:
+    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    early = replace(kernel, dependent=True)
+    assert not kernel.dependent and aot.CompiledKernel.from_metadata(early.metadata(), kernel.cubin) == early
+    older = kernel.metadata()
+    del older["dependent"]
+    assert aot.CompiledKernel.from_metadata(older, kernel.cubin) == kernel
+
+
 def test_damage_is_reported(tmp_path: Path) -> None:
     kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
     aot.save_kernel(kernel, tmp_path)

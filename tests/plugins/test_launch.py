@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.launch import CudaLauncher
+from wicore_trt.plugins.launch import CudaLauncher, dependent_config
 from wicore_trt.plugins.layout import Launch
 
 ARGUMENTS = (("data", "*fp16"), ("table", "*i32"), ("count", "i32"), ("stride", "i64"), ("scale", "fp32"))
@@ -47,6 +48,15 @@ class FakeDriver:
     class CUfunction_attribute(IntEnum):
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
+    class CUlaunchAttributeID(IntEnum):
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+    CUlaunchConfig = SimpleNamespace
+
+    @staticmethod
+    def CUlaunchAttribute() -> Any:
+        return SimpleNamespace(value=SimpleNamespace())
+
     def __init__(self) -> None:
         self.context = 11
         self.calls: list[tuple[Any, ...]] = []
@@ -58,8 +68,8 @@ class FakeDriver:
             self.calls.append((name, *arguments))
             if name in self.fails:
                 return (self.fails[name], None)
-            if name == "cuLaunchKernel":
-                self._read(arguments[9])
+            if name.startswith("cuLaunchKernel"):
+                self._read(arguments[2] if name == "cuLaunchKernelEx" else arguments[9])
                 return (Status.CUDA_SUCCESS,)
             values = {"cuCtxGetCurrent": self.context, "cuModuleLoadData": 21, "cuModuleGetFunction": 31}
             return (Status.CUDA_SUCCESS, *([values[name]] if name in values else []))
@@ -102,6 +112,31 @@ def test_much_shared_memory_is_opted_in() -> None:
     assert "cuFuncSetAttribute" not in driver.names()
     CudaLauncher(driver).launch(kernel(shared_bytes=48 * 1024 + 1), Launch((1, 1, 1), VALUES), 0)
     assert ("cuFuncSetAttribute", 31, 8, 48 * 1024 + 1) in driver.calls
+
+
+def read_config(config: Any) -> tuple[Any, ...]:
+    (attribute,) = config.attrs[: config.numAttrs]
+    grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+    block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+    allowed = (int(attribute.id), attribute.value.programmaticStreamSerializationAllowed)
+    return grid, block, config.sharedMemBytes, int(config.hStream), allowed
+
+
+def test_a_dependent_kernel_need_not_wait_for_the_end_of_the_one_in_front() -> None:
+    driver = FakeDriver()
+    CudaLauncher(driver).launch(kernel(dependent=True), Launch((5, 6, 7), VALUES), 0xBEEF)
+    name, config, function, _, extra = driver.calls[-1]
+    assert (name, function, extra) == ("cuLaunchKernelEx", 31, 0) and driver.parameters[:4] == [*VALUES.values()][:4]
+    assert read_config(config) == ((5, 6, 7), (128, 1, 1), 1024, 0xBEEF, (6, 1))
+    driver.fails["cuLaunchKernelEx"] = Status.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_INVALID_VALUE"):
+        CudaLauncher(driver).launch(kernel(dependent=True), Launch((5, 6, 7), VALUES), 0)
+
+
+def test_the_drivers_own_structures_hold_such_a_launch() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="pip install cuda-bindings")
+    config = dependent_config(driver, (5, 6, 7), (128, 1, 1), 70_000, 0xBEEF)
+    assert read_config(config) == ((5, 6, 7), (128, 1, 1), 70_000, 0xBEEF, (6, 1))
 
 
 def test_an_empty_grid_launches_nothing() -> None:

@@ -2,8 +2,9 @@
 
 Used by `bench.gpu_step_time --check`. Weights, prompts and the cutting of prompts are drawn anew at each call. Two
 executors take the same steps over the same pages: prompts in chunks, several sequences at once, windows that slide,
-then decode steps in CUDA graphs. Invariant: a kernel that is wrong beyond rounding, or a device sampler that does not
-take the largest logit, makes `check` return a sentence that says where.
+then decode steps in CUDA graphs; where launches overlap, replays of them are compared with ordered ones. Invariant: a
+kernel that is wrong beyond rounding or reads too early, or a device sampler that does not take the largest logit,
+makes `check` return a sentence that says where.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from wicore_trt.bench.gpu_step_overlap import overlapping, replay_problems
 from wicore_trt.checkpoint.names import Role, unified_tensors
 from wicore_trt.engine.triton_compile import compiled_table
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES, weight_scale_name
@@ -32,6 +34,7 @@ from wicore_trt.types import SamplingParams
 PAGE_TOKENS = 16
 PAGES = 64
 DECODE_STEPS = 12
+REPLAYS = 200
 GREEDY = SamplingParams(temperature=0.0)
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -166,15 +169,21 @@ class _Comparison:
             for i, a, n in work:
                 done[i] = a + n
         if self._case.exact8:
-            return self._finish()
+            return self._finish(done, pages)
         for count in range(DECODE_STEPS):
             batch = [self._slice(i, [rng.randrange(vocab)], done[i], pages[i]) for i in range(3)]
             self._step(f"decode {count}", batch, measure=count == DECODE_STEPS // 2)
             done = [d + 1 for d in done]
-        return self._finish()
+        return self._finish(done, pages)
 
-    def _finish(self) -> list[str]:
+    def _finish(self, done: list[int], pages: list[list[int]]) -> list[str]:
         self._say(f"  {self._case.name}: largest relative error of logits {self._worst:.2e}")
+        kernels = overlapping(self._mine)
+        if kernels:
+            found = replay_problems(self._mine, [self._slice(i, [0], done[i], pages[i]) for i in range(3)], REPLAYS)
+            said = "; ".join(found) or "bit-identical to one kernel after the other"
+            self._say(f"  {self._case.name}: {REPLAYS} replays, launches of {kernels} kernels overlap: {said}")
+            self._problems += [f"{self._case.name}: {problem}" for problem in found]
         return self._problems
 
     def _slice(self, seq: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:

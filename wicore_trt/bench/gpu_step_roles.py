@@ -1,8 +1,8 @@
 """Time of a step by kernel role: every role's launches of the step in a CUDA graph of their own.
 
 Used by `bench.gpu_step_time`. In a graph of its own a role runs back to back, so the sum over roles says what the step
-takes without the gaps between different kernels. Invariant: a role's graph holds exactly the step's launches of it, at
-the step's addresses (products by cuBLAS are a role too).
+takes without the gaps between different kernels; launches do not overlap there. Invariant: a role's graph holds exactly
+the step's launches of it, at the step's addresses (products by cuBLAS are a role too).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wicore_trt.bench.gpu_step_overlap import OneByOne
 from wicore_trt.model import triton_products
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.lower_triton import StepArrays, TritonOps
@@ -78,7 +79,8 @@ def role_times(
 
         return run
 
-    counting = _Filter(model.launcher)
+    one_by_one = OneByOne(model.launcher)
+    counting = _Filter(one_by_one)
     names = {entry.kernel.name: entry.role for entry in reversed(model.table.all())}
     with device.active(), torch.inference_mode():
         with _products(run=False) as products:
@@ -86,7 +88,7 @@ def role_times(
         rows: list[dict[str, Any]] = []
         for name, launches in {**counting.seen, **products}.items():
             with _products(run=name == CUBLAS):
-                graph = device.capture(step(_Filter(model.launcher, name)))
+                graph = device.capture(step(_Filter(one_by_one, name)))
             rows.append(
                 {"kernel": name, "role": names.get(name, CUBLAS), "launches": launches} | _timed(graph, repeats)
             )

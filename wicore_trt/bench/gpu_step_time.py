@@ -2,8 +2,9 @@
 
     --model gemma3-27b --dtype bfloat16 --batch 1,8,32 --context 1024 [--kv-dtype fp8] [--out FILE.json]
 
-Per batch size: milliseconds of a decode step in its CUDA graph (median by events), the same with uploads and the
-host's work (wall clock), the bytes that the step must read over the copy bandwidth of the same run, and the time of
+Per batch size: milliseconds of a decode step in its CUDA graph (median by events), beside it those of a graph whose
+launches do not overlap, and whether replays of both give the same bits; the step with uploads and the host's work (wall
+clock), the bytes that the step must read over the copy bandwidth of the same run, and the time of
 each kernel role in a graph of its own. Then prefill of one prompt. `--check` first compares a small random model with
 the torch operators on the CPU and exits 1 on disagreement. Prints as it goes. Needs a GPU, Triton, torch and
 cuda-bindings.
@@ -25,12 +26,14 @@ from typing import Any
 
 import torch
 
+from wicore_trt.bench import gpu_step_overlap
 from wicore_trt.bench.gpu_step_roles import role_times
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model import triton_table
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
+from wicore_trt.plugins import linear_configs
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.torch_executor import ExecutorSettings
 from wicore_trt.runtime.triton_device import open_device
@@ -55,6 +58,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--crossover", type=int, help="most rows of a product by Triton's kernels of 16-bit rows")
     parser.add_argument("--crossover8", type=int, help="most rows of a product by Triton's kernels of E4M3 rows")
+    parser.add_argument("--ahead", type=int, help="bytes of weights that a linear asks for while it waits; 0: none")
+    parser.add_argument("--replays", type=int, default=20, help="decode steps to compare with ordered launches")
+    parser.add_argument("--shared-share", type=int, help="time the graph also with this percentage as shared memory")
     parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
     parser.add_argument("--no-roles", action="store_true", help="leave the time by role out")
     parser.add_argument("--workers", type=int, help="processes that compile; default: all cores")
@@ -71,6 +77,7 @@ def main() -> int:
         failed = not checked()
     if not args.check_only:
         report = Measurement(args).run()
+        failed |= any(row["problems"] for row in report["decode"])
         if args.out:
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(failed)
@@ -123,6 +130,8 @@ class Measurement:
             measured["fp8 rows"] = args.crossover8
         triton_table.CROSSOVER[device.target] = measured
         say(f"crossovers {measured}")
+        if args.ahead is not None:
+            linear_configs.AHEAD_BYTES[device.target] = args.ahead
         copies = copy_rate()
         say(f"copy bandwidth {copies / 1e12:.2f} TB/s (read and write), sum() {sum_rate() / 1e12:.2f} TB/s")
         torch.cuda.empty_cache()
@@ -144,7 +153,8 @@ class Measurement:
                 say(f"prefill failed: {traceback.format_exc()}")
         for row in report["decode"]:
             say(
-                f"B={row['batch']:<4} {row['graph_ms']:.3f} ms/step in the graph, {row['wall_ms']:.3f} ms wall; "
+                f"B={row['batch']:<4} {row['graph_ms']:.3f} ms/step in the graph ({row['ordered_ms']:.3f} without "
+                f"overlap), {row['wall_ms']:.3f} ms wall; "
                 f"{row['bytes'] / 1e9:.2f} GB = {row['bound_ms']:.3f} ms at copy bandwidth ({row['of_bound']:.1%})"
             )
         if report["prefill"]:
@@ -222,18 +232,38 @@ class Measurement:
             wall.append(time.monotonic() - begun)
         bucket = next(b for b in DECODE_BUCKETS if b >= count)
         graph = events(executor, executor.graphs[bucket], args.repeats)
+        compared = self.overlap(executor, batch, bucket)
         moved = weight_bytes + kv_bytes(self.shape, count, args.context + 1)
         row: dict[str, Any] = {
             **{"batch": count, "bucket": bucket, "graph_ms": graph, "wall_ms": 1e3 * median(wall), "bytes": moved},
-            **{"bound_ms": 1e3 * moved / copies, "of_bound": 1e3 * moved / copies / graph},
+            **{"bound_ms": 1e3 * moved / copies, "of_bound": 1e3 * moved / copies / graph, **compared},
             "failed": len(result.failed),
         }
-        say(f"B={count}: {graph:.3f} ms in the graph, {row['wall_ms']:.3f} ms wall, bound {row['bound_ms']:.3f} ms")
+        say(
+            f"B={count}: {graph:.3f} ms in the graph, {row['ordered_ms']:.3f} ms without overlapping launches, "
+            f"{row['wall_ms']:.3f} ms wall, bound {row['bound_ms']:.3f} ms"
+        )
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
             row["roles"] = role_times(executor, executor.block.padded(bucket), args.repeats, say)
         return row
+
+    def overlap(self, executor: TritonExecutor, batch: StepBatch, bucket: int) -> dict[str, Any]:
+        """Times of the decode graph with other launches, and whether its results are theirs."""
+        args, found = self.args, dict[str, Any]()
+        found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, bucket), args.repeats)
+        if args.shared_share is not None:
+            with gpu_step_overlap.shared_memory_share(executor, args.shared_share):
+                graph = gpu_step_overlap.captured(executor, bucket, executor.model.launcher)
+                found["shared_share_ms"] = events(executor, graph, args.repeats)
+            say(f"  with {args.shared_share}% as shared memory {found['shared_share_ms']:.3f} ms")
+        found["problems"] = []
+        if args.replays and gpu_step_overlap.overlapping(executor):
+            found["problems"] = gpu_step_overlap.replay_problems(executor, batch.slices, args.replays)
+            said = "; ".join(found["problems"]) or "bit-identical to one kernel after the other"
+            say(f"  {args.replays} replays of {bucket} rows with overlapping launches: {said}")
+        return found
 
     def prefill(self, executor: TritonExecutor) -> dict[str, Any]:
         batch = self.batch(executor, 1, self.args.prefill, 0)

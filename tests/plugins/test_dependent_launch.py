@@ -1,0 +1,173 @@
+"""Kernels that may be launched early read and write nothing of other kernels' before their wait, in PTX and in SASS."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from wicore_trt.plugins import aot  # noqa: E402
+from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
+from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402
+from wicore_trt.plugins.dependent import LATE, MODES, ORDINARY, mode_of  # noqa: E402
+from wicore_trt.plugins.kernels import step_specs  # noqa: E402
+from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec  # noqa: E402
+from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec  # noqa: E402
+from wicore_trt.plugins.kernels.step_specs import Config, NormShape  # noqa: E402
+from wicore_trt.plugins.layout import PoolShape  # noqa: E402
+from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
+
+POOL = PoolShape(2, 16, 2, 64, "fp8")
+WIDE = LinearShape(4096, 512, "bfloat16", "fp8", "bfloat16", geglu=True)
+PLAIN = LinearShape(70, 208, "bfloat16", "bfloat16", "float32")
+VECTOR = LinearConfig("vector", 2, 128, unroll=2, ahead=256)
+MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3, ahead=128)
+SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
+SAMPLING = [spec for spec in vars(step_specs.sample_specs(4096, "sm90", sampled=True, candidates=16)).values() if spec]
+SPECS: list[KernelSpec] = [
+    linear_spec(WIDE, VECTOR, "sm90"),
+    linear_spec(WIDE, MATRIX, "sm90"),
+    linear_spec(PLAIN, SPLIT, "sm90"),
+    step_specs.add_norm_spec(NormShape(640, "bfloat16", fp8=True), 4, x_dtype="float32"),
+    step_specs.add_norm_spec(NormShape(640, "float16"), 4, x_dtype="bfloat16", splits=2, gather=True),
+    step_specs.qk_rope_spec(POOL, 4, "float32", "bfloat16", Config(1, 1)),
+    decode_spec(POOL, "bfloat16", 4, "sm90", DecodeConfig(1, 32, 4, fused=True)),
+    combine_spec(POOL, "bfloat16", DecodeConfig(1, 32, 4, fused=False)),
+    prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4)),
+    quantize_rows_spec(512, "bfloat16", native=True),
+    quantize_parts_spec(4096, "bfloat16", native=True),
+    *SAMPLING,
+]
+EARLY_READS = {
+    "linear_vector": {"w"},
+    "linear_matrix": {"w"},
+    "add_norm": {"post_weight", "next_weight"},
+}
+"""By function the arrays that no kernel writes, which it may read before its wait."""
+
+ACCESS = re.compile(r"^(?:@!?%p\d+\s+)?(ld|st|atom|red|cp|prefetch\w*|discard|applypriority|multimem)\.(\S*)")
+SASS_ACCESS = re.compile(r"\b(LDG|LDGSTS|STG|LD\.|ST\.|ATOM|ATOMG|RED|REDG|UBLK|UTMA|CCTL)")
+
+
+@dataclass
+class Access:
+    """An instruction on global memory and the arrays that its operands may come from."""
+
+    text: str
+    arrays: set[str]
+
+
+def accesses_before_wait(ptx: str, arguments: tuple[tuple[str, str], ...]) -> list[Access]:
+    """Global accesses before the only wait. AssertionError where the wait may be skipped."""
+    body = ptx[ptx.index("\n{") :]
+    assert body.count("griddepcontrol.wait;") == 1
+    sources: dict[str, set[str]] = {}
+    found = []
+    for line in body[: body.index("griddepcontrol.wait;")].splitlines():
+        text = re.sub(r"//.*", "", line).strip()
+        assert not re.search(r"\b(?:bra|brx|ret|exit|call)\b|^\$\w+:", text), f"{text!r} before the wait"
+        registers = re.findall(r"%[a-z]+\d+|\bp\b", text)
+        origin = set[str]().union(*(sources.get(r, set()) for r in registers))
+        parameter = re.search(r"ld\.param\S*\s.*_param_(\d+)", text)
+        if parameter and int(parameter[1]) < len(arguments):
+            name, type_ = arguments[int(parameter[1])]
+            origin |= {name} if type_.startswith("*") else set()
+        access = ACCESS.match(text.removeprefix("@p ")) if not parameter else None
+        if access and not access[2].startswith("shared"):
+            found.append(Access(text, origin))
+        target = re.match(r"(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%\w+|p\b)", text)
+        for register in re.findall(r"%[a-z]+\d+|\bp\b", target[1]) if target else ():
+            sources[register] = sources.get(register, set()) | origin
+    return found
+
+
+def built(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> tuple[aot.CompiledKernel, str]:
+    """`spec` for `target` and its PTX."""
+    texts, compile_ = [], triton.compile
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        result = compile_(*arguments, **options)
+        texts.append(result.asm["ptx"])
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "compile", recorded)
+        kernel = aot.compile_kernel(spec, target)
+    return kernel, texts[0]
+
+
+def in_turn(spec: KernelSpec, target: str = "sm90") -> KernelSpec:
+    return replace(spec, dependent=mode_of(spec.function.__name__, target))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_nothing_of_other_kernels_is_touched_before_the_wait(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernel, ptx = built(in_turn(spec), "sm90", monkeypatch)
+    assert kernel.dependent
+    early = accesses_before_wait(ptx, kernel.arguments)
+    allowed = EARLY_READS.get(spec.function.__name__, set())
+    for access in early:
+        assert access.arrays and access.arrays <= allowed, access
+        assert re.search(r"\b(?:ld\.global|cp\.async\.bulk\.prefetch\.L2)", access.text), f"{access} is no read"
+    fetches = [a for a in early if "prefetch" in a.text]
+    assert bool(fetches) == bool(spec.constants.get("AHEAD")), "weights are asked for while the kernel waits"
+    assert ptx.count("griddepcontrol.launch_dependents;") == 1
+    late = ptx.index("griddepcontrol.launch_dependents;") > ptx.index("griddepcontrol.wait;")
+    assert late == (mode_of(spec.function.__name__, "sm90") == LATE)
+    sass_waits_first(kernel.cubin, tmp_path, len(early) - len(fetches), len(fetches))
+
+
+def sass_waits_first(cubin: bytes, folder: Path, loads: int, fetches: int) -> None:
+    """The assembler has moved nothing before the wait, and no jump leads past it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not tool.exists():
+        pytest.skip("this Triton has no disassembler")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
+    code = done.stdout[done.stdout.index("\n.text.") :]
+    assert code.count("ACQBULK") == 1 and code.count("PREEXIT") == 1
+    before = code[: code.index("ACQBULK")]
+    seen = SASS_ACCESS.findall(before)
+    assert len(seen) == seen.count("LDG") + seen.count("UBLK") and seen.count("UBLK") == fetches
+    assert seen.count("LDG") <= loads  # of masks that are never true there is none
+    labels = {*re.findall(r"^(\.L_x_\d+):", before, re.MULTILINE)}
+    assert {*re.findall(r"`\((\.L_x_\d+)\)", before)} <= labels and "EXIT" not in before.replace("PREEXIT", "")
+    assert "LDG" in code or "LDGSTS" in code
+
+
+def test_every_kernel_of_a_chain_was_looked_at() -> None:
+    assert {spec.function.__name__ for spec in SPECS} == {*MODES}
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm89"])
+def test_older_gpus_have_none_of_it(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {mode_of(name, target) for name in MODES} == {ORDINARY}
+    shape, config = LinearShape(64, 64, "float16", "float16", "float16"), replace(VECTOR, ahead=0)
+    for spec in (linear_spec(shape, config, target), SPECS[4]):
+        kernel, ptx = built(in_turn(spec, target), target, monkeypatch)
+        assert "griddepcontrol" not in ptx and not kernel.dependent
+    with pytest.raises(AssertionError, match="no dependents"):
+        aot.compile_kernel(in_turn(SPECS[4]), target)
+
+
+def test_newer_gpus_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, spec in (("sm100", SPECS[4]), ("sm120", SPECS[2])):
+        kernel, ptx = built(in_turn(spec, target), target, monkeypatch)
+        arrays = [access.arrays for access in accesses_before_wait(ptx, kernel.arguments)]
+        assert kernel.dependent and all(a <= EARLY_READS[spec.function.__name__] for a in arrays)
+
+
+def test_the_embedding_begins_a_chain() -> None:
+    spec = step_specs.embed_norm_spec(NormShape(640, "bfloat16"), 4)
+    assert mode_of(spec.function.__name__, "sm90") == ORDINARY
+    with pytest.raises(AssertionError, match="does not wait"):
+        aot.compile_kernel(replace(spec, dependent=LATE), "sm90")
