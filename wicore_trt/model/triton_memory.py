@@ -14,7 +14,18 @@ import torch
 
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.model.spec import GROUPS
-from wicore_trt.model.triton_table import ANY, INVARIANT, KERNEL, KERNEL8, LINEARS, X8, EngineShape, KernelTable
+from wicore_trt.model.triton_table import (
+    ANY,
+    INVARIANT,
+    KERNEL,
+    KERNEL8,
+    LINEARS,
+    MM16,
+    SCALED_MM,
+    X8,
+    EngineShape,
+    KernelTable,
+)
 from wicore_trt.plugins.decode_layout import workspace_elements
 from wicore_trt.plugins.linear_layout import partials_bytes
 
@@ -47,11 +58,7 @@ class StepMemory:
         self.q = empty((tokens, spec.q_size), dtype)
         self.attended = empty((tokens, spec.q_size), dtype)
         self.act = empty((tokens, spec.intermediate_size), dtype)
-        linear = {role: shape.linear(role) for role in LINEARS}
-        width = max(linear[role].n for role in ("qkv", "o", "down"))
-        if not invariant and shape.product(table.target, "gate_up", tokens) not in (KERNEL, KERNEL8):
-            width = max(width, 2 * spec.intermediate_size)
-        self._wide = empty((tokens * width,), torch.float32)
+        self._wide = empty((self._wide_floats(shape, table.target, invariant),), torch.float32)
         widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
         scaled = shape.scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
@@ -61,6 +68,18 @@ class StepMemory:
         self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
         self.results = empty((2, limits.rows), torch.int32)
         self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
+
+    def _wide_floats(self, shape: EngineShape, target: str, invariant: bool) -> int:
+        """float32 elements that hold the widest results of every step: at most these rows by each kind of product."""
+        tokens, most = self.limits.tokens, 0
+        narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
+        gate_up = max(narrow, 2 * shape.spec.intermediate_size)
+        limits = [shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY]
+        for rows in {min(tokens, limit) for limit in limits}:
+            product = KERNEL if invariant else shape.product(target, "qkv", rows)
+            halves = 1 if product in (MM16, SCALED_MM) else 2
+            most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
+        return -(-most // 2)
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of `dtype` at the start of `wide`."""

@@ -101,6 +101,10 @@ class EngineShape:
         """Most rows for which Triton multiplies E4M3 rows; no more than `crossover`: never."""
         return self._limits(target)["fp8 rows"] if self.scaled_products(target) else 0
 
+    def float32_results(self, target: str) -> int:
+        """Most rows for which cuBLAS's products of bfloat16 rows have float32 results."""
+        return self._limits(target)["float32 results"]
+
     def narrow_results(self, target: str) -> bool:
         """Whether steps exist whose products are MM16."""
         return self.product(target, "qkv", ANY) == MM16
@@ -114,7 +118,7 @@ class EngineShape:
         if rows <= self.crossover(target, role):
             return KERNEL
         if not self.fp8 or role == "head":
-            wide = self.dtype != "bfloat16" or role == "head" or rows <= self._limits(target)["float32 results"]
+            wide = self.dtype != "bfloat16" or role == "head" or rows <= self.float32_results(target)
             return MM if wide else MM16
         return KERNEL8 if rows <= self.crossover8(target) else SCALED_MM
 
