@@ -81,6 +81,10 @@ class Run:
     marked: bool = True
     seed: int = 0
     _weights: torch.Tensor | None = field(default=None, init=False)
+    _rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
 
     def together(self, prompts: Sequence[Sequence[int]], budget: int, which: Sequence[int] | None = None) -> Said:
         """All prompts at once, by at most `budget` tokens a step. `which`: their rows in `forced` and `ids`."""
@@ -135,8 +139,9 @@ class Run:
         return (bits * self._weights).sum(1).cpu().numpy()
 
     def _deal(self, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
-        rng, size = random.Random(self.seed), self.layout.page_tokens
-        decks = {g: rng.sample(range(n), n) for g, n in self.layout.num_pages.items()}
+        """Other pages each time, so that a slot does not hold the right values already."""
+        size = self.layout.page_tokens
+        decks = {g: self._rng.sample(range(n), n) for g, n in self.layout.num_pages.items()}
         counts = [-(-n // size) for n in lengths]
         assert all(sum(counts) <= len(deck) for deck in decks.values()), "the pool is too small for these sequences"
         return [{g: [deck.pop() for _ in range(count)] for g, deck in decks.items()} for count in counts]

@@ -32,8 +32,7 @@ from wicore_trt.plugins.kernels.step_specs import (
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 
 INVARIANT_LINEAR_BUCKET = 64
-INVARIANT_DECODE_ROWS = 6
-"""The buckets whose configuration serves any number of rows where results must not depend on it: a compromise, since
+"""The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
 one row would be faster with the smallest and prefill with the largest."""
 
 
@@ -181,11 +180,9 @@ def _attention(shape: EngineShape, target: str) -> list[Planned]:
     def chosen_for(rows: int) -> DecodeConfig:
         return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
 
-    fixed, prefill = chosen_for(INVARIANT_DECODE_ROWS), prefill_config(target, pool)
+    prefill = prefill_config(target, pool)
     planned = _merged("decode", lambda rows: decode(chosen_for(rows)))
-    planned.append(Planned("decode" + INVARIANT, ANY, *decode(fixed)))
     planned.append(Planned("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
-    if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS) or not fixed.fused:
+    if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
         planned += _merged("combine", lambda rows: combine(chosen_for(rows)))
-        planned.append(Planned("combine" + INVARIANT, ANY, *combine(fixed)))
     return planned

@@ -10,9 +10,9 @@ weights once (E4M3 weights with 16-bit activations; from some number on, where m
 dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
 
 So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the step crosses such a
-number of rows. `invariant` gives that speed up: one configuration of every kernel, and no cuBLAS, for any
-number of rows; then a row's result depends on its own sequence alone, up to the cut between the two attention kernels
-(one token of a sequence, or several), and large steps are several times slower.
+number of rows. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and one attention kernel
+for single tokens and many, whatever the step; then a row's result depends on its own sequence alone. Large steps are
+several times slower, and so is attention of single tokens behind a long context, whose keys are not split.
 
 float16: gate * up may exceed 65,504, so it is scaled by a power of two that the weights prove to be enough
 (`linear_layout.geglu_exponent`), and the product after it is scaled back: exact.
@@ -208,7 +208,7 @@ class TritonOps:
         return Value(q)
 
     def attention(self, q: Value, layer: int) -> Value:
-        """Sequences with one token by the decode kernel, the others by the prefill kernel."""
+        """Sequences with one token by the decode kernel, the others by the prefill kernel; all by that if invariant."""
         step, spec = self._step, self._spec
         group = spec.layer_groups[layer]
         scale, window = spec.query_pre_attn_scalar**-0.5, spec.sliding_window if group == LOCAL else 0
@@ -217,21 +217,15 @@ class TritonOps:
             queries = q.rows[self._probe.rows.to(q.rows.device)]
             self._probe.queries = queries.view(len(queries), spec.num_heads, spec.head_dim)
             self._probe.key_scale = self._key_scale(layer)
-        if step.singles:
+        if step.singles and self._model.invariant:
+            slices = Slices(self._memory.counting.data_ptr(), step.positions, step.singles)
+            self._prefill(q.rows, out, layer, slices, self._tables(group, 0, step.singles))
+        elif step.singles:
             self._decode(q.rows, out, layer, scale, window)
         if step.chunks:
-            entry = self._model.find("prefill", step.tokens)
             slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
-            call = prefill_launch(
-                entry.kernel.constants,
-                (q.rows[step.singles :].data_ptr(), out[step.singles :].data_ptr()),
-                self._pool(layer),
-                self._tables(group, step.singles, step.chunks),
-                slices,
-                scale,
-                window,
-            )
-            self._model.launch(entry, call)
+            tables = self._tables(group, step.singles, step.chunks)
+            self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
         return Value(out)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
@@ -294,6 +288,14 @@ class TritonOps:
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])
+
+    def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
+        model, spec = self._model, self._spec
+        scale = spec.query_pre_attn_scalar**-0.5
+        window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else 0
+        entry, rows = model.find("prefill", self._step.tokens), (q.data_ptr(), out.data_ptr())
+        call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
+        model.launch(entry, call)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:
         model, step, memory = self._model, self._step, self._memory

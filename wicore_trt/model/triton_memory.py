@@ -46,7 +46,8 @@ class StepLimits:
 class StepMemory:
     """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind products
     with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
-    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`)."""
+    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `counting`, int32 [tokens + 1]
+    if invariant, says where sequences of one token begin: 0, 1, 2, ..."""
 
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
@@ -67,6 +68,8 @@ class StepMemory:
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
         self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
         self.results = empty((2, limits.rows), torch.int32)
+        count = tokens + 1 if invariant else 0
+        self.counting = empty((count,), torch.int32).copy_(torch.arange(count, dtype=torch.int32))
         self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
 
     def _wide_floats(self, shape: EngineShape, target: str, invariant: bool) -> int:

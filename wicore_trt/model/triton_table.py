@@ -10,7 +10,7 @@ Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "g
 "add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; for
 Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8"; and ".r16" of those that take the
 bfloat16 results of cuBLAS.
-Linears and decode attention have one more each, ".invariant", for any number of rows.
+Linears have one more each, ".invariant", for any number of rows.
 """
 
 from __future__ import annotations
