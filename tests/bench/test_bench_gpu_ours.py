@@ -57,6 +57,7 @@ def no_compiler(monkeypatch):
 def served(config, path, batch) -> Served:
     gpu_engines.build(config, path, "sm90")
     settings = settings_for(config, path, batch)
+    assert not settings.kv.prefix_cache and settings.executor.device == "cuda"
     return Served(load_engine(settings, Idle(config, settings)).core)
 
 
