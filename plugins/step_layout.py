@@ -181,3 +181,12 @@ def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: Sample
         "collect": Launch(wide, {**read, **collected}),
         "draw": Launch(narrow, {**drawn, **filters, **found}),
     }
+
+
+def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: int) -> Launch:
+    """`kernels.sample_wide.draw_wide`, behind the launches of `sample_launches`. `weights` is float64 [programs,
+    vocab]."""
+    a = vars(arrays)
+    names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "indices", "peaks", "tokens", "status")
+    read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab, "row_stride": logits.stride}
+    return Launch((min(programs, logits.rows), 1, 1), {**read, **{n: a[n] for n in names}, "weights": weights})

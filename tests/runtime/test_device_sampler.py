@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-from runtime.triton_cpu import executor_of, small_model  # noqa: E402
+from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
+from wicore_trt.engine import triton_plan  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.model.triton_table import KernelTable  # noqa: E402
-from wicore_trt.plugins.kernels import sample  # noqa: E402
-from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult  # noqa: E402
-from wicore_trt.runtime.device_sampler import UNDECIDED, DeviceSampler, on_device  # noqa: E402
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.device_sampler import DeviceSampler, on_device  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
@@ -53,10 +54,6 @@ def asking(seq_id: int, params: SamplingParams, **more: Any) -> SequenceSlice:
 def tokens(executor: Any, rows: int) -> list[int]:
     assert executor.memory.results[1, :rows].tolist() == [0] * rows
     return executor.memory.results[0, :rows].tolist()  # type: ignore[no-any-return]
-
-
-def test_status_is_the_kernels() -> None:
-    assert UNDECIDED == sample.UNDECIDED
 
 
 def test_draws_are_the_samplers(executor: Any) -> None:
@@ -101,30 +98,32 @@ def test_rows_of_a_step_go_where_they_can_be_chosen(executor: Any) -> None:
     assert set(result.failed) == {bad.seq_id} and len(result.tokens) == 2
 
 
-def test_undecided_rows_are_the_hosts(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = [asking(r, DRAWN[r]) for r in range(3)]
-    want = executor.execute(StepBatch(batch))
-    asked: list[int] = []
-    inner, enqueue = Sampler.sample, executor._device_sampler.enqueue
+def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the candidates that kernels hold: all rows are decided on the device nevertheless."""
+    few = partial(triton_plan.sample_specs, candidates=4)
+    monkeypatch.setattr(triton_plan, "sample_specs", few)
+    specs_of.cache_clear()
+    executor = executor_of(small_model(3, vocab_size=400), max_sequences=9)
+    specs_of.cache_clear()
+    rows = [asking(r, p) for r, p in enumerate([SamplingParams(top_p=0.9), *DRAWN, GREEDY, DRAWN[1], DRAWN[2]])]
+    logits = executor.memory.logits
+    logits.copy_(torch.randn(logits.shape) * 0.1)
+    want = [t.token_id for t in Sampler().sample(logits[:9], rows).tokens]
+    wide, launched = executor.model.table.entries("wide")[0].kernel.name, executor.model.launcher.launched
+    executor._device_sampler.enqueue(9, {r: s for r, s in enumerate(rows) if not s.params.greedy})  # type: ignore
+    assert tokens(executor, 9) == want and launched.count(wide) == 1
+    executor._device_sampler.enqueue(1, {0: asking(0, DRAWN[0])})
+    assert launched.count(wide) == 1, "rows without filters need no such kernel"
 
-    def undecided(rows: int, drawn: Any) -> None:
-        enqueue(rows, drawn)
-        executor.memory.results[:, 1] = torch.tensor([-1, UNDECIDED], dtype=torch.int32)
 
-    def seen(self: Sampler, logits: torch.Tensor, slices: list[SequenceSlice]) -> StepResult:
-        asked.extend(s.seq_id for s in slices)
-        return inner(self, logits, slices)
-
-    monkeypatch.setattr(executor._device_sampler, "enqueue", undecided)
-    monkeypatch.setattr(Sampler, "sample", seen)
-    assert executor.execute(StepBatch(batch)).tokens == want.tokens and asked == [1]
-
-
-def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("role", ["draw", "wide"])
+def test_engines_without_these_kernels_draw_on_the_host(
+    executor: Any, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
     batch = [asking(r, p) for r, p in enumerate([DRAWN[1], GREEDY])]
     want = executor.execute(StepBatch(batch))
     model = executor.model
-    old = KernelTable(model.table.target, [e for e in model.table.all() if e.role != "draw"])
+    old = KernelTable(model.table.target, [e for e in model.table.all() if e.role != role])
     sampler = DeviceSampler(replace(model, table=old), executor.device)
     assert not sampler.available
     monkeypatch.setattr(executor, "_device_sampler", sampler)

@@ -20,6 +20,7 @@ from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.sample_wide import wide_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
@@ -82,6 +83,7 @@ def _sampling(shape: EngineShape, target: str) -> list[Planned]:
         *_merged("choose" + SAMPLED, lambda rows: (drawing[rows].choose, None)),
         *_merged("collect", lambda rows: (rest(rows, "collect"), None)),
         *_merged("draw", lambda rows: (rest(rows, "draw"), None)),
+        Planned("wide", ANY, wide_spec(vocab, softcap)),
     ]
 
 

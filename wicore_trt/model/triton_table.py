@@ -6,7 +6,7 @@ number of rows alone.
 
 Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "gate_up", "down", "head"; "geglu",
 "quantize"; "decode", "combine", "prefill"; "scan", "choose", and where rows are drawn "scan.sampled",
-"choose.sampled", "collect", "draw". With FP8 products there are "embed_norm.fp8",
+"choose.sampled", "collect", "draw", "wide". With FP8 products there are "embed_norm.fp8",
 "add_norm.fp8", "final_norm.fp8", "qk_rope.fp8" and "geglu.fp8" too, which take or give what those products do; for
 Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8"; and ".r16" of those that take the
 bfloat16 results of cuBLAS.

@@ -1,4 +1,5 @@
-"""Draws tokens on the device: temperature, top-k, top-p and min-p, by the kernels of `plugins.kernels.sample`.
+"""Draws tokens on the device: temperature, top-k, top-p and min-p, by the kernels of `plugins.kernels.sample`, and by
+`sample_wide` where filters leave very many tokens.
 
 Tokens are those of `sampler.Sampler`: the same random number of seed and index, the same order of candidates, sums in
 float64; only where that number lies within rounding of a border may they differ. It must not know requests, pages or
@@ -15,18 +16,18 @@ import torch
 
 from wicore_trt.model.lower_triton import TritonModel
 from wicore_trt.model.triton_table import SAMPLED
-from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch
+from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice
 from wicore_trt.runtime.trt_device import Device
 from wicore_trt.types import SamplingParams
 
-UNDECIDED = 2
-"""Status of a row that the host must choose, of `plugins.kernels.sample`."""
 WORDS = {"temperatures": 2, "top_p": 2, "min_p": 2, "seeds": 2, "top_k": 1, "indices": 1}
 """A row's parameters in the order in which they lie in the block, and their int32s."""
 TYPES = {"seeds": np.int64, "top_k": np.int32, "indices": np.int32}
 LAUNCHES = {"scan": "scan" + SAMPLED, "choose": "choose" + SAMPLED, "collect": "collect", "draw": "draw"}
 """Roles of the kernels by their names in `sample_launches`."""
+WIDE, WIDE_ROWS = "wide", 8
+"""The role of `kernels.sample_wide`, and how many rows it decides at the same time."""
 
 
 def on_device(piece: SequenceSlice) -> bool:
@@ -37,13 +38,18 @@ def on_device(piece: SequenceSlice) -> bool:
     return p.logprobs is None and not edited and not piece.suppress_eos
 
 
+def _filtered(piece: SequenceSlice) -> bool:
+    p = piece.params
+    return p is not None and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+
 class DeviceSampler:
     """Draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
 
     def __init__(self, model: TritonModel, device: Device) -> None:
         """An engine that was built without these kernels gets a sampler that is not `available`."""
         self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
-        self.available = all(model.table.entries(role) for role in LAUNCHES.values())
+        self.available = all(model.table.entries(role) for role in (*LAUNCHES.values(), WIDE))
         if not self.available:
             return
         words = self._rows * sum(WORDS.values())
@@ -57,10 +63,11 @@ class DeviceSampler:
         self._scratch = {
             name: device.empty((self._rows * size,), getattr(torch, kind)) for name, (kind, size) in sizes.items()
         }
+        self._weights = device.empty((min(WIDE_ROWS, self._rows) * self._vocab,), torch.float64)
 
     def enqueue(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         """Choose tokens of the first `rows` rows of logits: `drawn` ones by their parameters, the others greedily.
-        Status UNDECIDED: filters leave more tokens than the kernels hold, and the host must choose."""
+        Every row gets a token, or a status that is not 0: its logits are not finite."""
         assert self.available and rows <= self._rows
         self._staging.reverse()
         self._fill(rows, drawn)
@@ -76,6 +83,9 @@ class DeviceSampler:
         logits = Logits(memory.logits.data_ptr(), rows, self._vocab, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
             model.launch(entries[name], call)
+        if any(_filtered(piece) for piece in drawn.values()):
+            programs = len(self._weights) // self._vocab
+            model.launch(model.find(WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
 
     def _fill(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         values: dict[str, list[float]] = {name: [] for name in WORDS}

@@ -7,8 +7,7 @@ device once, for its tokens; an execute() call touches only the KV slots of the 
 A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
 of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Tokens are chosen on the
 device, greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties,
-bias, log-probabilities), and those whose filters leave too many tokens, go through the `Sampler`, on logits that stay
-on the device.
+bias, log-probabilities) go through the `Sampler`, on logits that stay on the device.
 
 The next step's scheduling could overlap this one: `_enqueue` returns before the device is done, the token ids of a
 graph's rows lie in `StepMemory.results` where the next step's embedding could read them, and only `_collect` waits.
@@ -35,7 +34,7 @@ from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTab
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.device_sampler import FILTERED, UNDECIDED, DeviceSampler, on_device
+from wicore_trt.runtime.device_sampler import FILTERED, DeviceSampler, on_device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import check_room, layout_of, new_pool, sized_layout, spare_bytes
@@ -233,7 +232,7 @@ class TritonExecutor:
         self.device.synchronize()
         tokens, status = self._host_results.tolist()
         chosen = [on_device(s) and (s.params is not None and s.params.greedy or self._draws(s)) for s in slices]
-        left = [n for n, row in enumerate(rows) if not chosen[n] or status[row] == UNDECIDED]
+        left = [n for n in range(len(slices)) if not chosen[n]]
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
         found = {token.seq_id: token for token in hosts.tokens}
         failed = dict(hosts.failed)

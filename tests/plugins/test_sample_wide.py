@@ -1,0 +1,92 @@
+"""Rows whose filters leave many tokens, against the host's sampler: in the interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+import torch
+from kernel_checks import Runner
+from step_runners import RUNNERS
+
+from wicore_trt.plugins.kernels import sample_wide
+from wicore_trt.plugins.step_layout import Logits, SampleArrays, wide_launch
+from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.types import SamplingParams
+
+
+def choose(
+    run: Runner, logits: torch.Tensor, params: list[SamplingParams], *, softcap: float = 0.0, left: list[int]
+) -> None:
+    """The rows `left` are the host's tokens afterwards, the others are as they were; two programs share the rows."""
+    rows, vocab = logits.shape
+    stride = vocab + (3 if vocab % 16 else 16)
+    stored = torch.full((rows, stride), math.nan)
+    stored[:, :vocab] = logits
+    capped = (torch.tanh(logits.double() / softcap) * softcap).float() if softcap else logits
+    histories = [[1] * random.randrange(3, 30) for _ in params]
+    seeds = [random.getrandbits(64) for _ in params]
+    slices = [
+        SequenceSlice(r, [1], 0, {}, True, p, histories[r], prompt_len=3, seed=seeds[r]) for r, p in enumerate(params)
+    ]
+    want = [t.token_id for t in Sampler().sample(capped, slices).tokens]
+    status = torch.tensor([2 if r in left else 0 for r in range(rows)] + [2], dtype=torch.int32)
+    doubles = {
+        name: run.put(torch.tensor([float(getattr(p, field)) for p in params], dtype=torch.float64))
+        for name, field in (("temperatures", "temperature"), ("top_p", "top_p"), ("min_p", "min_p"))
+    }
+    arrays: dict[str, Any] = {
+        **doubles,
+        "tokens": run.put(torch.full((rows + 1,), -7, dtype=torch.int32)),
+        "status": run.put(status),
+        "peaks": run.put(capped.amax(1)),
+        "top_k": run.ints([p.top_k for p in params]),
+        "indices": run.ints([len(h) - 3 for h in histories]),
+        "seeds": run.put(torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds])),
+    }
+    weights = run.put(torch.full((2, vocab), math.nan, dtype=torch.float64))
+    there = Logits(run.put(stored), rows, vocab, stride)
+    sampled = SampleArrays(chunk_max=0, chunk_token=0, **arrays)
+    run.launch(sample_wide.wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
+    assert arrays["status"].tolist() == [0] * rows + [2]
+    assert arrays["tokens"].tolist() == [want[r] if r in left else -7 for r in range(rows)] + [-7]
+
+
+WIDE = [
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=50.0, top_k=900),
+    SamplingParams(temperature=3.0, top_k=700, top_p=0.97, min_p=1e-3),
+    SamplingParams(temperature=20.0, min_p=0.7),
+    SamplingParams(top_k=3),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(top_p=0.999999, top_k=1 << 30),
+]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_tokens_are_the_hosts(run: Runner, ties: bool) -> None:
+    params = random.sample(WIDE, 4)
+    logits = torch.randn(4, 2500)
+    if ties:
+        logits = (logits * 2).round() / 2
+    logits[:, 3::11] = -math.inf
+    choose(run, logits, params, left=random.sample(range(4), 3))
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_equal_logits_are_drawn_by_token_id(run: Runner) -> None:
+    """All of 4,096 tokens, whose keys need every bit; the nucleus is the first half."""
+    choose(run, torch.zeros(2, 4096), [SamplingParams(top_p=0.5), SamplingParams(top_k=10)], left=[0, 1])
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_soft_cap(run: Runner) -> None:
+    choose(run, torch.randn(1, 2100) * 40 - 100, [SamplingParams(temperature=9.0, top_p=0.8)], softcap=30.0, left=[0])
