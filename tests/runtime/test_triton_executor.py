@@ -88,6 +88,7 @@ def test_fp8_weights_meet_fp8_rows_in_large_steps(own: bool, monkeypatch: pytest
     oracle = oracle_of(model, dtype, fp8=True, kv_pages=pages)
     run([Driver(mine, 1), Driver(oracle, 2)], ([19],), 48, 0.05)
     assert any("_x8" in n for n in mine.model.launcher.launched) == own
+    assert bool((mine.memory.largest[:19] > 0).all()) == own, "gate_up found the largest values of its rows"
     specs_of.cache_clear()
 
 

@@ -59,7 +59,7 @@ class StepMemory:
         self.q = empty((tokens, spec.q_size), dtype)
         self.attended = empty((tokens, spec.q_size), dtype)
         self.act = empty((tokens, spec.intermediate_size), dtype)
-        self._wide = empty((self._wide_floats(shape, table.target, invariant),), torch.float32)
+        self._wide = empty((wide_floats(shape, table.target, tokens, invariant=invariant),), torch.float32)
         widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
         scaled = shape.scaled_products(table.target)
         self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
@@ -71,18 +71,6 @@ class StepMemory:
         count = tokens + 1 if invariant else 0
         self.counting = empty((count,), torch.int32).copy_(torch.arange(count, dtype=torch.int32))
         self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
-
-    def _wide_floats(self, shape: EngineShape, target: str, invariant: bool) -> int:
-        """float32 elements that hold the widest results of every step: at most these rows by each kind of product."""
-        tokens, most = self.limits.tokens, 0
-        narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
-        gate_up = max(narrow, 2 * shape.spec.intermediate_size)
-        limits = [shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY]
-        for rows in {min(tokens, limit) for limit in limits}:
-            product = KERNEL if invariant else shape.product(target, "qkv", rows)
-            halves = 1 if product in (MM16, SCALED_MM) else 2
-            most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
-        return -(-most // 2)
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of `dtype` at the start of `wide`."""
@@ -123,6 +111,19 @@ class StepMemory:
         chunks = -(-shape.spec.vocab_size // least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
+
+
+def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:
+    """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows."""
+    most = 0  # in units of 16 bits
+    narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
+    gate_up = max(narrow, 2 * shape.spec.intermediate_size)
+    limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
+    for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
+        product = KERNEL if invariant else shape.product(target, "qkv", rows)
+        halves = 1 if product in (MM16, SCALED_MM) else 2
+        most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
+    return -(-most // 2)
 
 
 def measured(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
