@@ -10,6 +10,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -71,7 +72,8 @@ class CudaLane:
 class CudaHostMemory:
     """Host memory that the GPU may reach by itself. `pin` and `unpin_all` come from one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pinned: list[memoryview] = []
 
     def pin(self, memory: memoryview) -> bool:
@@ -80,6 +82,8 @@ class CudaHostMemory:
         begun = time.perf_counter()
         status = int(torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, 0))  # type: ignore
         if status:
+            with suppress(RuntimeError):  # the next kernel would report this error as its own
+                torch.zeros(1, device=self._device)
             log.warning("%d bytes of host memory were not pinned (CUDA error %d): slow copies", memory.nbytes, status)
             return False
         self._pinned.append(memory)

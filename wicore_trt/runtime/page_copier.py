@@ -54,7 +54,7 @@ def make_copier(pools: Mapping[str, torch.Tensor], page_tokens: int, stream: int
     if device.type == "cpu":
         return TorchPageCopier(pools)
     lanes = (CudaLane(device, stream), CudaLane(device), CudaLane(device))
-    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory())
+    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device))
 
 
 def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
