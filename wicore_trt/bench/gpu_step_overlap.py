@@ -45,13 +45,17 @@ def overlapping(executor: TritonExecutor) -> int:
 def captured(executor: TritonExecutor, rows: int, launcher: Launcher | None = None) -> Callable[[], None]:
     """The decode graph of `rows` rows as `launcher` makes it; None: one kernel after the other. All kernels were
     launched before, and the graph's geometry is on the device."""
-    kept = executor.model
-    executor.model = replace(kept, launcher=launcher or OneByOne(kept.launcher))
-    try:
-        with executor.device.active(), torch.inference_mode():
-            return executor.device.capture(lambda: executor.run(executor.block.padded(rows)))
-    finally:
-        executor.model = kept
+    model = replace(executor.model, launcher=launcher or OneByOne(executor.model.launcher))
+
+    def work() -> None:
+        kept, executor.model = executor.model, model
+        try:
+            executor.run(executor.block.padded(rows))
+        finally:
+            executor.model = kept
+
+    with executor.device.active(), torch.inference_mode():
+        return executor.device.capture(work)
 
 
 @contextmanager
