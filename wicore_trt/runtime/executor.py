@@ -75,8 +75,8 @@ class Executor(Protocol):
 @runtime_checkable
 class AheadExecutor(Executor, Protocol):
     """An executor that can start a step before the tokens of the last one are read, so that the device never waits for
-    the host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order in which they were submitted;
-    at most two are submitted and not collected."""
+    the host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order of their submission; at most
+    two are submitted and not collected."""
 
     def submit(self, batch: StepBatch) -> None:
         """Start a step; what the batch refers to may change afterwards."""

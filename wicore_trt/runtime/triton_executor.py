@@ -2,20 +2,22 @@
 
 Owns the weights, the page pools, the working memory and the sampler of one engine. It must not know requests, queues or
 which pages hold what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the
-device once, for its tokens; an execute() call touches only the KV slots of the batch's own pages.
+device once, for its tokens; a step touches only the KV slots of the batch's own pages.
 
 A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
 of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Tokens are chosen on the
 device, greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties,
 bias, log-probabilities) go through the `Sampler`, on logits that stay on the device.
 
-The next step's scheduling could overlap this one: `_enqueue` returns before the device is done, the token ids of a
-graph's rows lie in `StepMemory.results` where the next step's embedding could read them, and only `_collect` waits.
+Nothing waits before `collect`. Sampled tokens lie in `StepMemory.results`, from where the next step's token ids are
+taken on the device when it is submitted before they are read. All of it is on one stream, so no step sees another one's
+half-written memory; what the host writes for a step, and reads of it, has two places in turn.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ from wicore_trt.model.triton_memory import StepLimits, StepMemory
 from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
-from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.device_sampler import FILTERED, DeviceSampler, on_device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.page_copier import make_copier
@@ -42,7 +44,7 @@ from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.runtime.torch_executor import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.triton_device import open_device
-from wicore_trt.runtime.triton_inputs import StepBlock, ordered
+from wicore_trt.runtime.triton_inputs import StepBlock, Unread, ordered
 from wicore_trt.runtime.triton_kernels import load_table
 from wicore_trt.runtime.triton_weights import Constants, engine_shape, load_constants
 from wicore_trt.runtime.trt_device import Device
@@ -67,8 +69,20 @@ class Plan:
     dummy: bool = False
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step on the stream: its `slices` that sample and the `rows` of their logits; `results` on the host are good
+    after `wait()`; what attention is to be measured with."""
+
+    slices: list[SequenceSlice]
+    rows: list[int]
+    results: torch.Tensor
+    wait: Callable[[], None]
+    measured: tuple[AttentionProbe, StepInputs, StepBatch] | None
+
+
 class TritonExecutor:
-    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout,
     the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding. `model`,
     `memory`, `block` and `graphs` (by rows) are what a step is made of, for measurements."""
 
@@ -103,7 +117,7 @@ class TritonExecutor:
             self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
             groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
-            self._host_results = device.staging((2, rows))
+            self._host_results = [device.staging((2, rows)) for _ in range(2)]
             self.model = TritonModel(
                 plan.shape,
                 plan.table,
@@ -119,7 +133,9 @@ class TritonExecutor:
             self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
-        self._unfinished = False
+        self._steps: deque[Step] = deque()
+        self._rows: dict[int, int] = {}
+        """Of the last step: row of the logits by seq_id."""
         if measured:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
         check_room(self.layout, device.free_bytes())
@@ -156,27 +172,53 @@ class TritonExecutor:
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
-        assert not self._closed, "execute() after close()"
+        self.submit(batch)
+        return self.collect()
+
+    def submit(self, batch: StepBatch) -> None:
+        """Put a step on the stream; see `AheadExecutor`."""
+        assert not self._closed, "a step after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        assert len(self._steps) < 2, "two steps are under way"
         order = ordered(batch.slices)
         moved = StepBatch([batch.slices[i] for i in order])
         layer = next(self._probed_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
-            if self._unfinished:  # the last step sampled nothing, so it may still read the block
-                self.device.synchronize()
-                self._unfinished = False
             self._page_copies.begin_step(moved)
             inputs = self.inputs(moved.slices)
             probe = None if layer is None else AttentionProbe.of(layer, inputs)
             rows = self._enqueue(moved, inputs, probe)
-            position = {i: rows[n] for n, i in enumerate(order)}  # index in the batch to row of the logits
-            wanted = [i for i, s in enumerate(batch.slices) if s.sample]
-            result = self._collect([batch.slices[i] for i in wanted], [position[i] for i in wanted])
-            if probe is None:
+            self._rows = {s.seq_id: row for s, row in zip(moved.slices, rows, strict=True)}
+            self._host_results.reverse()
+            self._host_results[0].copy_(self.memory.results, non_blocking=True)
+            sampled = [s for s in batch.slices if s.sample]
+            measured = None if probe is None else (probe, inputs, moved)
+            self._steps.append(
+                Step(
+                    sampled,
+                    [self._rows[s.seq_id] for s in sampled],
+                    self._host_results[0],
+                    self.device.record(),
+                    measured,
+                )
+            )
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step under way. This is where the host waits for the device."""
+        step = self._steps.popleft()
+        step.wait()
+        with self.device.active(), torch.inference_mode():
+            result = self._chosen(step)
+            if step.measured is None:
                 return result
+            probe, inputs, moved = step.measured
             pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
             scale = self.spec.query_pre_attn_scalar**-0.5
             return replace(result, attention=probe.masses(pool, inputs, moved, scale))
+
+    def leads(self, batch: StepBatch) -> bool:
+        """Whether the device chooses all tokens of a step."""
+        return not batch.measure_attention and all(self._chooses(s) for s in batch.slices if s.sample)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -195,17 +237,21 @@ class TritonExecutor:
     def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None) -> list[int]:
         """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
         singles = sum(len(s.token_ids) == 1 for s in batch.slices)
+        unread = None
+        if batch.slices[0].token_ids == [UNREAD]:
+            assert all(s.token_ids == [UNREAD] for s in batch.slices), "tokens are read, or they are not"
+            unread = Unread(self.memory.results[0], [self._rows[s.seq_id] for s in batch.slices])
         bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
         if bucket is not None and singles == len(batch.slices) and probe is None:
             rows, count = list(range(singles)), singles
-            self.block.upload_padded(inputs, bucket)
+            self.block.upload_padded(inputs, bucket, unread)
             self.graphs[bucket]()
         else:
             rows, count = [], 0
             for piece in batch.slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(inputs, singles), probe)
+            self.run(self.block.upload(inputs, singles, unread), probe)
         drawn = {r: s for r, s in zip(rows, batch.slices, strict=True) if s.sample and self._draws(s)}
         if drawn:
             self._device_sampler.enqueue(count, drawn)
@@ -216,6 +262,11 @@ class TritonExecutor:
         assert piece.params is not None
         return not piece.params.greedy and self._device_sampler.available and on_device(piece)
 
+    def _chooses(self, piece: SequenceSlice) -> bool:
+        """Whether a slice's token is chosen on the device."""
+        assert piece.params is not None
+        return on_device(piece) and (piece.params.greedy or self._draws(piece))
+
     def run(self, arrays: StepArrays, probe: AttentionProbe | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included."""
         ops = TritonOps(self.model, arrays, probe)
@@ -223,16 +274,11 @@ class TritonExecutor:
         if arrays.rows:
             ops.greedy(logits)
 
-    def _collect(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
-        """The sampled tokens of `slices`, whose logits are `rows`. This is where a step waits for the device."""
-        if not slices:
-            self._unfinished = True
-            return StepResult([])
-        self._host_results.copy_(self.memory.results, non_blocking=True)
-        self.device.synchronize()
-        tokens, status = self._host_results.tolist()
-        chosen = [on_device(s) and (s.params is not None and s.params.greedy or self._draws(s)) for s in slices]
-        left = [n for n in range(len(slices)) if not chosen[n]]
+    def _chosen(self, step: Step) -> StepResult:
+        """The tokens of a step that is over."""
+        slices, rows, (tokens, status) = step.slices, step.rows, step.results.tolist()
+        left = [n for n, s in enumerate(slices) if not self._chooses(s)]
+        assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
         found = {token.seq_id: token for token in hosts.tokens}
         failed = dict(hosts.failed)

@@ -39,6 +39,7 @@ class Shape:
             **dict.fromkeys(("token_ids", "positions", "sequences"), self.tokens),
             "sample_rows": self.rows,
             "kv_lengths": self.singles,
+            "sources": self.singles,
             "cu_seqlens": self.chunks + 1,
             "first_positions": self.chunks,
             **dict.fromkeys(groups, (self.singles + self.chunks) * self.pages),
@@ -50,8 +51,18 @@ class Shape:
         return found, at
 
 
+@dataclass(frozen=True)
+class Unread:
+    """The token ids of a step of sequences with one token each are on the device: those of `rows` of `tokens` (int32),
+    which the step before sampled."""
+
+    tokens: torch.Tensor
+    rows: Sequence[int]
+
+
 class StepBlock:
-    """The block on both sides, and for graphs page tables of full length, whose rows do not move."""
+    """The block on both sides, and for graphs page tables of full length, whose rows do not move. The host has two, in
+    turn: a step may be put on the stream while the device still reads what the one before it sent, and no more."""
 
     def __init__(
         self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
@@ -62,11 +73,11 @@ class StepBlock:
         # Whatever divides the sequences into singles and chunks, this holds it.
         largest = Shape(tokens, max(limits.rows, padded), tokens, tokens, 0)
         tables = len(groups) * max(limits.rows, padded) * self._pages + len(groups) * ALIGNMENT
-        self._host = device.staging((largest.offsets(groups)[1] + tables,))
-        self._block = device.empty(tuple(self._host.shape), torch.int32)
+        self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
+        self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
         self._full = {g: device.empty((padded, self._pages), torch.int32).fill_(ABSENT) for g in groups if padded}
 
-    def upload(self, inputs: StepInputs, singles: int) -> StepArrays:
+    def upload(self, inputs: StepInputs, singles: int, unread: Unread | None = None) -> StepArrays:
         """A step as it is; its first `singles` slices have one token. Nothing waits."""
         lengths = inputs.cu_seqlens.diff().numpy()
         shape = Shape(len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, _pages(inputs))
@@ -81,11 +92,13 @@ class StepBlock:
         arrays["first_positions"][:] = inputs.positions.numpy()[starts[singles:-1]]
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
+        arrays["sources"][:] = 0 if unread is None else unread.rows
         self._send(offsets[1])
+        self._read(unread, offsets[0])
         base = self._block.data_ptr()
         return _arrays(shape, base, offsets[0], {g: (base + 4 * offsets[0][g], shape.pages) for g in self._groups})
 
-    def upload_padded(self, inputs: StepInputs, rows: int) -> None:
+    def upload_padded(self, inputs: StepInputs, rows: int, unread: Unread | None = None) -> None:
         """A step of sequences with one token each, padded to `rows` rows, for the graph of `padded(rows)`."""
         count, shape = len(inputs.token_ids), self._padded_shape(rows, _pages(inputs))
         arrays, offsets = self._fill(shape)
@@ -100,7 +113,9 @@ class StepBlock:
             table = arrays[group].reshape(rows, shape.pages)
             table[:count] = inputs.page_tables[group].numpy()
             table[count:] = ABSENT
+        arrays["sources"][:count] = 0 if unread is None else unread.rows
         self._send(offsets[1])
+        self._read(unread, offsets[0])
         for group, full in self._full.items():
             part = self._block[offsets[0][group] :][: rows * shape.pages]
             full[:rows, : shape.pages].copy_(part.view(rows, shape.pages))
@@ -118,13 +133,15 @@ class StepBlock:
     def _fill(self, shape: Shape) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
         """The host's arrays by name, as views, and the offsets."""
         offsets, end = shape.offsets(self._groups)
-        assert end <= len(self._host), "the step is larger than the executor's limits"
-        host = self._host.numpy()
+        assert end <= len(self._block), "the step is larger than the executor's limits"
+        self._hosts.reverse()
+        host = self._hosts[0].numpy()
         sequences = shape.singles + shape.chunks
         sizes = {
             **dict.fromkeys(("token_ids", "positions", "sequences"), shape.tokens),
             "sample_rows": shape.rows,
             "kv_lengths": shape.singles,
+            "sources": shape.singles,
             "cu_seqlens": shape.chunks + 1,
             "first_positions": shape.chunks,
             **dict.fromkeys(self._groups, sequences * shape.pages),
@@ -132,7 +149,13 @@ class StepBlock:
         return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}, (offsets, end)
 
     def _send(self, end: int) -> None:
-        self._block[:end].copy_(self._host[:end], non_blocking=True)
+        self._block[:end].copy_(self._hosts[0][:end], non_blocking=True)
+
+    def _read(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
+        """Put the tokens that the step before sampled where this one takes its token ids from."""
+        if unread is not None:
+            count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]
+            torch.index_select(unread.tokens, 0, self._block[at : at + count], out=self._block[to : to + count])
 
 
 def ordered(slices: Sequence[SequenceSlice]) -> list[int]:
@@ -145,5 +168,5 @@ def _pages(inputs: StepInputs) -> int:
 
 
 def _arrays(shape: Shape, base: int, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> StepArrays:
-    at = {name: base + 4 * offset for name, offset in offsets.items() if name not in tables}
+    at = {name: base + 4 * offset for name, offset in offsets.items() if name not in {*tables, "sources"}}
     return StepArrays(shape.tokens, shape.rows, shape.singles, shape.chunks, **at, tables=tables)

@@ -114,7 +114,7 @@ class CudaDevice:
 
     def record(self) -> Callable[[], None]:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         return event.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
