@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from wicore_trt.kv.disk_files import aligned_buffer
 from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.disk_io import IoPool
 from wicore_trt.kv.disk_store import DiskStore, Outcome
 from wicore_trt.kv.page import Page
 
@@ -30,6 +32,16 @@ def open_store(path: Path, **changes: Any) -> DiskStore:
         "slab_bytes": 16 * 2 * SLOT,
     }
     return DiskStore(path, **{**settings, **changes})
+
+
+def hurry(pool: IoPool, timeout_s: float) -> None:
+    """From now on operations time out after so many seconds, also those under way: a test waits for a hang first, and
+    nothing times out before on a busy machine."""
+    with pool._lock:
+        pool._timeout_s = timeout_s
+        for op in pool._waiting:
+            op.deadline = min(op.deadline, time.monotonic() + timeout_s)
+        pool._watch.notify()
 
 
 def make_page(number: int, group: str = "local") -> Page:

@@ -33,7 +33,7 @@ def run_to_the_end(core: EngineCore, *requests: GenerateRequest) -> dict[str, To
     for one in requests:
         loop.add(one)
     loop.start()
-    loop._thread.join(5)
+    loop._thread.join(60)
     assert not loop._thread.is_alive() and loop.dead and not loop.live
     return {o.request_id: o for o in outputs if o.finish_reason is not None}
 
@@ -85,7 +85,7 @@ def test_a_late_abort_does_not_end_the_next_request_of_that_id():
 
     def slow(batch) -> StepResult:
         in_step.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return execute(batch)
 
     def sink(outputs: list[TokenOutput]) -> None:
@@ -101,9 +101,9 @@ def test_a_late_abort_does_not_end_the_next_request_of_that_id():
     loop = EngineLoop(core, sink, max_waiting=100)
     loop.add(request("same", [1, 2, 3], max_tokens=1))
     loop.start()
-    assert in_step.wait(5) and loop.abort("same")  # while its last step runs
+    assert in_step.wait(60) and loop.abort("same")  # while its last step runs
     go_on.set()
-    assert ended.wait(5)
+    assert ended.wait(60)
     loop.stop()
     assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH]
 

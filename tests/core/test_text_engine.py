@@ -32,7 +32,7 @@ async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
 
 async def at_rest(engine: TextEngine) -> None:
     """Wait until the engine thread has ended every sequence, aborts included."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while engine._loop.live:
             await asyncio.sleep(0.005)
 
@@ -69,7 +69,7 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_engine_sequence():
 async def test_a_slow_reader_loses_nothing():
     engine = await started()
     stream = engine.submit(TextRequest("a", params(max_tokens=60), prompt="slow"))
-    await asyncio.sleep(0.2)
+    await at_rest(engine)
     outputs = [output async for output in stream]
     assert len(outputs) < 10 and "".join(o.text for o in outputs) == expected("slow", 60)
     await engine.close()
@@ -83,7 +83,9 @@ async def test_closing_a_stream_stops_the_engine_within_a_step():
     for stream in streams:
         await anext(stream)
         await stream.aclose()
-    await asyncio.sleep(0.05)
+    steps = len(executor.steps)
+    await at_rest(engine)
+    assert len(executor.steps) <= steps + 2
     steps = len(executor.steps)
     await asyncio.sleep(0.1)
     assert len(executor.steps) == steps, "the engine computes for nobody"

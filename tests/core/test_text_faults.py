@@ -32,7 +32,7 @@ async def started(tokenizer: FakeTokenizer = TOKENIZER, max_waiting: int = 100, 
 
 
 async def text_of(stream) -> str:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return "".join([output.text async for output in stream])
 
 
@@ -77,8 +77,7 @@ async def test_a_token_that_cannot_become_text_fails_its_stream_alone():
 async def test_the_queue_limit_counts_sequences():
     engine = await started(max_waiting=64, max_sequences=1)
     engine._loop._core.executor.step_s = 0.3
-    engine.submit(TextRequest("first", params(), prompt="p"))
-    await asyncio.sleep(0.05)
+    await anext(engine.submit(TextRequest("first", params(max_tokens=100), prompt="p")))
     for i in range(2):
         engine.submit(TextRequest(f"{i}", params(n=32), prompt="p"))
     with pytest.raises(QueueFullError):

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from disk_store_helpers import hurry
 from fakes import EOS, FakeExecutor, greedy
 
 from wicore_trt.config import KVSettings
@@ -279,12 +280,7 @@ class Stack:
 
     def hurry_disk(self, timeout_s: float) -> None:
         """From now on disk operations time out after so many seconds, also those under way."""
-        pool = self.transfers.disk[1]._pool
-        with pool._lock:
-            pool._timeout_s = timeout_s
-            for op in pool._waiting:
-                op.deadline = min(op.deadline, time.monotonic() + timeout_s)
-            pool._watch.notify()
+        hurry(self.transfers.disk[1]._pool, timeout_s)
 
     def home(self) -> Path:
         """The directory of this engine's pages on disk."""
@@ -351,7 +347,7 @@ def check_idle_index(index: TierIndex) -> None:
     assert all(node.busy == node.held for node in index._nodes.values())
 
 
-def wait_for(condition, timeout_s: float = 5.0) -> bool:
+def wait_for(condition, timeout_s: float = 30.0) -> bool:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -390,6 +386,7 @@ class Table(dict[str, Row]):
 def crash_stack(path: Path, seed: int) -> Stack:
     """Every life of the directory meets the same contexts, so that it finds pages of earlier lives."""
     stack = Stack(path, seed=seed, host_slots=60, disk_bytes=2 << 20)
+    stack.loads_first = True
     common = random.Random(7)
     stack.known = [[common.randrange(2, 97) for _ in range(common.randrange(8, 60))] for _ in range(20)]
     return stack

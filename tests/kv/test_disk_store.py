@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disk_store_helpers import SLOT, SPACE, buffers, content, get, make_page, open_store, put, wait_for
+from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, wait_for
 
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.disk_files import Files, aligned_buffer
@@ -299,7 +299,7 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
     """It hangs in the write of the slot, or in that of the record."""
     files = Weak()
     files.gated_bytes = gated_bytes
-    store, page = open_store(tmp_path, files=files, timeout_s=0.2, threads=1), make_page(1)
+    store, page = open_store(tmp_path, files=files, threads=1), make_page(1)
     assert put(store, make_page(2), (0,), PARTS[:1]) is Outcome.OK
     files.gate.clear()
     told, seen = threading.Condition(), []
@@ -310,11 +310,15 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
             told.notify_all()
 
     assert store.write(page, (3,), buffers(PARTS[:1]), done)
+    while not store._pool._running:
+        time.sleep(0.001)
+    hurry(store._pool, 0.05)
     with told:
-        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT], 10) and store.stalled
+        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT], 30) and store.stalled
         assert not store.read(make_page(2), (0,), buffers(PARTS[:1]), done)
         files.gate.set()
-        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT, Outcome.RETURNED], 10)
+        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT, Outcome.RETURNED], 30)
+    hurry(store._pool, 30.0)
     assert get(store, page, (3,))[0] is Outcome.CORRUPT
     assert get(store, make_page(2), (0,)) == (Outcome.OK, PARTS[:1])
     store.close()

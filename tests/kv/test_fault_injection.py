@@ -77,6 +77,7 @@ def test_each_fault_is_noticed(tmp_path: Path, fault: Fault) -> None:
     slow = fault in (Fault.READ_HANG, Fault.WRITE_HANG)
     plan = FaultPlan({fault: 0.02 if slow else 0.3}, seed=SEED, hang_s=0.08, only=slabs)
     campaign = Campaign(tmp_path, plan, seed=SEED, timeout_s=0.03 if slow else 20.0)
+    plan.arm(fault)
     for _ in range(40):
         campaign.run(1)
         if campaign.outcomes[TOLD[fault]] >= 3 and plan.counts[fault] >= 5:
@@ -288,7 +289,7 @@ def test_hung_calls_end_when_released(probe: Probe) -> None:
     thread.join(0.05)
     assert thread.is_alive()
     probe.plan.release()
-    thread.join(5)
+    thread.join(30)
     assert results == [(2 * SLOT, RIGHT)]
 
 

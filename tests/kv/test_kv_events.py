@@ -124,9 +124,10 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
     tiers = Tiers(log, rng, keys=30)
     seen: list[tuple[int, frozenset]] = []
     failures: list[BaseException] = []
-    over = threading.Event()
+    over, fell_behind = threading.Event(), threading.Event()
 
-    def subscribe(delay_s: float) -> None:
+    def subscribe(behind: int) -> None:
+        """Reads when the log is so many events further."""
         replica = Replica(log)
         try:
             while not over.is_set() or replica.position < log.sequence:
@@ -138,20 +139,25 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
                 else:
                     log.wait(replica.position, 0.05)
                 seen.append((replica.position, frozenset(replica.held)))
-                time.sleep(delay_s)
-            assert replica.snapshots >= (3 if delay_s else 1)
+                while not over.is_set() and log.sequence < replica.position + behind:
+                    time.sleep(0.001)
+                if behind and replica.snapshots >= 3:
+                    fell_behind.set()
+            assert replica.snapshots >= (3 if behind else 1)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=subscribe, args=(delay,)) for delay in (0, 0, 0.03)]
+    threads = [threading.Thread(target=subscribe, args=(behind,)) for behind in (0, 0, 200)]
     for thread in threads:
         thread.start()
-    for _ in range(600):
+    for step in range(60_000):
         tiers.step()
         time.sleep(0.0005)
+        if step >= 600 and fell_behind.is_set() and len(seen) > 100:
+            break
     over.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not failures, failures
     true = {n: frozenset((t, p.group, p.key) for t, p in held) for n, held in tiers.history.items()}
     assert all(true[position] == held for position, held in seen) and len(seen) > 100

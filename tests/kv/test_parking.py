@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -195,8 +196,12 @@ def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPat
     """The checksums are not there in time, so the sequence gives up its host copies while they are being written."""
     monkeypatch.setattr("wicore_trt.kv.tiers.RETAIN_S", 0.0)
     stack = crowded()
-    stack.transfers._hashing.submit(time.sleep, 0.2)
+    go_on = threading.Event()
+    stack.transfers._hashing.submit(go_on.wait, 60)
     fill(stack)
+    while not stack.counts()["preempted"]:
+        stack.step()
+    go_on.set()
     stack.settle(check=True)
     counts = stack.counts()
     assert counts["preempted"] > counts["parked"] and stack.wrong == 0

@@ -89,6 +89,7 @@ def test_a_stranger_that_asks_for_a_cached_prompt_computes_it(tmp_path: Path) ->
     stack = Stack(tmp_path, seed=SEED, shape=Shape(pages=PAGES), host_slots=700)
     ((_, tokens),) = fill(stack, ["owner"], 1)
     stack.forget_device()
+    stack.loads_first = True
     for salt, cached in (("stranger", False), ("", False), ("owner", True)):
         stack.executor.steps.clear()
         stack.add(tokens, answer=1, cache_salt=salt)
@@ -143,6 +144,7 @@ def test_with_its_own_key_a_restart_finds_everything(tmp_path: Path) -> None:
     data = b"".join(file.read_bytes() for file in stack.home().glob("slab-*"))
     assert len(digests) > 20 and not any(digest in data for digest in digests), "plain text on disk"
     assert in_tiers(stack, owned) == len(owned)
+    stack.loads_first = True
     for salt, tokens in owned:
         stack.add(tokens, answer=2, cache_salt=salt)
     stack.settle()

@@ -72,7 +72,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        self.stack.settle(20.0)
+        self.stack.settle(60.0)
         self.stack.check_idle()
         self.did("finish")
 
@@ -133,7 +133,7 @@ class TierMachine(RuleBasedStateMachine):
         if stack is None:
             return
         try:
-            stack.settle(20.0)
+            stack.settle(60.0)
             stack.check_idle()
             assert stack.wrong == 0
         finally:

@@ -112,7 +112,7 @@ def kill_lives(path: Path, kills: int) -> tuple[int, int]:
             server.stdin.flush()
             child = int(server.stdout.readline())
             said = []
-            if rng.random() < 0.8:
+            if turn % 5:
                 said.append(server.stdout.readline().split())
             time.sleep(rng.expovariate(1 / 0.05))
             os.kill(child, signal.SIGKILL)
@@ -134,7 +134,7 @@ def kill_lives(path: Path, kills: int) -> tuple[int, int]:
 
 def test_kill_9(tmp_path: Path) -> None:
     served, hits = kill_lives(tmp_path, 10)
-    assert served >= 3 and hits > 0, SEED
+    assert served >= 8 and hits > 0, SEED
 
 
 @pytest.mark.long

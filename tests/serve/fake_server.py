@@ -1,17 +1,34 @@
-"""A server process over the fake engine: python fake_server.py '{"step_s": 0.01, "load_s": 0, "server": {...}}'."""
+"""A server process over the fake engine: python fake_server.py '{"step_s": 0.01, "load_s": 0, "server": {...}}'.
+
+`hold` names a file: while it is there, the engine stands still after ten steps.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from pathlib import Path
 
+from fakes import FakeExecutor
 from serving import make_engine
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EngineFormatError, WicoreError
+from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.serve import log
 from wicore_trt.serve.lifecycle import run_server
+
+
+def hold(executor: FakeExecutor, file: Path) -> None:
+    execute = executor.execute
+
+    def held(batch: StepBatch) -> StepResult:
+        while len(executor.steps) >= 10 and file.exists():
+            time.sleep(0.005)
+        return execute(batch)
+
+    executor.execute = held
 
 
 def main(options: dict) -> int:
@@ -20,7 +37,10 @@ def main(options: dict) -> int:
         if options.get("load_fails"):
             raise EngineFormatError("engine.json is missing.")
         engine = make_engine(step_s=options.get("step_s", 0.0))
-        engine._loop._core.executor.fail_at = options.get("fail_at")
+        executor = engine._loop._core.executor
+        executor.fail_at = options.get("fail_at")
+        if "hold" in options:
+            hold(executor, Path(options["hold"]))
         return engine
 
     log.configure(json_lines=options.get("json", False))

@@ -117,7 +117,7 @@ def details_of(status) -> dict[str, object]:
     return found
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     """Wait until a condition holds; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -134,14 +134,17 @@ class Process:
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
     async def status(self) -> int:
-        return (await self.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)).status
+        return (await self.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)).status
 
-    async def until_serving(self) -> None:
-        async with asyncio.timeout(20):
-            while await self.status() != health_pb2.HealthCheckResponse.SERVING:
+    async def until_status(self, status: int) -> None:
+        async with asyncio.timeout(60):
+            while await self.status() != status:
                 await asyncio.sleep(0.02)
 
-    async def end(self, timeout_s: float = 20) -> tuple[int, str]:
+    async def until_serving(self) -> None:
+        await self.until_status(health_pb2.HealthCheckResponse.SERVING)
+
+    async def end(self, timeout_s: float = 60) -> tuple[int, str]:
         """Exit code and log."""
         async with asyncio.timeout(timeout_s):
             _, log = await self.process.communicate()
@@ -157,7 +160,7 @@ async def process(**options) -> AsyncIterator[Process]:
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             address = (await spawned.stdout.readline()).decode().strip()
         server = Process(spawned, address)
         yield server

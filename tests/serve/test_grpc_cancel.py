@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import time
 
 import grpc
 import psutil
@@ -71,15 +72,20 @@ async def test_the_call_deadline_ends_work_and_call():
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: running.server.service.streams_open == 0)
         await steps_stop(running.engine, within=2)
-        assert steps_of(running.engine) <= 0.2 / STEP_S + 5
+        assert steps_of(running.engine) < 450  # of 900
 
 
 async def test_the_timeout_field_ends_the_sequences_and_keeps_their_output():
-    async with serving(make_engine(step_s=STEP_S)) as running:
-        message = request(max_tokens=900, n=2, timeout=Duration(nanos=200_000_000))
-        finishes = [r.finish async for r in running.stub.Generate(message, timeout=30) if r.HasField("finish")]
+    ahead_s = 0.0
+    async with serving(make_engine(step_s=STEP_S, clock=lambda: time.monotonic() + ahead_s)) as running:
+        call = running.stub.Generate(request(max_tokens=900, n=2, timeout=Duration(seconds=200)), timeout=280)
+        begun = set()
+        while len(begun) < 2:
+            begun.add((await call.read()).index)
+        steps, ahead_s = steps_of(running.engine), 201.0
+        finishes = [r.finish for r in await rest_of(call) if r.HasField("finish")]
         assert [f.reason for f in finishes] == [pb2.FINISH_REASON_DEADLINE] * 2
-        assert all(0 < f.usage.completion_tokens < 30 for f in finishes)
+        assert all(0 < f.usage.completion_tokens <= steps + 2 for f in finishes)
         await steps_stop(running.engine, within=1)
 
 
@@ -111,7 +117,7 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
             call.cancel()
 
         async def rest() -> tuple[int, int]:
-            await until(lambda: running.server.service.streams_open == 0, 20)
+            await until(lambda: running.server.service.streams_open == 0)
             await until(lambda: running.engine.stats().requests_running + running.engine.stats().requests_waiting == 0)
             await asyncio.sleep(0.05)
             gc.collect()
@@ -177,7 +183,7 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_everything_merged(al
     async with serving(FloodEngine(count, alternatives), options=options) as running:
         call = running.stub.Generate(request())
         await call.read()
-        await until(lambda: running.engine.pushed == count, 30)  # the engine went on although nobody read
+        await until(lambda: running.engine.pushed == count)  # the engine went on although nobody read
         responses = await rest_of(call)
         deltas = [r.finish.delta if r.HasField("finish") else r.delta for r in responses]
         ids = [t for d in deltas for t in d.token_ids]
@@ -194,6 +200,6 @@ async def test_a_reader_that_stops_and_leaves_is_forgotten():
     async with serving(FloodEngine(50_000, 0), options=options) as running:
         call = running.stub.Generate(request())
         await call.read()
-        await until(lambda: running.engine.pushed > 5000, 30)
+        await until(lambda: running.engine.pushed > 5000)
         call.cancel()
         await until(lambda: running.server.service.streams_open == 0)

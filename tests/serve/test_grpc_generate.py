@@ -8,7 +8,7 @@ import random
 
 import grpc
 import pytest
-from serving import MAX_CONTEXT, TOKENIZER, expected, failure, make_engine, request, serving, steps_of
+from serving import MAX_CONTEXT, TOKENIZER, expected, failure, make_engine, request, serving, steps_of, until
 
 from wicore_trt import __version__
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -154,8 +154,9 @@ async def test_calls_fail_as_unavailable_until_the_engine_is_attached():
 async def test_a_full_queue_says_when_to_come_back():
     async with serving(make_engine(step_s=0.02, max_waiting=2, max_sequences=1)) as running:
         calls = [running.stub.Generate(request(str(i), 400)) for i in range(6)]
-        failures = [failure(call) for call in calls]
-        done, pending = await asyncio.wait(map(asyncio.ensure_future, failures), timeout=1)
+        failures = [asyncio.ensure_future(failure(call)) for call in calls]
+        await until(lambda: sum(task.done() for task in failures) >= 3)
+        done, pending = await asyncio.wait(failures, timeout=0.1)
         assert 3 <= len(done) <= 4
         for code, _, details in (task.result() for task in done):
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

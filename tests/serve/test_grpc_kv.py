@@ -234,11 +234,11 @@ async def test_late_and_slow_subscribers_end_with_the_true_pages_and_hold_nobody
         got = [r async for r in stub.Generate(request("beside the events", 20))]
         assert got[-1].HasField("finish")
         end = log.sequence + 3000
-        await until(lambda: log.sequence > end, 10)  # the slow one reads nothing: buffers fill up, then it falls behind
+        await until(lambda: log.sequence > end)  # the slow one reads nothing: buffers fill up, then it falls behind
         work.append(asyncio.ensure_future(slow.follow(calls[1], publisher)))
         await asyncio.sleep(0.3)
         await publisher.end()
-        await asyncio.wait_for(asyncio.gather(*work), 20)
+        await asyncio.wait_for(asyncio.gather(*work), 60)
         assert all(s.is_right(publisher) for s in (fast, late, slow))
         assert slow.snapshots >= 2, "the slow one did not fall behind"
         for call in calls:
@@ -257,9 +257,9 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
         async def first(**fields) -> list[kv_pb2.SubscribeKVEventsResponse]:
             """The first message, or all parts of a snapshot."""
             call = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(**fields))
-            messages = [await asyncio.wait_for(call.read(), 5)]
+            messages = [await asyncio.wait_for(call.read(), 60)]
             while messages[-1].HasField("snapshot") and not messages[-1].snapshot.last:
-                messages.append(await asyncio.wait_for(call.read(), 5))
+                messages.append(await asyncio.wait_for(call.read(), 60))
             call.cancel()
             return messages
 
@@ -279,7 +279,7 @@ async def test_who_comes_back_goes_on_where_it_was_unless_that_is_too_old_or_of_
         log.append_cleared("host")
         await asyncio.sleep(0.05)
         log.publish()
-        message = await asyncio.wait_for(call.read(), 5)
+        message = await asyncio.wait_for(call.read(), 60)
         assert [e.WhichOneof("change") for e in message.events.events] == ["cleared"] and message.sequence == end + 1
         call.cancel()
 
@@ -292,13 +292,13 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
         await until(lambda: not running.engine._loop.live)
         call = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest())
         while not subscriber.whole:
-            subscriber.take(await asyncio.wait_for(call.read(), 5))
+            subscriber.take(await asyncio.wait_for(call.read(), 60))
         assert subscriber.snapshots == 1 and subscriber.held
         for prompt in ("several words", "several words more", "before"):
             assert [r async for r in stub.Generate(request(prompt, 30))]
         stats = (await stub.GetStats(pb2.GetStatsRequest())).kv
         while subscriber.sequence < stats.event_sequence:
-            subscriber.take(await asyncio.wait_for(call.read(), 5))
+            subscriber.take(await asyncio.wait_for(call.read(), 60))
         manager = running.engine._loop._core.scheduler.manager
         true = {(t, p.group, p.key): (p.parent or b"", p.index, p.tenant) for t, p in manager.snapshot()}
         assert subscriber.held == true and {name[:2] for name in true} == {("device", "global"), ("device", "local")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import time
@@ -17,19 +16,20 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones():
-    async with process(step_s=0.01, json=True) as server:
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    async with process(step_s=0.01, json=True, hold=str(hold)) as server:
         await server.until_serving()
         call = server.stub.Generate(request("keep me", 100))
         first = await call.read()
         server.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(5):
-            while await server.status() != NOT_SERVING:
-                await asyncio.sleep(0.01)
+        await server.until_status(NOT_SERVING)
         code, message, _ = await failure(server.stub.Generate(request()))
         assert code is grpc.StatusCode.UNAVAILABLE and "shutting down" in message
         info = await server.stub.GetServerInfo(pb2.GetServerInfoRequest())
         assert info.state == pb2.SERVER_STATE_DRAINING
+        hold.unlink()
         responses = [first, *await rest_of(call)]
         text = "".join(r.delta.text or r.finish.delta.text for r in responses)
         assert text == expected("keep me", 100)[0]
@@ -52,7 +52,7 @@ async def test_requests_that_outlast_the_grace_are_cancelled_and_the_exit_code_s
         assert responses[-1].finish.reason == pb2.FINISH_REASON_CANCELLED
         exit_code, log = await server.end()
         assert exit_code == 1 and "were cancelled" in log
-        assert 0.3 <= time.monotonic() - started < 5
+        assert 0.3 <= time.monotonic() - started < 15  # of 20
 
 
 async def test_a_second_signal_ends_the_process_at_once():
@@ -61,10 +61,10 @@ async def test_a_second_signal_ends_the_process_at_once():
         call = server.stub.Generate(request(max_tokens=1000))
         await call.read()
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await server.until_status(NOT_SERVING)
         assert server.process.returncode is None
         server.process.send_signal(signal.SIGTERM)
-        exit_code, log = await server.end(timeout_s=2)
+        exit_code, log = await server.end(timeout_s=15)
         assert exit_code == 128 + signal.SIGTERM and "second signal" in log
 
 
@@ -74,7 +74,7 @@ async def test_health_is_not_serving_while_loading_and_a_signal_then_ends_it():
         code, _, _ = await failure(server.stub.Generate(request()))
         assert code is grpc.StatusCode.UNAVAILABLE
         server.process.send_signal(signal.SIGTERM)
-        exit_code, log = await server.end(timeout_s=5)
+        exit_code, log = await server.end(timeout_s=30)
         assert exit_code == 0 and "stopped while loading" in log
 
 

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
 
 def wicore(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "wicore_trt.cli.main", *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "wicore_trt.cli.main", *args], capture_output=True, text=True, timeout=120
     )
 
 
@@ -63,8 +63,8 @@ async def test_the_streaming_example_prints_the_completion():
     async with process() as server:
         await server.until_serving()
         command = [sys.executable, str(EXAMPLE), "hello", "--address", server.address, "--max-tokens", "5"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(expected("hello", 5)[0]) and "5 tokens" in done.stderr
-        bad = subprocess.run([*command, "--temperature", "-1"], capture_output=True, text=True, timeout=30)
+        bad = subprocess.run([*command, "--temperature", "-1"], capture_output=True, text=True, timeout=120)
         assert bad.returncode == 1 and "INVALID_ARGUMENT: temperature" in bad.stderr
