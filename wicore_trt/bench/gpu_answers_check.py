@@ -143,7 +143,8 @@ def triton_subject(path: Path, oracle: Oracle) -> Subject:
     device = open_device("auto")
     shape = engine_shape(engine)
     table = load_table(engine, shape, device.target)
-    constants = load_constants(engine, shape, MAX_CONTEXT, device)
+    with device.active():
+        constants = load_constants(engine, shape, MAX_CONTEXT, device)
     plan = Plan(shape, table, engine.manifest.max_context, lambda _: constants)
 
     def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
