@@ -102,7 +102,7 @@ def scaled(per_row: bool, fast: bool) -> Product:
 
 def in_parts(parts: int) -> Product:
     """bfloat16 partial sums [parts, rows, n] over as many parts of k: more tiles where a result has too few of them to
-    fill every multiprocessor equally often (1,024 x 5,376 are 168 of 128 x 256). The norm behind o and down adds them."""
+    fill every multiprocessor equally often (1,024 x 5,376 are 168 of 128 x 256). The norm behind o and down adds up."""
 
     def call(x: Any, w: Any, _: Any) -> Any:
         (rows, k), n = x.shape, len(w)
