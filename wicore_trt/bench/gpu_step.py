@@ -50,6 +50,7 @@ from wicore_trt.bench.gpu_step_cases import (
 )
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.kernels import step_specs
+from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.step_specs import Config, NormShape
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
@@ -104,12 +105,12 @@ def scan_variant(target: str, chunk: int, warps: int) -> Callable[[Any], Any]:
     return build
 
 
-def norm_work(model: Model, rows: tuple[int, ...]) -> list[Work]:
+def norm_work(model: Model, rows: tuple[int, ...], target: str) -> list[Work]:
     found: list[Work] = []
     warps = (8, 16, 32) if model.hidden > 1024 else (1, 2, 4, 8)
     variants: dict[str, Callable[[Any], Any]] = {f"w{n}": partial(lambda p, n: p.spec(n), n=n) for n in warps}
     for fp8, splits in ((False, 1), (True, 1), (False, 4)):
-        shape = NormShape(model.hidden, "bfloat16", fp8)
+        shape = NormShape(model.hidden, "bfloat16", fp8, fp8 and has_conversions(target))
         some = tuple(r for r in rows if splits == 1 or r <= 8)
         name = f"add_norm{' fp8' if fp8 else ''}{f' {splits} splits' if splits > 1 else ''}"
         add = partial(lambda r, device, s, n: AddNormProblem(model, s, r, n, device), s=shape, n=splits)
@@ -152,7 +153,7 @@ def sample_work(model: Model, rows: tuple[int, ...], target: str) -> list[Work]:
 def all_work(rows: tuple[int, ...], target: str) -> list[Work]:
     found = []
     for model in (LARGE, SMALL):
-        found += norm_work(model, rows) + rope_work(model, rows)
+        found += norm_work(model, rows, target) + rope_work(model, rows)
     return found + sample_work(LARGE, rows, target)
 
 

@@ -29,7 +29,7 @@ import torch
 from wicore_trt.bench import gpu_step_overlap
 from wicore_trt.bench.gpu_step_roles import role_times
 from wicore_trt.kv.sizing import MODELS, builtin_spec
-from wicore_trt.model import triton_table
+from wicore_trt.model import triton_products, triton_table
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
@@ -61,6 +61,8 @@ def main() -> int:
     parser.add_argument("--ahead", type=int, help="bytes of weights that a linear asks for while it waits; 0: none")
     parser.add_argument("--replays", type=int, default=20, help="decode steps to compare with ordered launches")
     parser.add_argument("--shared-share", type=int, help="time the graph also with this percentage as shared memory")
+    parser.add_argument("--float32-results", type=int, help="most rows for which cuBLAS writes float32 results")
+    parser.add_argument("--fast-sums", type=int, help="longest sum of FP8 products in the matrix units' precision")
     parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
     parser.add_argument("--no-roles", action="store_true", help="leave the time by role out")
     parser.add_argument("--workers", type=int, help="processes that compile; default: all cores")
@@ -128,6 +130,10 @@ class Measurement:
             measured |= {"16-bit": args.crossover, "fp8": args.crossover}
         if args.crossover8 is not None:
             measured["fp8 rows"] = args.crossover8
+        if args.float32_results is not None:
+            measured["float32 results"] = args.float32_results
+        if args.fast_sums is not None:
+            triton_products.FAST_SUMS = args.fast_sums
         triton_table.CROSSOVER[device.target] = measured
         say(f"crossovers {measured}")
         if args.ahead is not None:
