@@ -1,10 +1,11 @@
-"""Which kernels may be launched before the kernel in front of them has ended (programmatic dependent launch, from sm90
-on), and why that changes no result.
+"""Which kernels may be launched before the one in front of them has ended, and why that changes no result.
 
-Plain data; knows functions by name, neither Triton nor CUDA. Invariants, of every kernel launched so:
+That is programmatic dependent launch, which GPUs have from sm90 on. Plain data; knows functions by name, neither Triton
+nor CUDA. Invariants, of every kernel launched so:
 
 1. Every program waits (griddepcontrol.wait) before it reads anything that a kernel writes, and before its first write.
-   Only weights, their scales and norm weights may be read before: nothing writes them after they were loaded.
+   Only weights, their scales and norm weights may be read before: nothing writes them after they were loaded, and a
+   chain begins behind whatever loaded them.
 2. The wait is unconditional and comes first in the program: no early return lies before it.
 
 Then a chain of such kernels is ordered as if each began after the one in front had ended. The wait returns when the
@@ -16,7 +17,8 @@ tells that its dependents may be launched changes when they become resident, not
 
 At the ends of a chain: what follows and is launched ordinarily (a copy, an event, a product of cuBLAS, a kernel of
 torch) begins after the last kernel of the chain has ended, so after all of it. A dependent kernel behind anything else
-than a kernel that tells (cuBLAS, torch, a copy) is launched when that has ended. The first kernel of a step, the
+than a kernel that tells (torch, a copy) is launched when that has ended; a library's kernel that tells waited itself if
+it was launched early, as everybody must. The first kernel of a step, the
 embedding, is launched ordinarily: uploads, copies and the step before, the same graph's last replay too, lie behind it
 as a whole. No cycle can form: a kernel is launched when all programs of the one in front run or have ended, so what
 waits never takes the place of what it waits for.
