@@ -18,10 +18,10 @@ tells that its dependents may be launched changes when they become resident, not
 At the ends of a chain: what follows and is launched ordinarily (a copy, an event, a product of cuBLAS, a kernel of
 torch) begins after the last kernel of the chain has ended, so after all of it. A dependent kernel behind anything else
 than a kernel that tells (torch, a copy) is launched when that has ended; a library's kernel that tells waited itself if
-it was launched early, as everybody must. The first kernel of a step, the
-embedding, is launched ordinarily: uploads, copies and the step before, the same graph's last replay too, lie behind it
-as a whole. No cycle can form: a kernel is launched when all programs of the one in front run or have ended, so what
-waits never takes the place of what it waits for.
+it was launched early, as everybody must. The first kernel of a step, the embedding, is launched ordinarily: uploads,
+copies and the step before, the same graph's last replay too, lie behind it as a whole. No cycle can form: a kernel is
+launched when all programs of the one in front run or have ended, so what waits never takes the place of what it waits
+for.
 """
 
 from __future__ import annotations
