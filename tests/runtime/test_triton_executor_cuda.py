@@ -1,0 +1,139 @@
+"""TritonExecutor on a GPU: pools from free memory, rows drawn on the device, copies of pages between steps.
+
+pytest -q -s tests/runtime/test_triton_executor_cuda.py
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from wicore_trt.bench import gpu_step_check as small  # noqa: E402
+from wicore_trt.engine.triton_compile import compiled_table  # noqa: E402
+from wicore_trt.kv.disk_files import aligned_buffer  # noqa: E402
+from wicore_trt.model.spec import GROUPS  # noqa: E402
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.sampler import Sampler  # noqa: E402
+from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
+from wicore_trt.runtime.triton_device import open_device  # noqa: E402
+from wicore_trt.runtime.triton_executor import Plan, TritonExecutor  # noqa: E402
+from wicore_trt.runtime.triton_weights import placed_constants  # noqa: E402
+from wicore_trt.runtime.weights import fuse  # noqa: E402
+from wicore_trt.types import SamplingParams  # noqa: E402
+
+CASE = small.CASES[0]
+FRACTION = 0.3
+ROWS = 8
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=64, top_p=0.95),
+    SamplingParams(temperature=30.0, top_p=0.99),
+    SamplingParams(temperature=2.0, min_p=0.01),
+    SamplingParams(top_k=3000),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2),
+    SamplingParams(logprobs=5),
+]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[TritonExecutor]:
+    """Its pools take FRACTION of the GPU, everything else included."""
+    shape = small.case_shape(CASE)
+    device = open_device("auto")
+    table = compiled_table(shape, device.target)
+    weights, _ = small._weights(shape.spec, CASE)
+    settings = ExecutorSettings(
+        page_tokens=small.PAGE_TOKENS, kv_bytes=None, kv_fraction=FRACTION, max_batch_tokens=320, max_sequences=ROWS
+    )
+    constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    begun = time.perf_counter()
+    found = TritonExecutor(Plan(shape, table, 512, constants), settings, device)
+    print(f"\nopened in {time.perf_counter() - begun:.2f} s, pages {found.layout.num_pages}")
+    yield found
+    found.close()
+
+
+def piece(seq_id: int, tokens: list[int], start: int, params: SamplingParams, **more: Any) -> SequenceSlice:
+    pages = dict.fromkeys(GROUPS, list(range(8 * seq_id, 8 * seq_id + 8)))
+    values = {"history": [1] * (start + len(tokens)), "prompt_len": 0, "seed": random.getrandbits(64), **more}
+    return SequenceSlice(seq_id, tokens, start, pages, True, params, **values)
+
+
+def test_pools_leave_what_they_should(executor: TritonExecutor) -> None:
+    """Also after steps of all kinds. Prints how far the allocator grew."""
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    assert abs(free - (1 - FRACTION) * total) < 600 << 20, f"{free:,} of {total:,} are free"
+    vocab = executor.spec.vocab_size
+    for length in (1, 17, 40):
+        batch = [piece(r, [random.randrange(vocab) for _ in range(length)], 0, p) for r, p in enumerate(PARAMS)]
+        executor.execute(StepBatch(batch, measure_attention=length == 17))
+    torch.cuda.synchronize()
+    print(f"\nfree {free:,} of {total:,}; the allocator grew by {torch.cuda.memory_reserved() - reserved:,}")
+    assert torch.cuda.mem_get_info()[0] >= (1 - FRACTION) * total - (600 << 20)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_draws_are_the_samplers(executor: TritonExecutor, length: int) -> None:
+    """In graphs and without, in any order; wide filters included."""
+    vocab, order = executor.spec.vocab_size, random.sample(range(ROWS), ROWS)
+    batch = [piece(r, [random.randrange(vocab) for _ in range(length)], 0, PARAMS[r]) for r in order]
+    result = executor.execute(StepBatch(batch))
+    want = Sampler().sample(executor.memory.logits[:ROWS].clone(), batch)
+    assert [t.seq_id for t in result.tokens] == order
+    assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
+
+
+def test_time_of_sampling(executor: TritonExecutor) -> None:
+    """Prints microseconds of a decode step of eight rows, without and with parameters."""
+    for name, params in (
+        ("greedy", PARAMS[0]),
+        ("temperature", PARAMS[1]),
+        ("top-k top-p", PARAMS[2]),
+        ("wide nucleus", PARAMS[3]),
+        ("penalty, on the host", PARAMS[6]),
+    ):
+        batch = StepBatch([piece(r, [5], 0, params) for r in range(ROWS)])
+        times = []
+        for _ in range(12):
+            begun = time.perf_counter()
+            executor.execute(batch)
+            times.append(time.perf_counter() - begun)
+        print(f"\n{name}: {sorted(times)[6] * 1e6:.0f} us", end="")
+
+
+def test_pages_move_between_steps(executor: TritonExecutor) -> None:
+    """A sequence whose pages went to the host and came back in other slots goes on as it would have."""
+    size, greedy = executor.layout.page_bytes, SamplingParams(temperature=0.0, logprobs=3)
+    prompt = [random.randrange(executor.spec.vocab_size) for _ in range(100)]
+    executor.execute(StepBatch([piece(0, prompt, 0, greedy)]))
+    following = piece(0, [7], 100, greedy)
+    want = executor.execute(StepBatch([following]))
+    executor.execute(StepBatch([piece(0, prompt, 0, greedy)]))
+    moved: list[Any] = []
+    for group in GROUPS:
+        for slot in range(8):
+            slab = aligned_buffer(size[group])
+            executor.copier.to_host(group, slot, [slab], lambda: moved.append(None))
+            executor.execute(StepBatch([piece(5, [3], 0, greedy)]))  # steps go on meanwhile
+            while len(moved) < 1:
+                time.sleep(0.001)
+            executor.copier.to_device(group, 72 + slot, [slab], lambda: moved.append(None))
+            while len(moved) < 2:
+                time.sleep(0.001)
+            moved.clear()
+    for slot in range(8):
+        executor.execute(StepBatch([piece(slot // 8, [9] * 16, 16 * slot, greedy)]))  # overwrites where they were
+    following.pages = dict.fromkeys(GROUPS, list(range(72, 80)))
+    got = executor.execute(StepBatch([following]))
+    assert got.tokens == want.tokens
