@@ -6,38 +6,15 @@ on whether the target has E4M3 instructions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import MASS_BLOCK, DecodeConfig, PrefillConfig
+from wicore_trt.plugins.kernels.arguments import spec_of
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, page_mass, split_decode
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
 from wicore_trt.plugins.layout import FLOAT_TYPES, ITEM_BYTES, PoolShape
 
-TYPES = {
-    **dict.fromkeys(("tables", "kv_lengths", "arrived", "cu_seqlens", "first_positions"), "*i32"),
-    **dict.fromkeys(("kv_scale", "partials", "stats", "page_sums", "log_sums", "mass"), "*fp32"),
-    **dict.fromkeys(("window", "table_length", "n_splits", "n_sequences"), "i32"),
-    **dict.fromkeys(("q_row", "out_row", "pool_page"), "i64"),
-    "softmax_scale": "fp32",
-}
-ALIGNED = {"q", "out", "pool", "partials", "q_row", "out_row", "pool_page"}
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
-
-
-def _spec(
-    name: str,
-    function: Any,
-    pointers: Mapping[str, str],
-    constants: Mapping[str, Any],
-    num_warps: int = 4,
-    num_stages: int = 1,
-) -> KernelSpec:
-    types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
-    signature = {n: types[n] for n in function.arg_names if n in types}
-    return KernelSpec(name, function, signature, constants, frozenset(ALIGNED & {*signature}), num_warps, num_stages)
 
 
 def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
@@ -93,20 +70,23 @@ def decode_spec(
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return _spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
+    return spec_of(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
 
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: bool = False) -> KernelSpec:
     """`combine_splits` behind `decode_spec` of the same arguments."""
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK_K": config.block_k}
     constants |= {"LEAST": config.least, "MASS": mass}
-    name = f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}_k{config.block_k}_l{config.least}"
-    return _spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
+    name = (
+        f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}"
+        f"_k{config.block_k}_l{config.least}"
+    )
+    return spec_of(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
 
 
 def page_mass_spec(pool: PoolShape, heads: int) -> KernelSpec:
     constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "BLOCK": MASS_BLOCK}
-    return _spec(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
+    return spec_of(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
 
 
 def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig) -> KernelSpec:
@@ -126,4 +106,4 @@ def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: P
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return _spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+    return spec_of(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)

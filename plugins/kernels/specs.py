@@ -6,50 +6,15 @@ engines of one model share their cubins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.kernels.arguments import spec_of
 from wicore_trt.plugins.kernels.attention import paged_attention
 from wicore_trt.plugins.kernels.kv_write import kv_write
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, ITEM_BYTES, PoolShape
-
-INT32 = {"table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences"}
-INDEX_ARRAYS = {"tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions"}
-FLOAT_ARRAYS = {"scales", "kv_scale"}
-
-
-def _spec(
-    name: str,
-    function: Any,
-    pointers: Mapping[str, str],
-    constants: Mapping[str, Any],
-    num_warps: int = 4,
-    num_stages: int = 1,
-) -> KernelSpec:
-    """A spec whose other arguments have the types that their names always have; strides are 64-bit multiples of 16."""
-    signature: dict[str, str] = {}
-    aligned = set(pointers)
-    for argument in function.arg_names:
-        if argument in constants:
-            continue
-        if argument in pointers:
-            signature[argument] = f"*{pointers[argument]}"
-        elif argument in INDEX_ARRAYS:
-            signature[argument] = "*i32"
-        elif argument in FLOAT_ARRAYS:
-            signature[argument] = "*fp32"
-        elif argument == "softmax_scale":
-            signature[argument] = "fp32"
-        elif argument in INT32:
-            signature[argument] = "i32"
-        else:
-            signature[argument] = "i64"
-            if argument != "table_stride":
-                aligned.add(argument)
-    return KernelSpec(name, function, signature, constants, frozenset(aligned), num_warps, num_stages)
 
 
 def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:
@@ -67,7 +32,7 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
     pool_type, cache_type, fp8 = _types(pool, cache_dtype)
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": _copy_block(pool)}
     name = f"{'pages_to_slot' if to_cache else 'slot_to_pages'}_{pool.dtype}_{cache_dtype}"
-    return _spec(
+    return spec_of(
         _named(name, pool),
         copy_pages,
         {"pool": pool_type, "cache": cache_type},
@@ -78,7 +43,7 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
 def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
     """Moves within linear caches of `cache_dtype` with the heads of `pool`."""
     constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
-    return _spec(
+    return spec_of(
         f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants
     )
 
@@ -89,7 +54,7 @@ def kv_write_spec(pool: PoolShape, dtype: str) -> KernelSpec:
     pool_type = "u8" if fp8 else FLOAT_TYPES[pool.dtype]
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16, "FP8": fp8}
     pointers = {"k": FLOAT_TYPES[dtype], "v": FLOAT_TYPES[dtype], "pool": pool_type}
-    return _spec(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
+    return spec_of(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
 
 
 def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int = 64) -> KernelSpec:
@@ -119,7 +84,7 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
         "FP8": fp8,
     }
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": "u8" if fp8 else FLOAT_TYPES[pool.dtype]}
-    return _spec(
+    return spec_of(
         _named(f"attention_{pool.dtype}_{dtype}_r{repeat}_m{block_rows}", pool),
         paged_attention,
         pointers,
