@@ -261,7 +261,9 @@ def test_short_sequences_and_windows_are_not_split() -> None:
         sizes = decode_layout.workspace_elements(config, case.shape, case.heads, 1)
         work = Workspace(torch.zeros(sizes[0]), torch.full((sizes[1],), torch.nan), torch.zeros(2, dtype=torch.int32))
         problem = make(case)
-        rows = DecodeRows(problem.q, torch.empty_like(problem.q), torch.tensor(case.lengths).int(), 4, 0.25, case.window)
+        rows = DecodeRows(
+            problem.q, torch.empty_like(problem.q), torch.tensor(case.lengths).int(), 4, 0.25, case.window
+        )
         pool, tables = Pool(problem.pool[:, 1:], case.shape, 0), Tables(problem.tables, 1, problem.tables.shape[1])
         call = decode_layout.decode_launch(config, rows, pool, tables, work)
         interpreted.launch(specs.decode_spec(case.shape, "float16", 4, "sm90", config), call)
