@@ -14,7 +14,7 @@ from fakes import FakeExecutor
 from wicore_trt.bench import gpu_engines
 from wicore_trt.bench.gpu_cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
 from wicore_trt.bench.gpu_engines import Engines, add_tokenizer, prebuild, read_index, source_digest
-from wicore_trt.bench.gpu_ours import Served, settings_for
+from wicore_trt.bench.gpu_ours import Served, decode_batch, settings_for
 from wicore_trt.bench.gpu_step_check import CASES, case_shape
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine import triton_compile
@@ -89,6 +89,40 @@ def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
     assert (row["batch"], row["context"], row["output_tokens"], row["preemptions"]) == (1, CONTEXT, OUTPUT, 0)
     assert len(prompts) == len(set(prompts)) == 7 and {len(p) for p in prompts} == {CONTEXT}
     json.dumps(row)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("bf16", 32), ("fp8kv", 128)])
+def test_the_graph_is_timed_over_a_step_of_all_rows(name, batch, tmp_path, no_compiler, monkeypatch):
+    """A run ends with fewer rows, whose inputs lie elsewhere: replaying a graph over them would touch any memory."""
+    run = served(CONFIGS[name], tmp_path / "e", batch)
+    executor, seen = run.core.executor, []
+    executor.graphs = {rows: f"graph of {rows}" for rows in (8, batch, 256)}
+
+    def events(given, graph, repeats):
+        assert given is executor and graph == f"graph of {batch}"
+        seen.append(executor.steps[-1])
+        return 1.25
+
+    monkeypatch.setattr("wicore_trt.bench.gpu_step_time.events", events)
+    monkeypatch.setattr(run, "run", lambda *_: executor.steps.append([(0, 1)] * 8) or 5.0)
+    row = run.measure(CONFIGS[name], batch, 1, inf, print)
+    assert row["graph_ms"] == 1.25 and row["graph_context"] == 1056 and [len(step) for step in seen] == [batch]
+    assert {*executor.released} == {seq_id for seq_id, _ in seen[0]} and min(executor.released) == -batch
+    monkeypatch.setattr("wicore_trt.bench.gpu_step_time.events", lambda *_: 1 / 0)
+    assert run.measure(CONFIGS[name], batch, 1, inf, print)["graph_ms"] is None
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 1023, 1024, 1025, 1056, 1088])
+def test_rows_of_a_graph_have_every_page_they_look_at(keys):
+    executor = FakeExecutor({"global": 90, "local": 90}, 32, 1024, 64)
+    tables = [piece.pages for piece in decode_batch(executor, 2, keys).slices]
+    first = max(0, keys - 1024)  # position of the first key in the window
+    for table in tables:
+        assert len(table["global"]) == len(table["local"]) == -(-keys // 32) and min(table["global"]) >= 0
+        assert [slot >= 0 for slot in table["local"]] == [32 * i + 31 >= first for i in range(len(table["local"]))]
+    for group in ("global", "local"):
+        used = [slot for table in tables for slot in table[group] if slot >= 0]
+        assert len(used) == len(set(used))
 
 
 class Core:

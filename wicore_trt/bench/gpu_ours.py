@@ -18,9 +18,14 @@ from wicore_trt.bench.gpu_cases import BATCH_TOKENS, CONTEXT, OUTPUT, PAGE_TOKEN
 from wicore_trt.config import Settings, resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.executor import Executor
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 GRAPH_REPEATS = 30
+GRAPH_CONTEXT = CONTEXT + OUTPUT // 2
+"""Keys of a row of the graph that is timed alone: the mean of a run."""
 WARM_BATCH, WARM_TOKENS = 8, 9
 CHEAP_S = 2.0
 """Runs shorter than this are repeated more often."""
@@ -102,13 +107,14 @@ class Served:
         graph = self._graph_ms(batch, say)
         return {
             **{"config": config.name, "batch": batch, "context": CONTEXT, "output_tokens": OUTPUT},
-            **{"prefill_s": first, "total_s": whole, "graph_ms": graph, "graph_context": CONTEXT + OUTPUT - 1},
+            **{"prefill_s": first, "total_s": whole, "graph_ms": graph, "graph_context": GRAPH_CONTEXT},
             **{"preemptions": self.core.scheduler.preemptions - before, "load_s": self.load_s},
             "kernels": self.core.executor.kernels,
         }
 
     def _graph_ms(self, batch: int, say: Say) -> float | None:
-        """Median of the decode step's CUDA graph alone, over the inputs that the last step left; None without one."""
+        """Median of the decode step's CUDA graph alone; None without one. The last run ended with fewer rows and left
+        their inputs, so a step of its own comes first."""
         executor: Any = self.core.executor
         graphs = getattr(executor, "graphs", None) or {}
         bucket = min((rows for rows in graphs if rows >= batch), default=None)
@@ -117,6 +123,10 @@ class Served:
         try:
             from wicore_trt.bench.gpu_step_time import events
 
+            step = decode_batch(executor, batch, GRAPH_CONTEXT)
+            executor.execute(step)
+            for piece in step.slices:
+                executor.release(piece.seq_id)
             return events(executor, graphs[bucket], GRAPH_REPEATS)
         except Exception as error:  # an extra figure must not cost the others
             say(f"the graph of {bucket} rows cannot be timed: {error!r}")
@@ -126,6 +136,19 @@ class Served:
         self.core.close()
         del self.core
         free_device_memory()
+
+
+def decode_batch(executor: Executor, count: int, keys: int) -> StepBatch:
+    """A step of `count` sequences with one token behind `keys` - 1 others, on pages of their own."""
+    size, window, slices = executor.layout.page_tokens, executor.spec.sliding_window, []
+    free = {group: list(range(pages)) for group, pages in executor.layout.num_pages.items()}
+    whole = -(-keys // size)
+    for i in range(count):
+        gone = {GLOBAL: 0, LOCAL: max(0, keys - window) // size}
+        pages = {g: [-1] * gone[g] + [slots.pop() for _ in range(whole - gone[g])] for g, slots in free.items()}
+        params = SamplingParams(temperature=0.0)
+        slices.append(SequenceSlice(-1 - i, [i], keys - 1, pages, sample=True, params=params, history=[i]))
+    return StepBatch(slices)
 
 
 def free_device_memory() -> None:
