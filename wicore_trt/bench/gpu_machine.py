@@ -90,7 +90,7 @@ def _fp8_rate() -> float | None:
         multiply: Any = torch._scaled_mm  # noqa: SLF001 -- PyTorch has no public name for it
         kind = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         return _flops(lambda: multiply(a, b.t(), **kind))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return None
 
 
