@@ -118,17 +118,9 @@ def rank_entries(
     return entries
 
 
-def build_config(
-    spec: Gemma3Spec,
-    dtype: str,
-    quant_algo: str | None,
-    tp_size: int,
-    files: Mapping[str, FileRecord],
-    origin: Origin,
-    *,
-    kv_scales: bool = False,
-) -> dict[str, Any]:
-    """Contents of config.json."""
+def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, quant_algo: str | None, *, kv_fp8: bool) -> dict[str, Any]:
+    """The fields of config.json that TensorRT-LLM reads, but for the period of the windows: its versions name it
+    differently."""
     config: dict[str, Any] = {
         "architecture": "Gemma3ForCausalLM",
         "dtype": dtype,
@@ -157,7 +149,7 @@ def build_config(
         "use_parallel_embedding": tp_size > 1,
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
-        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": KV_FP8 if kv_scales else None},
+        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
         "runtime_defaults": {
             "max_attention_window": [
                 spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
@@ -168,6 +160,21 @@ def build_config(
         config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
     if spec.rope_scaling_factor != 1.0:  # of global layers only
         config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
+    return config
+
+
+def build_config(
+    spec: Gemma3Spec,
+    dtype: str,
+    quant_algo: str | None,
+    tp_size: int,
+    files: Mapping[str, FileRecord],
+    origin: Origin,
+    *,
+    kv_scales: bool = False,
+) -> dict[str, Any]:
+    """Contents of config.json."""
+    config = model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_scales)
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}

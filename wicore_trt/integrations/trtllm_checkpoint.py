@@ -26,10 +26,10 @@ import numpy as np
 from wicore_trt.checkpoint.format import (
     CONFIG,
     FP8_TAG,
-    KV_FP8,
     QUANT_FP8_STATIC,
     TAGS,
     Checkpoint,
+    model_fields,
     static_scales,
     storage_tag,
     window_pattern,
@@ -39,7 +39,7 @@ from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, fro
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
-from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL
 
 PATTERN_KEY = "_sliding_window_pattern"
 """1.2's spelling, which follows transformers 4.57; earlier versions write it without the underscore."""
@@ -77,63 +77,17 @@ def export_checkpoint(
 
 def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, Any]:
     """config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
-    spec, tp = checkpoint.spec, checkpoint.tp_size
+    spec = checkpoint.spec
     pattern = window_pattern(spec)
     if pattern is None:
         raise CheckpointError(
             f"TensorRT-LLM makes every n-th layer global, and no n gives this model's: {list(spec.layers_of(GLOBAL))}.",
             fix="Use another backend: wicore build --backend torch",
         )
-    config: dict[str, Any] = {
-        "architecture": "Gemma3ForCausalLM",
-        "dtype": checkpoint.dtype,
-        "logits_dtype": "float32",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_size": spec.head_dim,
-        "hidden_act": "gelu_pytorch_tanh",
-        "norm_epsilon": spec.rms_norm_eps,
-        "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rotary_embedding_dim": spec.head_dim,
-        "rotary_base": spec.rope_theta,
-        "rotary_scaling": _rotary_scaling(spec),
-        "rope_local_base_freq": spec.rope_local_theta,
-        "query_pre_attn_scalar": spec.query_pre_attn_scalar,
-        "final_logit_softcapping": spec.final_logit_softcapping,
-        "sliding_window": spec.sliding_window,
-        PATTERN_KEY: pattern,
-        "attn_bias": False,
-        "mlp_bias": False,
-        "qk_layernorm": True,
-        "inter_layernorms": True,
-        "use_parallel_embedding": tp > 1,
-        "embedding_sharding_dim": 0,
-        "mapping": {"world_size": tp, "tp_size": tp, "pp_size": 1},
-        "quantization": {
-            "quant_algo": QUANT_FP8_STATIC if checkpoint.quant_algo else None,
-            "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None,
-        },
-        "runtime_defaults": {"max_attention_window": attention_windows(spec)},
-    }
-    if checkpoint.quant_algo:
-        config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
-    return config
-
-
-def attention_windows(spec: Gemma3Spec) -> list[int]:
-    """Tokens that each layer looks back on, itself included; the engine is told at run time."""
-    return [spec.max_position_embeddings if g == GLOBAL else spec.sliding_window for g in spec.layer_groups]
-
-
-def _rotary_scaling(spec: Gemma3Spec) -> dict[str, Any] | None:
-    """Of global layers. TensorRT-LLM gives it to local ones too; `trtllm_model` takes it from them again."""
-    factor = spec.rope_scaling_factor
-    return {"type": "linear", "factor": factor} if factor != 1.0 else None
+    algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
+    config = model_fields(spec, checkpoint.dtype, checkpoint.tp_size, algo, kv_fp8=kv_fp8)
+    config.setdefault("rotary_scaling", None)  # TensorRT-LLM gives it to local layers, too; `trtllm_model` takes it off
+    return {**config, PATTERN_KEY: pattern}
 
 
 def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
