@@ -19,6 +19,7 @@ import numpy as np
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, pack_kernels, unpack_kernels
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
+from wicore_trt.plugins.layout import Launch
 
 NAMESPACE = "wicore"
 VERSION = "1"
@@ -74,6 +75,14 @@ class PluginLogic:
         """The input whose shape each output has."""
         raise NotImplementedError
 
+    def get_aliased_input(self, output_index: int) -> int:
+        """The input that an output is in place, -1 for an output with memory of its own."""
+        raise NotImplementedError
+
+    def launches(self, dims: Sequence[Sequence[int]], inputs: Sequence[int], outputs: Sequence[int]) -> list[Launch]:
+        """One launch per role, in this order, of inputs with the extents `dims`; all pointers are device addresses."""
+        raise NotImplementedError
+
     # Core
     def get_capability_interface(self, type: Any) -> Self:
         return self
@@ -110,6 +119,27 @@ class PluginLogic:
         rules = self.input_rules() + self.output_rules()
         for rule, desc in zip(rules, [*inputs, *outputs], strict=True):
             rule.check(tuple(desc.dims))
+
+    def enqueue(
+        self,
+        input_desc: Sequence[Any],
+        output_desc: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Launch the kernels on `stream`, a CUDA stream's handle. Nothing is read on the host.
+
+        Raises ValueError where an output that should be its input in place is not, and what launching raises.
+        """
+        for index, (rule, pointer) in enumerate(zip(self.output_rules(), outputs, strict=True)):
+            source = self.get_aliased_input(index)
+            if source >= 0 and pointer != inputs[source]:
+                raise ValueError(f"{self.NAME}: {rule.name} is not written in place; the builder must alias plugin I/O")
+        calls = self.launches([tuple(d.dims) for d in input_desc], inputs, outputs)
+        for role, call in zip(self.ROLES, calls, strict=True):
+            self.launcher.launch(self.kernels[role], call, stream)
 
     def set_tactic(self, tactic: int) -> None:
         return None

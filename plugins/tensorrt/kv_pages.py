@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Tables, copy_pages_launch
+from wicore_trt.plugins.layout import CacheShape, Launch, Pool, PoolShape, Tables, copy_pages_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
 
@@ -69,27 +69,15 @@ class KvPages(PluginLogic):
         if min(tables, copies) >= 0 and tables != copies:
             raise ValueError(f"{self.NAME}: {tables} page tables for {copies} copies")
 
-    def enqueue(
-        self,
-        input_desc: Sequence[Any],
-        output_desc: Sequence[Any],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        workspace: int,
-        stream: int,
-    ) -> None:
-        """Launch the copy on `stream`. Raises ValueError where the output is not aliased, and what launching raises."""
-        if outputs[0] != inputs[self._target]:
-            raise ValueError(f"{self.NAME}: its output is not its input; the builder must alias plugin I/O")
+    def launches(self, dims: Sequence[Sequence[int]], inputs: Sequence[int], outputs: Sequence[int]) -> list[Launch]:
         c: KvPagesConfig = self.config
-        _, _, slots, _, tokens, _ = input_desc[1].dims
+        _, _, slots, _, tokens, _ = dims[1]
         cache = CacheShape(c.layers, slots, c.kv_heads, tokens, c.head_dim, c.cache_dtype)
-        tables = Tables(inputs[2], *input_desc[2].dims)
-        kernel = self.kernels["copy"]
+        tables = Tables(inputs[2], *dims[2])
         longest = min(tokens, tables.length * c.page_tokens)
         pool = Pool(inputs[0], c.pool(), inputs[4] if c.converts else 0)
-        call = copy_pages_launch(kernel.constants, pool, (inputs[1], cache), tables, inputs[3], longest)
-        self.launcher.launch(kernel, call, stream)
+        constants = self.kernels["copy"].constants
+        return [copy_pages_launch(constants, pool, (inputs[1], cache), tables, inputs[3], longest)]
 
     @property
     def _target(self) -> int:

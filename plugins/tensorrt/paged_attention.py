@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.layout import Pool, PoolShape, Slices, Tables, attention_launch, kv_write_launch
+from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Slices, Tables, attention_launch, kv_write_launch
 from wicore_trt.plugins.tensorrt.base import PluginLogic, TensorRule
 
 
@@ -84,42 +84,20 @@ class PagedAttention(PluginLogic):
         if lengths != [tokens] * 4 + [sequences + 1, sequences]:
             raise ValueError(f"{self.NAME}: {tokens} tokens and {sequences} sequences do not fit the lengths {lengths}")
 
-    def enqueue(
-        self,
-        input_desc: Sequence[Any],
-        output_desc: Sequence[Any],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        workspace: int,
-        stream: int,
-    ) -> None:
-        """Launch both kernels on `stream`. Raises ValueError where the pool was not aliased, and what launching raises.
-
-        All pointers are device addresses, `stream` a CUDA stream's handle. Nothing is read on the host.
-        """
-        if outputs[1] != inputs[self.POOL]:
-            raise ValueError(f"{self.NAME}: the pool's output is not its input; the builder must alias plugin I/O")
+    def launches(self, dims: Sequence[Sequence[int]], inputs: Sequence[int], outputs: Sequence[int]) -> list[Launch]:
         c: PagedAttentionConfig = self.config
         q, k, v, pool, table, positions, sequences, cu_seqlens, first_positions = inputs[:9]
         shape = c.pool()
         scale = inputs[9] + 4 * c.layer if c.kv_dtype == "fp8" else 0
         layer = Pool(pool + shape.layer_offset(c.layer), shape, scale)
-        tokens = input_desc[0].dims[0]
-        tables = Tables(table, *input_desc[4].dims)
-        write, attend = (self.kernels[role] for role in self.ROLES)
-        call = kv_write_launch(write.constants, k, v, layer, tables, positions, sequences, tokens)
-        self.launcher.launch(write, call, stream)
-        call = attention_launch(
-            attend.constants,
-            q,
-            outputs[0],
-            layer,
-            tables,
-            Slices(cu_seqlens, first_positions, tokens),
-            c.softmax_scale,
-            c.window,
-        )
-        self.launcher.launch(attend, call, stream)
+        tokens = dims[0][0]
+        tables = Tables(table, *dims[4])
+        slices = Slices(cu_seqlens, first_positions, tokens)
+        write, attend = (self.kernels[role].constants for role in self.ROLES)
+        return [
+            kv_write_launch(write, k, v, layer, tables, positions, sequences, tokens),
+            attention_launch(attend, q, outputs[0], layer, tables, slices, c.softmax_scale, c.window),
+        ]
 
 
 def paged_attention_specs(config: PagedAttentionConfig) -> dict[str, KernelSpec]:
