@@ -209,10 +209,11 @@ def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
     """It must be the same wherever the sources lie, and another when one of them changes."""
     for folder in ("model", "engine", "plugins/kernels"):
         (tmp_path / folder).mkdir(parents=True)
-    files = {"model/t.py": "a", "engine/triton_x.py": "b", "plugins/aot.py": "c", "plugins/kernels/k.py": "d"}
+    names = "model/triton_t model/spec model/lower_triton engine/triton_x plugins/aot plugins/kernels/k".split()
+    files = {f"{name}.py": name for name in names}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(gpu_engines.triton_table, "__file__", str(tmp_path / "model/t.py"))
+    monkeypatch.setattr(gpu_engines.triton_table, "__file__", str(tmp_path / "model/triton_t.py"))
     monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "plugins/aot.py"))
     first, seen = source_digest(), set()
     for name in files:
@@ -221,6 +222,7 @@ def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
     assert first not in seen and len(seen) == len(files)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "model" / "lower_torch.py").write_text("neither compiled nor launched by an engine of kernels")
     (tmp_path / "plugins").rename(tmp_path / "a_plugins")
     monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "a_plugins/aot.py"))
     assert source_digest() == first

@@ -34,8 +34,10 @@ Say = Callable[[str], None]
 def source_digest() -> str:
     """Of all sources that kernels, their launches and their choice come from."""
     model, plugins = Path(triton_table.__file__).parent, Path(aot.__file__).parent
+    patterns = [(model, name) for name in ("spec.py", "triton*.py", "lower_triton.py")]
+    patterns += [(model.parent / "engine", "triton*.py"), (plugins, "*.py"), (plugins, "kernels/*.py")]
     digest = blake2b(digest_size=16)
-    for root, pattern in ((model, "*.py"), (model.parent / "engine", "triton*.py"), (plugins, "**/*.py")):
+    for root, pattern in patterns:
         for path in sorted(root.glob(pattern), key=lambda p: p.relative_to(root).as_posix()):
             digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()
