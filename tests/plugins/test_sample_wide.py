@@ -62,8 +62,8 @@ def choose(
 WIDE = [
     SamplingParams(top_p=0.9),
     SamplingParams(temperature=50.0, top_k=900),
-    SamplingParams(temperature=3.0, top_k=700, top_p=0.97, min_p=1e-3),
-    SamplingParams(temperature=20.0, min_p=0.7),
+    SamplingParams(temperature=3.0, top_k=700, top_p=0.97, min_p=0.5),
+    SamplingParams(temperature=20.0, min_p=0.85),
     SamplingParams(top_k=3),
     SamplingParams(top_p=1e-9),
     SamplingParams(top_p=0.999999, top_k=1 << 30),
@@ -73,12 +73,12 @@ WIDE = [
 @pytest.mark.parametrize("run", RUNNERS)
 @pytest.mark.parametrize("ties", [False, True])
 def test_tokens_are_the_hosts(run: Runner, ties: bool) -> None:
-    params = random.sample(WIDE, 3)
+    params = [random.choice(WIDE[:2]), random.choice(WIDE[2:4]), random.choice(WIDE[4:])]
     logits = torch.randn(3, 1500)
     if ties:
         logits = (logits * 2).round() / 2
     logits[:, 3::11] = -math.inf
-    choose(run, logits, params, left=random.sample(range(3), 2))
+    choose(run, logits, params, left=[random.choice([0, 2]), 1])
 
 
 @pytest.mark.parametrize("run", RUNNERS)

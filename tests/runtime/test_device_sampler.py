@@ -61,15 +61,18 @@ def test_draws_are_the_samplers(executor: Any) -> None:
     rows = [asking(r, p, history=[1] * random.randrange(3, 30)) for r, p in enumerate([GREEDY, *DRAWN])]
     random.shuffle(rows)
     logits = executor.memory.logits
-    logits.copy_(torch.randn(logits.shape) * 3)
+    logits.copy_(torch.randn(logits.shape))
     want = [t.token_id for t in Sampler().sample(logits[:6], rows).tokens]
     drawn = {r: s for r, s in enumerate(rows) if not s.params.greedy}  # type: ignore[union-attr]
     executor.memory.results.fill_(-7)
     executor._device_sampler.enqueue(6, drawn)
     assert tokens(executor, 6) == want
+    unread = {r: replace(s, token_ids=[UNREAD], history=s.history[:-1]) for r, s in drawn.items()}
+    executor._device_sampler.enqueue(6, unread)
+    assert tokens(executor, 6) == want
     row, piece = random.choice(list(drawn.items()))
     logits[0] = logits[row].clone()
-    executor._device_sampler.enqueue(1, {0: replace(piece, token_ids=[UNREAD], history=piece.history[:-1])})
+    executor._device_sampler.enqueue(1, {0: piece})
     assert tokens(executor, 1) == [want[row]]
 
 
@@ -117,7 +120,7 @@ def test_filters_that_leave_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_engines_without_these_kernels_draw_on_the_host(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = [asking(r, p) for r, p in enumerate([DRAWN[1], GREEDY])]
+    batch = [asking(r, p) for r, p in enumerate([*[SamplingParams(temperature=9.0)] * 3, GREEDY])]
     want = executor.execute(StepBatch(batch))
     model = executor.model
     for role in ("draw", "wide"):
