@@ -209,7 +209,14 @@ def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
     """It must be the same wherever the sources lie, and another when one of them changes."""
     for folder in ("model", "engine", "plugins/kernels"):
         (tmp_path / folder).mkdir(parents=True)
-    names = "model/triton_t model/spec model/lower_triton engine/triton_x plugins/aot plugins/kernels/k".split()
+    names = [
+        "model/triton_t",
+        "model/spec",
+        "model/lower_triton",
+        "engine/triton_x",
+        "plugins/aot",
+        "plugins/kernels/k",
+    ]
     files = {f"{name}.py": name for name in names}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
