@@ -182,10 +182,8 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     if check:
         verdict = "held" if check["ok"] else f"FAILED: {'; '.join(check['problems'][:3])}"
         found.append(f"Check against the CPU: {verdict} ({check['cases']} cases, {check['seconds']:.0f} s).")
-    built = [
-        f"{name} {b['seconds']:.1f} s{' (elsewhere, beforehand)' if b['prebuilt'] else ''}"
-        for name, b in document["builds"].items()
-    ]
+    before = " (beforehand; Triton's cache may have helped)"
+    built = [f"{name} {b['seconds']:.1f} s{before * b['prebuilt']}" for name, b in document["builds"].items()]
     if built:
         found.append(f"Built engines: {', '.join(built)}.")
     for name, peer in document["peer"].items():
