@@ -279,7 +279,7 @@ def test_close_ends_waiting_streams(engine: Path) -> None:
     executor.close()
     executor.close()
     for reader in readers:
-        reader.join(5)
+        reader.join(60)
     assert len(ended) == 3 and theirs(executor).stopped
     with pytest.raises(UnavailableError):
         list(executor.generate(ask()))
