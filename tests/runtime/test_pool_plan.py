@@ -56,8 +56,8 @@ def test_plan_fits_the_budget_and_holds_what_it_promises(seed: int) -> None:
 
     # Typical sequences run out of both pools at about the same time, or max_sequences of them fit.
     typical = min(held["global"], TYPICAL_WINDOWS * window)
-    fit = {"global": plan["global"] // typical, "local": (plan["local"] - (peak - window)) // window}
-    if plan["global"] > held["global"]:
+    fit = {"global": plan["global"] // (typical + 1), "local": (plan["local"] - (peak - window)) // (window + 1)}
+    if plan["global"] > held["global"] and fit["local"] > 1:
         assert min(fit.values()) >= min(sequences, max(fit["local"] - 1, 1))
 
 

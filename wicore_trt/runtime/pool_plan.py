@@ -56,9 +56,10 @@ def plan_pools(
     if len(groups) == 1:
         return {groups[0]: budget_bytes // page_bytes[groups[0]]}
     typical = min(whole, TYPICAL_WINDOWS * window)
-    each = typical * page_bytes[GLOBAL] + window * page_bytes[LOCAL]
+    # a newcomer is admitted while there is a page more for each sequence that runs
+    each = (typical + 1) * page_bytes[GLOBAL] + (window + 1) * page_bytes[LOCAL]
     count = max(1, min(max_sequences, (budget_bytes - spare * page_bytes[LOCAL]) // each))
-    rest = budget_bytes - (count * window + spare) * page_bytes[LOCAL]
+    rest = budget_bytes - (count * (window + (count > 1)) + spare) * page_bytes[LOCAL]
     global_pages = max(whole, rest // page_bytes[GLOBAL])
     return {
         GLOBAL: global_pages,
