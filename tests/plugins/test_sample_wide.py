@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from wicore_trt.types import SamplingParams
 
 def choose(
     run: Runner, logits: torch.Tensor, params: list[SamplingParams], *, softcap: float = 0.0, left: list[int]
-) -> None:
-    """The rows `left` are the host's tokens afterwards, the others are as they were; two programs share the rows."""
+) -> float:
+    """The rows `left` are the host's tokens afterwards, the others are as they were; two programs share the rows.
+    Returns the seconds of the launch."""
     rows, vocab = logits.shape
     stride = vocab + (3 if vocab % 16 else 16)
     stored = torch.full((rows, stride), math.nan)
@@ -54,9 +56,12 @@ def choose(
     weights = run.put(torch.full((2, vocab), math.nan, dtype=torch.float64))
     there = Logits(run.put(stored), rows, vocab, stride)
     sampled = SampleArrays(chunk_max=0, chunk_token=0, **arrays)
+    begun = time.perf_counter()
     run.launch(sample_wide.wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
+    seconds = time.perf_counter() - begun
     assert arrays["status"].tolist() == [0] * rows + [2]
     assert arrays["tokens"].tolist() == [want[r] if r in left else -7 for r in range(rows)] + [-7]
+    return seconds
 
 
 WIDE = [
@@ -90,3 +95,12 @@ def test_equal_logits_are_drawn_by_token_id(run: Runner) -> None:
 @pytest.mark.parametrize("run", RUNNERS)
 def test_soft_cap(run: Runner) -> None:
     choose(run, torch.randn(1, 700) * 40 - 100, [SamplingParams(temperature=9.0, top_p=0.8)], softcap=30.0, left=[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gemmas_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the time of a row; the first launch compiles."""
+    params = [random.choice(WIDE) for _ in range(4)]
+    seconds = [choose(RUNNERS[-1].values[0], torch.randn(4, 262_208) * 2, params, left=[0, 1, 2, 3]) for _ in range(3)]
+    with capsys.disabled():
+        print(f"\nwide filters over 262,208 tokens: {min(seconds) / 2 * 1e3:.2f} ms a row")
