@@ -82,7 +82,9 @@ def _key_block(
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top * scale)  # a row that has seen nothing yet
     weights = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
-    fade = tl.exp2(tl.fma(top, scale, -base))
+    # Exactly 1 where nothing is larger: base is rounded, and a block that a row does not see at all, which is there for
+    # the other rows, must not move it.
+    fade = tl.where(new_top == top, 1.0, tl.exp2(tl.fma(top, scale, -base)))
     total = tl.fma(total, fade, tl.sum(weights, axis=1))
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None])
     return acc, new_top, total, page

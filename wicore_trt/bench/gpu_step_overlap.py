@@ -8,14 +8,14 @@ logits, and no replay follows one of the same tokens, so a kernel that reads too
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.launch import CudaLauncher, Launcher
+from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.triton_executor import TritonExecutor
@@ -25,15 +25,16 @@ ACTIVATIONS = ("residual", "x", "q", "attended", "act", "head_in", "logits", "re
 
 
 class OneByOne:
-    """`Launcher` whose kernels begin when the one in front has ended."""
+    """`Launcher` whose kernels begin when the one in front has ended: those in whose name `pattern` is found."""
 
-    def __init__(self, inner: Launcher) -> None:
-        self._inner = inner
+    def __init__(self, inner: Launcher, pattern: str = "") -> None:
+        self._inner, self._pattern = inner, re.compile(pattern)
         self._plain: dict[int, tuple[CompiledKernel, CompiledKernel]] = {}
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
         if id(kernel) not in self._plain:
-            self._plain[id(kernel)] = (kernel, replace(kernel, dependent=False))
+            ordered = self._pattern.search(kernel.name) is not None
+            self._plain[id(kernel)] = (kernel, replace(kernel, dependent=kernel.dependent and not ordered))
         self._inner.launch(self._plain[id(kernel)][1], call, stream)
 
 
@@ -56,34 +57,6 @@ def captured(executor: TritonExecutor, rows: int, launcher: Launcher | None = No
 
     with executor.device.active(), torch.inference_mode():
         return executor.device.capture(work)
-
-
-@contextmanager
-def shared_memory_share(executor: TritonExecutor, percent: int) -> Iterator[None]:
-    """Inside, the chain's kernels ask for `percent` of an SM's memory as shared memory, so that none of them waits for
-    an empty SM because it wants another division. Restores the driver's own choice."""
-    launcher = executor.model.launcher
-    assert isinstance(launcher, CudaLauncher)
-
-    def ask(share: int) -> None:
-        with executor.device.active():
-            for entry in executor.model.table.all():
-                if entry.kernel.dependent:
-                    _ask_share(launcher, entry.kernel, share)
-
-    ask(percent)
-    try:
-        yield
-    finally:
-        ask(-1)
-
-
-def _ask_share(launcher: CudaLauncher, kernel: CompiledKernel, percent: int) -> None:
-    from cuda.bindings import driver
-
-    function = launcher._function(kernel)  # noqa: SLF001 -- a measurement; the launcher leaves the choice to the driver
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    launcher._call("cuFuncSetAttribute", function, attribute, percent)  # noqa: SLF001
 
 
 def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count: int) -> list[str]:

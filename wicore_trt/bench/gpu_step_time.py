@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--crossover8", type=int, help="most rows of a product by Triton's kernels of E4M3 rows")
     parser.add_argument("--ahead", type=int, help="bytes of weights that a linear asks for while it waits; 0: none")
     parser.add_argument("--replays", type=int, default=20, help="decode steps to compare with ordered launches")
-    parser.add_argument("--shared-share", type=int, help="time the graph also with this percentage as shared memory")
+    parser.add_argument("--ordered", help="regular expressions, with commas: kernels to launch one by one, by name")
     parser.add_argument("--float32-results", type=int, help="most rows for which cuBLAS writes float32 results")
     parser.add_argument("--fast-sums", type=int, help="longest sum of FP8 products in the matrix units' precision")
     parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
@@ -259,11 +259,11 @@ class Measurement:
         """Times of the decode graph with other launches, and whether its results are theirs."""
         args, found = self.args, dict[str, Any]()
         found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, bucket), args.repeats)
-        if args.shared_share is not None:
-            with gpu_step_overlap.shared_memory_share(executor, args.shared_share):
-                graph = gpu_step_overlap.captured(executor, bucket, executor.model.launcher)
-                found["shared_share_ms"] = events(executor, graph, args.repeats)
-            say(f"  with {args.shared_share}% as shared memory {found['shared_share_ms']:.3f} ms")
+        for pattern in args.ordered.split(",") if args.ordered else ():
+            launcher = gpu_step_overlap.OneByOne(executor.model.launcher, pattern)
+            times = events(executor, gpu_step_overlap.captured(executor, bucket, launcher), args.repeats)
+            found[f"ordered_ms {pattern}"] = times
+            say(f"  B={bucket} {times:.3f} ms with {pattern} one by one")
         found["problems"] = []
         if args.replays and gpu_step_overlap.overlapping(executor):
             found["problems"] = gpu_step_overlap.replay_problems(executor, batch.slices, args.replays)

@@ -250,7 +250,8 @@ def quantize_rows(x: torch.Tensor, static_scale: float | None = None) -> tuple[t
     """E4M3 rows of x [N, K] and their scales float32 [N, 1], by the definition in the module's docstring."""
     x = x.float()
     if static_scale is None:
-        scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = largest / torch.full_like(largest, E4M3_MAX)  # by a number torch's CUDA multiplies with its reciprocal
         scale = torch.where(scale == 0, 1.0, scale)
     else:
         scale = x.new_full((x.shape[0], 1), static_scale)
