@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
-from wicore_trt.plugins.dependent import ORDINARY, launches_dependents
+from wicore_trt.plugins.dependent import ALONE, ORDINARY, launches_dependents
 
 # Largest dynamic shared memory of one block in bytes (CUDA C++ programming guide, compute capabilities).
 SHARED_LIMIT = {"sm80": 166912, "sm86": 101376, "sm89": 101376, "sm90": 232448, "sm100": 232448, "sm120": 101376}
@@ -160,7 +160,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
         shared_bytes=meta.shared,
         triton_version=triton.__version__,
         cubin=built.asm["cubin"],
-        dependent=spec.dependent != ORDINARY,
+        dependent=spec.dependent not in (ORDINARY, ALONE),
     )
 
 

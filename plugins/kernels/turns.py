@@ -20,11 +20,11 @@ EARLY, LATE = tl.constexpr(dependent.EARLY), tl.constexpr(dependent.LATE)
 def take_turn(DEPENDENT: tl.constexpr):
     """Wait for the kernel in front. Only what no kernel writes may be read before, and nothing may be written.
 
-    Launched ordinarily a kernel waits for nothing here: the one in front has ended. ORDINARY: nothing at all.
+    Launched ordinarily (ALONE) a kernel waits for nothing here: the one in front has ended. ORDINARY: nothing at all.
     """
     if DEPENDENT == EARLY:
         gdc_launch_dependents()
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT == LATE:
+    if DEPENDENT >= LATE:
         gdc_launch_dependents()

@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
+from wicore_trt.plugins.dependent import ALONE, ORDINARY
 from wicore_trt.plugins.kernels.attention import paged_attention
 from wicore_trt.plugins.kernels.kv_write import kv_write
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
@@ -176,7 +177,7 @@ def uncompiled(spec: KernelSpec) -> CompiledKernel:
     arguments = tuple(spec.signature.items())
     symbol = spec.function.__name__
     facts = (spec.name, symbol, "sm0", arguments, spec.aligned, spec.constants, 4, 1, 0, "none", b"")
-    return CompiledKernel(*facts, dependent=bool(spec.dependent))
+    return CompiledKernel(*facts, dependent=spec.dependent not in (ORDINARY, ALONE))
 
 
 class AddressLauncher:
