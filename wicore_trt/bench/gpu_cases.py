@@ -22,7 +22,7 @@ CONTEXT = 1024
 OUTPUT = 65
 """Generated tokens of a long run; a decode step is (time for all - time for one) / (OUTPUT - 1)."""
 BATCH_TOKENS = 2048
-"""Token budget of a step of ours: products of 4,096 rows and more are slower per row (`gpu_prefill`). The peer has its own."""
+"""Token budget of our steps: products of 4,096 rows and more are slower per row (`gpu_prefill`). The peer has its own."""
 LOGIT_BYTES = 4
 
 

@@ -1,7 +1,7 @@
 """Products by cuBLAS for large steps, and how large a layer's products can become.
 
-Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU the same is computed by plain operators,
-which is for tests.
+Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU the same is computed by
+plain operators, which is for tests.
 """
 
 from __future__ import annotations
