@@ -21,8 +21,8 @@ CONTEXT = 1024
 """Tokens of a prompt."""
 OUTPUT = 65
 """Generated tokens of a long run; a decode step is (time for all - time for one) / (OUTPUT - 1)."""
-BATCH_TOKENS = 2048
-"""Token budget of our steps: products of 4,096 rows and more are slower per row (`gpu_prefill`). The peer has its own."""
+BATCH_TOKENS = 8192
+"""Token budget of a step, on both sides."""
 LOGIT_BYTES = 4
 
 
