@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 
 from wicore_trt.kv.disk_files import aligned_buffer
