@@ -7,6 +7,7 @@ import json
 import random
 import time
 from math import inf
+from statistics import median
 
 import pytest
 from fakes import FakeExecutor
@@ -84,10 +85,10 @@ def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
     monkeypatch.setattr(run.core, "add", lambda request: (prompts.append(request.prompt_token_ids), add(request)))
     monkeypatch.setattr("wicore_trt.bench.gpu_ours.CHEAP_S", 0.0)
     row = run.measure(config, 1, 3, inf, print)
-    assert len(row["prefill_s"]) == len(row["total_s"]) == 3 and row["graph_ms"] is None
-    assert all(a < b for a, b in zip(row["prefill_s"], row["total_s"], strict=True))
+    assert len(row["prefill_s"]) == 15 and len(row["total_s"]) == 3 and row["graph_ms"] is None
+    assert median(row["prefill_s"]) < min(row["total_s"])
     assert (row["batch"], row["context"], row["output_tokens"], row["preemptions"]) == (1, CONTEXT, OUTPUT, 0)
-    assert len(prompts) == len(set(prompts)) == 7 and {len(p) for p in prompts} == {CONTEXT}
+    assert len(prompts) == len(set(prompts)) == 19 and {len(p) for p in prompts} == {CONTEXT}
     json.dumps(row)
 
 

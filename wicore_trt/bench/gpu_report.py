@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from wicore_trt.bench.gpu_cases import CONFIGS, DECODE, FIGURES, GOALS, GOALS_GPU, PREFILL, Rates, bound_s
+from wicore_trt.bench.gpu_cases import CONFIGS, DECODE, FIGURES, GOALS, GOALS_GPU, PREFILL, START_GOALS, Rates, bound_s
 
 KIND = "wicore-bench-gpu"
 SCHEMA = 1
@@ -105,8 +105,8 @@ def lines(document: Mapping[str, Any]) -> list[Line]:
             ours=None if started is None else 1e3 * started["ready_s"],
             graph=None,
             bound=None,
-            must=None,
-            aim=None,
+            must=START_GOALS[0] if goals else None,
+            aim=START_GOALS[1] if goals else None,
             peer=None if peer_start is None else 1e3 * peer_start,
             reason=_reason(document, "startup", "startup", None),
             peer_reason=_reason(document, "vllm", "bf16", None),
