@@ -4,7 +4,7 @@ PY := .venv/bin/python
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-long demo bench-cpu bench-gpu bench-kv proto clean
+.PHONY: setup lint format test test-targets test-long demo bench-cpu bench-gpu bench-kv proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -21,6 +21,9 @@ format: setup
 
 test: setup  ## the whole suite, minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes
+	$(PY) -m pytest -m long tests/engine/test_triton_backend.py
 
 test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long

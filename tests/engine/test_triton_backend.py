@@ -198,17 +198,19 @@ def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm86"])
-def test_all_kernels_compile(target: str, tmp_path: Path) -> None:
-    """Of 27B in FP8 with an FP8 KV cache, and in float16."""
-    for dtype, kv_dtype in (("fp8", "fp8"), ("float16", "auto")):
-        engine = build_engine(
-            "none",
-            tmp_path / dtype,
-            backend="triton",
-            targets=[target],
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            dummy=DummyModel("gemma3-27b", builtin_spec("gemma3-27b")),
-        )
-        table = read_table(engine.path, target)
-        assert table is not None and len(table.kernel_names) > 25
+@pytest.mark.parametrize(
+    ("model", "dtype", "kv_dtype"),
+    [("gemma3-27b", "fp8", "fp8"), ("gemma3-27b", "float16", "auto"), ("gemma3-270m", "bfloat16", "auto")],
+)
+def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, target: str, tmp_path: Path) -> None:
+    engine = build_engine(
+        "none",
+        tmp_path / "engine",
+        backend="triton",
+        targets=[target],
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        dummy=DummyModel(model, builtin_spec(model)),
+    )
+    table = read_table(engine.path, target)
+    assert table is not None and len(table.kernel_names) > 25
