@@ -97,9 +97,10 @@ class Geometry:
         whole = -(-tokens // self.page_tokens)
         window = min(whole, -(-self.spec.sliding_window // self.page_tokens) + 1)
         spare = min(-(-max_batch_tokens // self.page_tokens), whole - window)
+        more = sessions > 1  # a page for each, as admission leaves one for each that runs
         return (
-            sessions * whole * self.page_bytes.get(GLOBAL, 0)
-            + (sessions * window + spare) * self.page_bytes.get(LOCAL, 0)
+            sessions * (whole + more) * self.page_bytes.get(GLOBAL, 0)
+            + (sessions * (window + more) + spare) * self.page_bytes.get(LOCAL, 0)
         )  # fmt: skip
 
 
