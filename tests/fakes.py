@@ -64,8 +64,10 @@ def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> l
 
 
 class FakeExecutor:
-    """See the module's docstring. `fail_at` makes the step of that number raise; `step_s` slows steps down;
-    `poison` lists seq_ids whose logits are not finite."""
+    """See the module's docstring. It is its own page copier. `fail_at` makes the step of that number raise;
+    `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite."""
+
+    broken: BaseException | None = None
 
     def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))

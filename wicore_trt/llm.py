@@ -164,6 +164,7 @@ class LLM:
             for request in requests:
                 self._core.abort(request.request_id)
                 del self._inboxes[request.request_id]
+            self._core.settle()
 
     def _distribute(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:

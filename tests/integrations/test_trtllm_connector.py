@@ -221,6 +221,8 @@ def test_an_aborted_request_gives_its_pages_back(make: Make) -> None:
 class SlowCopier:
     """Holds saves back until `release`."""
 
+    broken: BaseException | None = None
+
     def __init__(self, inner: Any) -> None:
         self.inner, self.held = inner, []
 

@@ -58,6 +58,8 @@ class LateCopier:
     way to the host is read at once; a host page on its way to the device is read late, so its buffers must not change
     until then. `post` brings `done` to the engine's thread."""
 
+    broken: BaseException | None = None
+
     def __init__(self, executor: FakeExecutor, seed: int) -> None:
         self._executor = executor
         self._execute = executor.execute

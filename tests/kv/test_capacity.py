@@ -24,6 +24,8 @@ PAGE_BYTES = {group: LAYER_BYTES * layers // SCALE for group, layers in LAYERS.i
 class NoCopies:
     """A device without memory; what counts here are the books."""
 
+    broken: BaseException | None = None
+
     def pin(self, memory) -> bool:
         return False
 

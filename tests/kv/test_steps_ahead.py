@@ -135,6 +135,50 @@ def test_a_newcomer_is_computed_in_the_step_after_the_one_that_runs():
     assert len(executor.steps) == before + 1
 
 
+def test_a_step_that_nobody_waits_for_can_be_landed():
+    """As a caller does that steps only while its own request lives."""
+    stop = greedy([5, 6, 7], 12, ignore_eos=True)[4]
+    core = make_core(ahead=0)
+    always(core)
+    core.add(request("a", [5, 6, 7], ignore_eos=True, stop_token_ids=(stop,)))
+    core.step()
+    core.settle()
+    assert core._flight is not None, "somebody still waits for it"
+    while core.is_live("a"):
+        core.step()
+    assert core.has_work
+    core.settle()
+    assert not core.has_work and core.scheduler.manager.pools[GLOBAL].used == 0
+
+
+def test_a_sequence_that_loads_is_not_left_behind():
+    """Only planning a step in full looks after loads."""
+    core = make_core(ahead=0)
+    always(core)
+    core.add(request("a", [5, 6, 7], 40, ignore_eos=True))
+    core.step()
+    (sequence,) = core.scheduler.running
+    plan = core._flight.plan
+    assert core.scheduler.follow(plan, core._goes_on) is not None
+    sequence.pages.load = object()
+    assert core.scheduler.follow(plan, core._goes_on) is None
+    sequence.pages.load = None
+    run(core)
+
+
+def test_a_head_that_waits_for_a_prefix_is_admitted_though_the_next_one_does_not_fit():
+    core = make_core(pages={GLOBAL: 30}, max_batch_tokens=48)
+    core.add(request("long", [3, 4, 5], 60, ignore_eos=True))
+    for _ in range(3):
+        core.step()
+    core.add(request("pair", [9] * 44, 20, n=2, ignore_eos=True))
+    core.add(request("big", [7] * 80, 4, ignore_eos=True))
+    for _ in range(8):
+        core.step()
+    assert sorted(s.request.request_id for s in core.scheduler.running) == ["long", "pair", "pair"]
+    run(core)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_over_tiers(tmp_path, monkeypatch, seed):
     """Arrivals, aborts, deadlines, preemption, parking, host and disk pages; each step checks each position."""

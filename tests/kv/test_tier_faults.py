@@ -356,3 +356,17 @@ def campaign_turn(path: Path, seed: int, table: Table) -> None:
     stack.close()
     for file in stack.home().iterdir():
         file.unlink()
+
+
+def test_a_copier_that_broke_ends_the_engine_instead_of_a_wait_for_ever(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, seed=1)
+    stack.add(stack.tokens(20), answer=4)
+    stack.step()
+    stack.executor.broken = OSError("device lost")
+    with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
+        stack.step()
+    with pytest.raises(RuntimeError, match="Copies of KV pages failed"):
+        stack.transfers.wait(0.01)
+    stack.executor.broken = None
+    stack.settle()
+    stack.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -219,3 +220,16 @@ def test_memory_is_pinned_until_the_end() -> None:
 def test_the_cpu_copies_at_once() -> None:
     copier = make_copier({"global": torch.zeros((2, 8))}, PAGE_TOKENS)
     assert isinstance(copier, TorchPageCopier) and not copier.pin(aligned_buffer(4096))
+
+
+def test_a_device_that_fails_is_heard_of() -> None:
+    world = World(3)
+    slab, parts = world.buffer()
+    done, happened = world.called()
+    world.copier._out._over = lambda event, key: 1 / 0  # as synchronizing raises on a device that is lost
+    world.copier.to_host("global", 0, parts, done)
+    world.device.run(100)
+    end = time.monotonic() + 20
+    while world.copier.broken is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert isinstance(world.copier.broken, ZeroDivisionError) and not happened.is_set()

@@ -220,6 +220,13 @@ class EngineCore:
             self._release(sequence)
         return outputs
 
+    def settle(self) -> None:
+        """Land a step that nobody waits for any more, for callers that do not go on stepping."""
+        flight = self._flight
+        if flight is not None and all(sequence.finish_reason is not None for sequence, _ in flight.plan.slices):
+            self._flight = None
+            self._land(flight)
+
     def tidy(self) -> bool:
         """Between requests: apply finished transfers and publish KV events. True while more is under way."""
         manager = self.scheduler.manager
@@ -343,13 +350,15 @@ class EngineCore:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._land(flight)
-        tiers = self.scheduler.manager.tiers
-        if tiers is not None:
-            tiers.transfers.close(timeout_s)
-        self.executor.close()
+        try:
+            flight, self._flight = self._flight, None
+            if flight is not None:
+                self._land(flight)
+        finally:
+            tiers = self.scheduler.manager.tiers
+            if tiers is not None:
+                tiers.transfers.close(timeout_s)
+            self.executor.close()
 
     def is_live(self, request_id: str) -> bool:
         """Whether any sequence of the request still runs or waits."""

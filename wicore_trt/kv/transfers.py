@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -92,20 +93,24 @@ class Transfers:
     @property
     def busy(self) -> bool:
         """Whether anything is under way or to be saved."""
-        return self.outstanding > 0 or bool(self._to_save)
+        return bool(self.outstanding or self._to_save)
 
     def poll(self) -> bool:
         """Apply what other threads finished; true when there was anything."""
+        self._check_copier()
         found = False
-        try:
+        with suppress(Empty):
             while True:
                 self._events.get_nowait()()
                 found = True
-        except Empty:
-            pass
         self._hash_copied()
         self._save_some()
         return found
+
+    def _check_copier(self) -> None:
+        """Raise when no copy will end any more, or who waits for one would wait for ever."""
+        if self.copier.broken is not None:
+            raise RuntimeError("Copies of KV pages failed on the device.") from self.copier.broken
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Poll until nothing is under way or to be saved; for shutdown and tests. False when time runs out."""
@@ -127,10 +132,12 @@ class Transfers:
     def close(self, timeout_s: float) -> None:
         """Let saves end within `timeout_s`, then stop the threads. A hung disk does not hold it up."""
         end = time.monotonic() + timeout_s
-        self.wait_idle(timeout_s)
-        self._hashing.shutdown(wait=True)
-        if self.disk is not None:
-            self.disk[1].close(max(0.0, end - time.monotonic()))
+        try:
+            self.wait_idle(timeout_s)
+        finally:
+            self._hashing.shutdown(wait=True)
+            if self.disk is not None:
+                self.disk[1].close(max(0.0, end - time.monotonic()))
 
     # --- device to host ------------------------------------------------------------------------------------------
 
@@ -311,15 +318,18 @@ class Transfers:
 
     def to_device(self, copy: TierCopy, slot: int, done: Callable[[], None]) -> None:
         """Copy an acquired, verified host page into a device slot."""
+        self.outstanding += 1
         placed = self._home(partial(self._placed, copy, time.perf_counter(), done))
         self.copier.to_device(copy.page.group, slot, self.host.payload(copy), placed)
 
     def _placed(self, copy: TierCopy, begun: float, done: Callable[[], None], ended: float) -> None:
+        self.outstanding -= 1
         self.host_traffic.read(self.host.bytes_of(copy.page), begun, ended)
         done()
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until another thread posts something, at most `timeout_s` seconds; then apply it."""
+        self._check_copier()
         self._hash_copied()
         try:
             event = self._events.get(timeout=timeout_s)

@@ -33,7 +33,10 @@ class PageCopier(Protocol):
     """Moves pages between a device pool and host buffers, in order with the executor's steps and with each other:
     values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
     the page. The device slot may be written by later steps as soon as `to_host` returns. Host buffers belong to the
-    copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order."""
+    copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order.
+    `broken`: why no copy will end any more; `done` of those under way is then never called."""
+
+    broken: BaseException | None
 
     def pin(self, memory: memoryview, /) -> bool:
         """Lock host memory that copies will use for as long as the copier lives, where that makes them faster. True:

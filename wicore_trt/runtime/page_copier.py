@@ -73,6 +73,8 @@ class TorchPageCopier:
     On the CPU numpy copies, because torch would wake its thread pool for each page, which costs more than the copy.
     """
 
+    broken: BaseException | None = None
+
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         flat = _flat(pools)
         self._pages = {group: pages.numpy() if pages.device.type == "cpu" else pages for group, pages in flat.items()}
@@ -126,10 +128,11 @@ class StreamPageCopier:
     ) -> None:
         self._pages, self._page_tokens, self._memory = _flat(pools), page_tokens, memory
         self._compute, out, into = lanes
+        self.broken: BaseException | None = None
         self._lock = threading.Lock()
         self._under_way: dict[SlotKey, Event] = {}
         """The last copy of a slot; it waited for those before."""
-        self._out, self._into = _Finisher(out, self._over), _Finisher(into, self._over)
+        self._out, self._into = _Finisher(out, self._over, self._broke), _Finisher(into, self._over, self._broke)
 
     def pin(self, memory: memoryview) -> bool:
         return self._memory.pin(memory)
@@ -185,6 +188,9 @@ class StreamPageCopier:
             self._under_way[key] = event
         finisher.put(event, key, done)
 
+    def _broke(self, error: BaseException) -> None:
+        self.broken = error
+
     def _over(self, event: Event, key: SlotKey) -> None:
         with self._lock:
             if self._under_way.get(key) is event:
@@ -194,9 +200,12 @@ class StreamPageCopier:
 class _Finisher:
     """A thread that sleeps until a lane's copies are over, one after the other, and tells."""
 
-    def __init__(self, lane: Lane, over: Callable[[Event, SlotKey], None]) -> None:
+    def __init__(
+        self, lane: Lane, over: Callable[[Event, SlotKey], None], broke: Callable[[BaseException], None]
+    ) -> None:
         self.lane = lane
         self._over = over
+        self._broke = broke
         self._queue: SimpleQueue[tuple[Event, SlotKey, Callable[[], None]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wicore-page-copies", daemon=True)
         self._thread.start()
@@ -209,11 +218,14 @@ class _Finisher:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            event, key, done = item
-            event.synchronize()
-            self._over(event, key)
-            done()
+        try:
+            while (item := self._queue.get()) is not None:
+                event, key, done = item
+                event.synchronize()
+                self._over(event, key)
+                done()
+        except Exception as error:  # of the device: whoever waits for `done` must hear of it
+            self._broke(error)
 
 
 def _flat(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

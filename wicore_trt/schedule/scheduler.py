@@ -120,12 +120,12 @@ class Scheduler:
 
     def follow(self, plan: Plan, goes_on: Callable[[Sequence], bool]) -> Plan | None:
         """Plan the step after `plan` while that one still runs: a token more for each sequence that `goes_on` whatever
-        is sampled now. None when the next step should wait for this one: a sequence is not decoding, one could be
-        admitted or would have to be preempted, or none goes on."""
+        is sampled now. None when the next step should wait for this one: a sequence loads or is not decoding, one could
+        be admitted or would have to be preempted, or none goes on."""
         self.manager.housekeep()
         decoding = {s.seq_id for s, count in plan.slices if count == s.remaining}
         following = [s for s, _ in plan.slices if goes_on(s)]
-        if any(s.seq_id not in decoding and s.finish_reason is None for s in self.running):
+        if any(s.pages.load is not None or s.seq_id not in decoding for s in self.running if s.finish_reason is None):
             return None
         if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
             return None
@@ -234,8 +234,9 @@ class Scheduler:
                     continue
                 count = self._start(sequence, hit, budget)
             if count is None:
+                if not passed_over:  # then it is the head that does not fit
+                    self._too_few = self._available()
                 passed_over.append(sequence)
-                self._too_few = self._available()
                 break
             sequence.move(SequenceState.RUNNING)
             self.running.append(sequence)
