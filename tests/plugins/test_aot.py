@@ -7,12 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
+from ptx import recorded_ptx  # noqa: E402
 from representative import SPECS  # noqa: E402
 
 from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
@@ -63,14 +63,7 @@ def test_parameters_of_the_cubin_are_the_arguments_and_two_scratch_pointers(name
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
 def test_float32_attention_is_float32(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 keeps 11 bits of a query."""
-    texts, compile_ = [], triton.compile
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        built = compile_(*arguments, **options)
-        texts.append(built.asm["ptx"])
-        return built
-
-    monkeypatch.setattr(triton, "compile", recorded)
+    texts = recorded_ptx(monkeypatch)
     aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 64, kv_dtype), "float32", 4), "sm100")
     assert "fma.rn.f32" in texts[0] and "tf32" not in texts[0]
 

@@ -6,11 +6,12 @@ import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from ptx import recorded_ptx  # noqa: E402
 
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
@@ -89,15 +90,8 @@ def accesses_before_wait(ptx: str, arguments: tuple[tuple[str, str], ...]) -> li
 
 def built(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> tuple[aot.CompiledKernel, str]:
     """`spec` for `target` and its PTX."""
-    texts, compile_ = [], triton.compile
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        result = compile_(*arguments, **options)
-        texts.append(result.asm["ptx"])
-        return result
-
     with monkeypatch.context() as patch:
-        patch.setattr(triton, "compile", recorded)
+        texts = recorded_ptx(patch)
         kernel = aot.compile_kernel(spec, target)
     return kernel, texts[0]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted  # noqa: E402
+from ptx import recorded_ptx  # noqa: E402
 
 from wicore_trt.bench.gpu_linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
@@ -127,16 +127,7 @@ def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None
 
 
 def test_dependent_launch_waits_before_it_reads_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    texts, compile_ = [], triton.compile
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        built = compile_(*arguments, **options)
-        texts.append(built.asm["ptx"])
-        return built
-
-    monkeypatch.setattr(triton, "compile", recorded)
+    texts = recorded_ptx(monkeypatch)
     geglu = LinearShape(48, 256, "bfloat16", "fp8", "bfloat16", geglu=True)
     for shape, config in ((SHAPES["bf16_w8"], SPLIT), (SHAPES["fp16"], VECTOR), (geglu, MATRIX)):
         texts.clear()

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 import numpy as np
 import torch
 from kernel_checks import EPSILON, TORCH, Runner
+from ptx import recorded_ptx
 from step_runners import RUNNERS
 
 from wicore_trt.model.lower_torch import quantize_rows
@@ -150,16 +151,7 @@ def test_parts_of_a_row() -> None:
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
 def test_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With instructions where they are: conversions in pairs, and one division a row."""
-    import triton
-
-    texts, compile_ = [], triton.compile
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        built = compile_(*arguments, **options)
-        texts.append(built.asm["ptx"])
-        return built
-
-    monkeypatch.setattr(triton, "compile", recorded)
+    texts = recorded_ptx(monkeypatch)
     native = has_conversions(target)
     for spec in (
         quantize_rows_spec(4096, "bfloat16", native=native),

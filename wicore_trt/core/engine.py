@@ -42,12 +42,11 @@ ATTENTION_STEPS = 32
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was started. `members` are its seq_ids; `started` is a time.perf_counter() stamp; `result` is there
-    at once unless the executor runs ahead; `ended` are members that ended before the step did."""
+    """A step that was started. `started` is a time.perf_counter() stamp; `result` is there at once unless the executor
+    runs ahead; `ended` are sequences of the plan that ended before the step did."""
 
     plan: Plan
     batch: StepBatch
-    members: frozenset[int]
     started: float
     result: StepResult | None
     ended: list[Sequence] = field(default_factory=list)
@@ -173,7 +172,7 @@ class EngineCore:
         else:
             self._ahead.submit(batch)
         self._counts["steps"] += 1
-        return Flight(plan, batch, frozenset(s.seq_id for s, _ in plan.slices), started, result)
+        return Flight(plan, batch, started, result)
 
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the plan."""
@@ -307,8 +306,9 @@ class EngineCore:
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
-        if self._flight is not None and sequence.seq_id in self._flight.members:
-            self._flight.ended.append(sequence)  # that step still writes into its pages
+        flight = self._flight
+        if flight is not None and any(member is sequence for member, _ in flight.plan.slices):
+            flight.ended.append(sequence)  # that step still writes into its pages
         else:
             self._release(sequence)
         siblings = self._sequences[sequence.request.request_id]
@@ -366,11 +366,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        uptime_s, running = (
-            self._clock() - self._started,
-            [s for s in self.scheduler.running if s.finish_reason is None],
-        )
         return engine_stats(
-            self.scheduler, self.executor.layout, self._counts, dict(self._finished),
-            uptime_s=uptime_s, step_seconds=self._step_seconds, running=len(running),
-        )  # fmt: skip
+            self.scheduler,
+            self.executor.layout,
+            self._counts,
+            dict(self._finished),
+            uptime_s=self._clock() - self._started,
+            step_seconds=self._step_seconds,
+            running=sum(sequence.finish_reason is None for sequence in self.scheduler.running),
+        )

@@ -210,7 +210,8 @@ class KVCacheManager:
                         self._copies.finished(pages, group, i)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
-        self._slide(pages, computed)
+        # what a request that starts at the last full page looks at stays, not only what the next token does
+        self.slide(pages, full * self.page_tokens)
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
         """Make a full, written page findable, unless another slot holds it already. `saved`: a lower tier has it."""
@@ -224,18 +225,9 @@ class KVCacheManager:
         self._copies.evicted(group, page, slot)
         self.events.append_removed("device", group, page.key, "capacity")
 
-    def _slide(self, pages: SequencePages, computed: int) -> None:
-        if LOCAL not in self.pools:
-            return
-        # what a request that starts at the last full page looks at stays, not only what the next token does
-        first = self.first_visible_page(computed // self.page_tokens * self.page_tokens)
-        table = pages.tables[LOCAL]
-        self._leave(pages, pages.first_local, min(first, len(table)))
-        pages.first_local = max(pages.first_local, min(first, len(table)))
-
-    def tighten(self, pages: SequencePages, computed: int) -> bool:
-        """Give up the local pages that only a later request would look at; whether there were any."""
-        first = min(self.first_visible_page(computed), len(pages.tables[LOCAL]))
+    def slide(self, pages: SequencePages, position: int) -> bool:
+        """Give up the local pages that no token from `position` on looks at; whether there were any."""
+        first = min(self.first_visible_page(position), len(pages.tables[LOCAL]))
         if LOCAL not in self.pools or first <= pages.first_local:
             return False
         self._leave(pages, pages.first_local, first)

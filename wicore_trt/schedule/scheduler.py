@@ -151,8 +151,8 @@ class Scheduler:
             if count == 0:
                 continue
             while not self.manager.reserve(sequence.pages, sequence.computed + count):
-                if self.manager.tighten(sequence.pages, sequence.computed):
-                    continue
+                if self.manager.slide(sequence.pages, sequence.computed):
+                    continue  # what was kept for later requests made room
                 victim = max(self.running, key=order_key)
                 budget += self._preempt(victim, plan)
                 if victim is sequence:
