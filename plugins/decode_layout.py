@@ -49,15 +49,19 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1, DecodeConfig(1, 64, 16, fused=False)),  # 10.3 us where 8 splits take 9.9, and twice as good far beyond 1K
         (4, DecodeConfig(1, 64, 8, fused=False)),
         (6, DecodeConfig(1, 64, 2, fused=False)),
-        (8, DecodeConfig(1, 64, 8, least=32)),  # up to 2K keys as with one split: 27.9 us, two took 28.4 and 2.7 after
+        (
+            8,
+            DecodeConfig(1, 64, 8, num_warps=8, least=32),
+        ),  # up to 2K keys as with one split: 27.9 us, two took 28.4 and 2.7 after
         (32, DecodeConfig(1, 64, 1, num_stages=2)),
-        (1 << 31, DecodeConfig(2, 64, 1, num_warps=8, num_stages=2)),
+        (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 128, 1): (
         (1, DecodeConfig(1, 64, 16, fused=False)),
         (4, DecodeConfig(1, 64, 8, fused=False)),
         (8, DecodeConfig(1, 64, 2, fused=False)),
-        (1 << 31, DecodeConfig(1, 64, 1, num_warps=2, num_stages=3)),
+        (64, DecodeConfig(1, 64, 1, num_warps=2, num_stages=3)),
+        (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 256, 2): (
         (4, DecodeConfig(1, 32, 32, fused=False)),

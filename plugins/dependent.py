@@ -4,8 +4,8 @@ That is programmatic dependent launch, which GPUs have from sm90 on. Plain data;
 nor CUDA. Invariants, of every kernel launched so:
 
 1. Every program waits (griddepcontrol.wait) before it reads anything that a kernel writes, and before its first write.
-   Only weights, their scales and norm weights may be read before: nothing writes them after they were loaded, and a
-   chain begins behind whatever loaded them.
+   Only what was written in front of the chain may be read before: weights, their scales and norm weights, and the
+   step's geometry (lengths, page tables), whose upload the chain's first kernel follows.
 2. The wait is unconditional and comes first in the program: no early return lies before it.
 
 Then a chain of such kernels is ordered as if each began after the one in front had ended. The wait returns when the
@@ -26,32 +26,23 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+ORDINARY, IN_TURN, ALONE = 0, 1, 2
+"""Modes of a kernel. IN_TURN: it is launched before the kernel in front has ended, and its own dependents may be
+launched when its wait is over, so when nothing else runs any more; that takes place when all of its programs are
+resident, so dependents only take room that it has no use for. To let them in before the wait would suit short kernels,
+but a linear behind one would then become resident while the linear in front still runs: its programs crowd where the
+GPU is free first, and the fullest multiprocessor sets the time (on an H100 5 % to 19 % of a step at 8 to 32 rows).
 
-ORDINARY, EARLY, LATE, ALONE = 0, 1, 2, 3
-"""Modes of a kernel. EARLY: its own dependents may be launched at once; LATE: when its wait is over. In both cases that
-takes place when all of its programs are resident, so that dependents only take room that it has no use for.
+ALONE: launched ordinarily, and its own dependents as above. For a linear behind a kernel that fills the GPU itself,
+where crowding would be the same."""
 
-EARLY suits kernels that are short and small (a norm: a row to a program, few registers, next to no shared memory):
-a linear behind them becomes resident while the kernel in front of them runs, and fetches weights meanwhile. LATE suits
-those that fill the GPU themselves: behind an EARLY linear a whole layer could pile up, each kernel fetching weights
-that are read much later and holding shared memory meanwhile.
-
-ALONE: launched ordinarily, and its own dependents as behind LATE. For kernels whose programs fit several to an SM and
-all have as much to do: launched early they crowd where the kernel in front has ended first, and the fullest SM sets the
-time. On an H100 `linear_matrix` took 5 % (32 rows, bfloat16) to 19 % (8 rows, FP8) longer per step that way."""
-
-MODES: Mapping[str, int] = MappingProxyType(
+IN_CHAINS = frozenset(
     {
-        **dict.fromkeys(("add_norm", "qk_norm_rope_write", "combine_splits"), EARLY),
-        **dict.fromkeys(("quantize_rows", "quantize_parts"), EARLY),
-        **dict.fromkeys(("scan", "choose", "collect", "draw_filtered"), EARLY),
-        **dict.fromkeys(("linear_vector", "split_decode", "paged_prefill"), LATE),
-        "linear_matrix": ALONE,
+        *("add_norm", "qk_norm_rope_write", "quantize_rows", "quantize_parts", "linear_vector", "linear_matrix"),
+        *("split_decode", "combine_splits", "paged_prefill", "scan", "choose", "collect", "draw_filtered"),
     }
 )
-"""By the name of a kernel's function; all others are ORDINARY, `embed_norm` on purpose."""
+"""Functions of kernels that take turns; all others are ORDINARY, `embed_norm` on purpose."""
 
 FIRST_ARCHITECTURE = 90
 
@@ -61,6 +52,8 @@ def launches_dependents(target: str) -> bool:
     return int(target.removeprefix("sm")) >= FIRST_ARCHITECTURE
 
 
-def mode_of(function: str, target: str) -> int:
-    """The mode of a kernel by the name of its function."""
-    return MODES.get(function, ORDINARY) if launches_dependents(target) else ORDINARY
+def mode_of(function: str, target: str, *, crowds: bool = False) -> int:
+    """The mode of a kernel by the name of its function; `crowds`: it lies behind a kernel that fills the GPU."""
+    if function not in IN_CHAINS or not launches_dependents(target):
+        return ORDINARY
+    return ALONE if crowds else IN_TURN

@@ -8,37 +8,30 @@ number itself, so rows of one bucket are summed alike.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
 BUCKETS = (1, 8, 16, 32, 64, 128)
 """Rows of a launch, rounded up; more than the last are blocks of the last."""
-AHEAD_BYTES = {"sm90": 8 << 20}
-"""By target: bytes of weights that a launch asks for while it waits for the kernel in front, 0 for others. Memory gives
-8 MiB in about 3 us, which is what a norm and the way to the next launch take; L2 holds 50 MB. Not measured yet."""
-LINE = 128
 PROGRAMS = 264
 """Programs that fill a large GPU: two for each of 132 SMs."""
 
 Key = tuple[str, int, int, str, bool, int]
 """(target, n, k, kind, geglu, bucket); kind is "w16", "w8" or "w8x8"."""
 # (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll). Bucket 1 is "vector",
-# the others "matrix"; from 64 rows on, weights are read more than once and not evicted first. 27B on an H100,
-# 2026-11-21.
+# the others "matrix". 27B on an H100, 2026-11-21.
 _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
     (5376, 21504, "w16", False): (
         (1, 4, 1024, 1, 1, 4, 1, 1),
         (8, 32, 128, 8, 2, 4, 4, 1),
         (16, 32, 128, 16, 2, 4, 4, 1),
-        (32, 32, 128, 32, 2, 4, 4, 1),
-        (64, 64, 128, 64, 1, 4, 4, 1),
+        (32, 64, 128, 32, 3, 4, 3, 1),
+        (64, 64, 128, 64, 3, 8, 3, 1),
     ),
     (21504, 5376, "w16", True): (
         (1, 1, 1024, 1, 1, 4, 1, 2),
         (8, 32, 128, 8, 1, 4, 4, 1),
         (16, 32, 128, 16, 1, 4, 4, 1),
-        (32, 32, 128, 32, 1, 4, 4, 1),
+        (32, 64, 128, 32, 1, 4, 4, 1),
         (64, 64, 128, 64, 1, 4, 4, 1),
     ),
     (262208, 5376, "w16", False): (
@@ -53,66 +46,66 @@ _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
         (8, 64, 128, 8, 1, 4, 4, 1),
         (16, 64, 128, 16, 1, 4, 4, 1),
         (32, 64, 128, 32, 1, 4, 4, 1),
-        (64, 64, 128, 64, 1, 4, 4, 1),
+        (64, 64, 128, 64, 3, 8, 3, 1),
     ),
     (8192, 5376, "w16", False): (
         (1, 2, 1024, 1, 1, 4, 1, 2),
         (8, 32, 128, 8, 1, 4, 4, 1),
         (16, 64, 128, 16, 1, 4, 4, 1),
-        (32, 64, 128, 32, 1, 4, 4, 1),
-        (64, 64, 128, 64, 1, 4, 4, 1),
+        (32, 64, 128, 32, 1, 4, 6, 1),
+        (64, 64, 128, 64, 1, 4, 6, 1),
     ),
     (5376, 21504, "w8", False): (
         (1, 2, 2048, 1, 1, 4, 1, 2),
-        (8, 32, 256, 8, 2, 4, 4, 1),
+        (8, 64, 256, 8, 3, 4, 3, 1),
         (16, 32, 256, 16, 2, 4, 4, 1),
         (32, 32, 256, 32, 2, 4, 4, 1),
         (64, 64, 256, 64, 1, 4, 4, 1),
     ),
     (21504, 5376, "w8", True): (
         (1, 1, 2048, 1, 1, 4, 1, 2),
-        (8, 32, 256, 8, 1, 4, 4, 1),
+        (8, 64, 256, 8, 1, 4, 2, 1),
         (16, 32, 128, 16, 1, 2, 4, 1),
         (32, 32, 128, 32, 1, 2, 4, 1),
         (64, 64, 128, 64, 1, 4, 4, 1),
     ),
     (5376, 4096, "w8", False): (
         (1, 2, 2048, 1, 1, 4, 1, 2),
-        (8, 64, 128, 8, 4, 4, 4, 1),
+        (8, 32, 256, 8, 1, 2, 4, 1),
         (16, 32, 256, 16, 2, 4, 4, 1),
         (32, 64, 128, 32, 4, 4, 4, 1),
         (64, 64, 256, 64, 1, 4, 4, 1),
     ),
     (8192, 5376, "w8", False): (
         (1, 2, 2048, 1, 1, 4, 1, 2),
-        (8, 32, 256, 8, 1, 4, 4, 1),
+        (8, 32, 256, 8, 1, 2, 5, 1),
         (16, 32, 256, 16, 1, 4, 4, 1),
         (32, 64, 128, 32, 1, 4, 4, 1),
         (64, 64, 256, 64, 1, 4, 4, 1),
     ),
     (5376, 21504, "w8x8", False): (
         (16, 64, 256, 16, 4, 4, 3, 1),
-        (32, 64, 256, 32, 4, 4, 3, 1),
-        (64, 64, 128, 64, 4, 4, 4, 1),
-        (128, 64, 128, 128, 1, 4, 4, 1),
+        (32, 64, 256, 32, 3, 4, 3, 1),
+        (64, 64, 256, 64, 3, 8, 3, 1),
+        (128, 64, 128, 128, 3, 8, 4, 1),
     ),
     (21504, 5376, "w8x8", True): (
         (16, 64, 256, 16, 1, 4, 3, 1),
-        (32, 128, 128, 32, 1, 8, 3, 1),
-        (64, 64, 128, 64, 1, 4, 4, 1),
-        (128, 64, 128, 128, 1, 8, 4, 1),
+        (32, 64, 128, 32, 1, 4, 3, 1),
+        (64, 64, 128, 64, 1, 4, 3, 1),
+        (128, 64, 256, 128, 1, 8, 3, 1),
     ),
     (5376, 4096, "w8x8", False): (
         (16, 64, 128, 16, 4, 4, 4, 1),
-        (32, 64, 128, 32, 4, 4, 4, 1),
-        (64, 64, 128, 64, 1, 4, 4, 1),
-        (128, 64, 128, 128, 1, 4, 4, 1),
+        (32, 64, 512, 32, 1, 8, 4, 1),
+        (64, 64, 128, 64, 3, 8, 4, 1),
+        (128, 64, 128, 128, 3, 8, 4, 1),
     ),
     (8192, 5376, "w8x8", False): (
         (16, 64, 256, 16, 3, 4, 3, 1),
-        (32, 64, 256, 32, 3, 4, 3, 1),
-        (64, 64, 256, 64, 1, 4, 3, 1),
-        (128, 64, 128, 128, 1, 4, 4, 1),
+        (32, 64, 128, 32, 1, 4, 8, 1),
+        (64, 64, 128, 64, 1, 4, 8, 1),
+        (128, 64, 128, 128, 1, 4, 8, 1),
     ),
 }
 
@@ -132,7 +125,6 @@ def _measured(
                 num_warps,
                 num_stages,
                 unroll,
-                evict_first=bucket < 64,
             )
     return found
 
@@ -152,18 +144,7 @@ def key_of(target: str, shape: LinearShape, tokens: int) -> Key:
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
     """The measured configuration, or one by rule."""
-    config = MEASURED.get(key_of(target, shape, tokens)) or by_rule(shape, bucket_of(tokens))
-    return replace(config, ahead=ahead_of(shape, config, AHEAD_BYTES.get(target, 0)))
-
-
-def ahead_of(shape: LinearShape, config: LinearConfig, budget: int) -> int:
-    """`LinearConfig.ahead` for about `budget` bytes of all programs that are resident at once: whole lines of L2, no
-    more than a program reads of a row, 0 where a line of each row would be too much."""
-    programs = min(config.blocks(shape) * config.splits, config.resident(shape))
-    rows = config.block_n * (2 if shape.geglu else 1) * programs
-    part = -(-shape.k // config.block_k // config.splits) * config.block_k
-    ahead: int = min(round(budget / rows / LINE) * LINE, min(part, shape.k) * shape.weight_bytes_each)
-    return ahead
+    return MEASURED.get(key_of(target, shape, tokens)) or by_rule(shape, bucket_of(tokens))
 
 
 def by_rule(shape: LinearShape, bucket: int) -> LinearConfig:

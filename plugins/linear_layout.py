@@ -14,7 +14,6 @@ from wicore_trt.plugins.layout import Launch
 
 VECTOR, MATRIX = "vector", "matrix"
 MAX_SPLITS = 16
-MULTIPROCESSORS, SM_SHARED, SM_WARPS = 132, 228 << 10, 32  # of an H100; warps of 64 registers a thread
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 
 
@@ -64,8 +63,7 @@ class LinearConfig:
     "vector" takes one row of x without matrix units; `unroll` and `num_stages` say how its loads overlap. "matrix"
     takes `columns` rows of x per program and splits k into `splits` parts, summed in order by the part that ends last.
     `block_n` counts outputs: with geglu a program reads twice as many rows of weights. `evict_first` suits weights that
-    one launch reads once, that is, few rows. `ahead`: bytes of each of its rows of weights that a program asks for
-    before it waits for the kernel in front (`plugins.dependent`, sm90 on).
+    one launch reads once, that is, few rows.
     """
 
     kind: Literal["vector", "matrix"]
@@ -77,12 +75,11 @@ class LinearConfig:
     num_stages: int = 1
     unroll: int = 1
     evict_first: bool = True
-    ahead: int = 0
 
     def __post_init__(self) -> None:
         for size in (self.block_n, self.block_k, self.columns, self.num_warps):
             assert size > 0 and size & (size - 1) == 0, f"{size} is no power of two"
-        assert 1 <= self.splits <= MAX_SPLITS and self.ahead >= 0 and self.ahead % 16 == 0
+        assert 1 <= self.splits <= MAX_SPLITS
         if self.kind == VECTOR:
             assert self.columns == 1 and self.splits == 1
         else:
@@ -92,21 +89,7 @@ class LinearConfig:
         """Short and unique."""
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += f"c{self.columns}s{self.splits}" if self.kind == MATRIX else f"u{self.unroll}"
-        return (
-            text
-            + f"w{self.num_warps}p{self.num_stages}"
-            + ("" if self.evict_first else "n")
-            + (f"a{self.ahead}" if self.ahead else "")
-        )
-
-    def resident(self, shape: LinearShape) -> int:
-        """Programs that an H100 holds at once, as good as arithmetic tells: all stages lie in shared memory."""
-        each = SM_WARPS // self.num_warps
-        if self.kind == MATRIX:
-            weights = (2 if shape.geglu else 1) * self.block_n * shape.weight_bytes_each
-            stage = self.block_k * (weights + self.columns * (1 if shape.fp8_input else 2))
-            each = min(each, SM_SHARED // (self.num_stages * stage + 1024))
-        return max(1, each) * MULTIPROCESSORS
+        return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
     def tiles(self, shape: LinearShape, tokens: int) -> int:
         return self.blocks(shape) * -(-tokens // self.columns)

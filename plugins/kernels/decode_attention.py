@@ -163,16 +163,25 @@ def split_decode(
     over all keys (from `combine_splits` where that adds up). SWAP: keys, not queries, are the rows of the products.
     Grid: (KV_HEADS // HEADS, n_splits, S).
     """
-    take_turn(DEPENDENT)
     GROUPS: tl.constexpr = KV_HEADS // HEADS
     LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
     TOKEN: tl.constexpr = KV_HEADS * D
     group, z, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(kv_lengths + s)
     low, begin, blocks, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K, LEAST)
+    i = tl.arange(0, BLOCK_K)
+    pool += group * (HEADS * D)
+    table = tables + s * table_length
+    reach = tl.minimum(length, table_length * PAGE_TOKENS)
+    first = z * blocks // used
+    # A block's pages are loaded one block ahead: Triton prefetches what follows from a load half as deep.
+    n = begin + first * BLOCK_K + i
+    end = tl.where(z < used, reach, 0)
+    page = tl.load(table + n // PAGE_TOKENS, (n >= low) & (n < end), -1)
+    take_turn(DEPENDENT)
     if z >= used:
         return
-    r, c, i = tl.arange(0, ROWS), tl.arange(0, HEADS * D), tl.arange(0, BLOCK_K)
+    r, c = tl.arange(0, ROWS), tl.arange(0, HEADS * D)
     AXIS: tl.constexpr = 0 if SWAP else 1  # along keys and columns; queries lie along the other
     row, column = tl.expand_dims(r, AXIS), tl.expand_dims(c, 1 - AXIS)
     own = (column // D == row // REPEAT) & (row < LIVE)
@@ -186,18 +195,11 @@ def split_decode(
         query, scale = half, scale * (unit * factor)
     else:
         scale = tl.zeros([ROWS], tl.float32) + unit
-    pool += group * (HEADS * D)
-    table = tables + s * table_length
     heads = s * (KV_HEADS * REPEAT) + group * LIVE  # rows of `stats` and the like before the first head
 
     acc = tl.zeros([HEADS * D, ROWS] if SWAP else [ROWS, HEADS * D], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    reach = tl.minimum(length, table_length * PAGE_TOKENS)
-    first = z * blocks // used
-    # A block's pages are loaded one block ahead: Triton prefetches what follows from a load half as deep.
-    n = begin + first * BLOCK_K + i
-    page = tl.load(table + n // PAGE_TOKENS, (n >= low) & (n < reach), -1)
     for block in range(first, (z + 1) * blocks // used):
         n = begin + block * BLOCK_K + i
         seen = (n >= low) & (n < length)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import num_threads
 
 from wicore_trt.plugins.kernels.e4m3 import decode, magnitude_bits
 from wicore_trt.plugins.kernels.turns import take_turn
@@ -58,47 +57,6 @@ def _load_weights(w, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT_FIRS
     if K % BLOCK_K == 0:
         return tl.load(at, eviction_policy=policy)
     return tl.load(at, mask=(k < K)[None, :], other=0.0, eviction_policy=policy)
-
-
-@triton.jit
-def _ask(at, size, wanted):
-    """Bring `size` bytes from address `at` (multiples of 16) into L2, where `wanted`."""
-    text: tl.constexpr = """
-    {
-    .reg .pred p;
-    setp.ne.s32 p, $3, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, $2;
-    }
-    """
-    tl.inline_asm_elementwise(text, "=r,l,r,r", [at, size, wanted], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _fetch_ahead(
-    w,
-    block_n,
-    begin,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    GEGLU: tl.constexpr,
-):
-    """What can be done before it is this kernel's turn: ask for AHEAD bytes of each of the program's rows of weights,
-    from column `begin` on, by one thread a row. Programs behind the first RESIDENT start when there is no more to wait
-    for, and read at once."""
-    THREADS: tl.constexpr = num_threads()
-    SPAN: tl.constexpr = max(BLOCK_N, THREADS)  # with fewer elements threads would share one, and ask twice
-    i = tl.arange(0, SPAN)
-    first = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0) < RESIDENT
-    wanted = ((i < BLOCK_N) & first).to(tl.int32)
-    size = tl.zeros_like(i) + tl.minimum(AHEAD, (K - begin) * (w.dtype.element_ty.primitive_bitwidth // 8))
-    rows = tl.minimum(block_n * BLOCK_N + i, N - 1).to(tl.int64)
-    _ask((w + rows * K + begin).to(tl.int64), size, wanted)
-    if GEGLU:
-        _ask((w + (rows + N) * K + begin).to(tl.int64), size, wanted)
 
 
 @triton.jit
@@ -145,8 +103,6 @@ def linear_vector(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
-    AHEAD: tl.constexpr,
-    RESIDENT: tl.constexpr,
     W8: tl.constexpr,
     GEGLU: tl.constexpr,
     ARGMAX: tl.constexpr,
@@ -160,8 +116,6 @@ def linear_vector(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(rows, N - 1)  # of the last program: it reads a row twice rather than mask every load
-    if DEPENDENT and AHEAD:
-        _fetch_ahead(w, tl.program_id(0), 0, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
     take_turn(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -231,8 +185,6 @@ def linear_matrix(
     SPLITS: tl.constexpr,
     EXACT_EVERY: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
-    AHEAD: tl.constexpr,
-    RESIDENT: tl.constexpr,
     W8: tl.constexpr,
     X8: tl.constexpr,
     GEGLU: tl.constexpr,
@@ -260,8 +212,6 @@ def linear_matrix(
     acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     acc_up = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     begin = tl.program_id(1) * PART
-    if DEPENDENT and AHEAD:
-        _fetch_ahead(w, block_n, begin, N, K, BLOCK_N, AHEAD, RESIDENT, GEGLU)
     take_turn(DEPENDENT)
     for start in range(begin, tl.minimum(begin + PART, K), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.plugins import dependent
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.linear import linear_matrix, linear_vector
 from wicore_trt.plugins.kernels.linear_quantize import quantize_parts, quantize_rows
@@ -34,14 +33,12 @@ POINTERS = {
 def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> KernelSpec:
     """The kernel of `shape` by `config` for `target` ("sm80", ...).
 
-    Raises ConfigError for E4M3 inputs on a target whose matrix units do not take them, and for `ahead` before sm90.
+    Raises ConfigError for E4M3 inputs on a target whose matrix units do not take them.
     """
     check_config(shape, config)
     native = int(target.removeprefix("sm")) >= 89
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
-    if config.ahead and int(target.removeprefix("sm")) < 90:
-        raise ConfigError(f"{target} has no programmatic dependent launch.", fix="Use a configuration with ahead = 0.")
     e4m3 = "fp8e4nv" if native else "u8"
     x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights == "fp8"
     types = {
@@ -58,8 +55,6 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "EVICT_FIRST": config.evict_first,
-        "AHEAD": config.ahead,
-        "RESIDENT": config.resident(shape),
         "W8": fp8,
         "GEGLU": shape.geglu,
         "ARGMAX": shape.argmax,
@@ -82,7 +77,6 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         aligned,
         config.num_warps,
         config.num_stages,
-        dependent.mode_of(function.__name__, target) if config.ahead else dependent.ORDINARY,
     )
 
 

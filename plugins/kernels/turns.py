@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wicore_trt.plugins import dependent
-
-EARLY, LATE = tl.constexpr(dependent.EARLY), tl.constexpr(dependent.LATE)
-
 
 @triton.jit
 def take_turn(DEPENDENT: tl.constexpr):
@@ -22,9 +18,6 @@ def take_turn(DEPENDENT: tl.constexpr):
 
     Launched ordinarily (ALONE) a kernel waits for nothing here: the one in front has ended. ORDINARY: nothing at all.
     """
-    if DEPENDENT == EARLY:
-        gdc_launch_dependents()
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT >= LATE:
         gdc_launch_dependents()

@@ -16,7 +16,7 @@ from ptx import recorded_ptx  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402
-from wicore_trt.plugins.dependent import ALONE, LATE, MODES, ORDINARY, mode_of  # noqa: E402
+from wicore_trt.plugins.dependent import ALONE, IN_CHAINS, IN_TURN, ORDINARY, mode_of  # noqa: E402
 from wicore_trt.plugins.kernels import step_specs  # noqa: E402
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec  # noqa: E402
@@ -27,8 +27,8 @@ from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: 
 POOL = PoolShape(2, 16, 2, 64, "fp8")
 WIDE = LinearShape(4096, 512, "bfloat16", "fp8", "bfloat16", geglu=True)
 PLAIN = LinearShape(70, 208, "bfloat16", "bfloat16", "float32")
-VECTOR = LinearConfig("vector", 2, 128, unroll=2, ahead=256)
-MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3, ahead=128)
+VECTOR = LinearConfig("vector", 2, 128, unroll=2)
+MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3)
 SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
 SAMPLING = vars(step_specs.sample_specs(4096, "sm90", sampled=True, candidates=16)).values()
 SPECS: list[KernelSpec] = [
@@ -43,14 +43,13 @@ SPECS: list[KernelSpec] = [
     prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4)),
     quantize_rows_spec(512, "bfloat16", native=True),
     quantize_parts_spec(4096, "bfloat16", native=True),
-    *(spec for spec in SAMPLING if spec and spec.function.__name__ in MODES),
+    *(spec for spec in SAMPLING if spec and spec.function.__name__ in IN_CHAINS),
 ]
 EARLY_READS = {
-    "linear_vector": {"w"},
-    "linear_matrix": {"w"},
+    "split_decode": {"kv_lengths", "tables"},
     "add_norm": {"post_weight", "next_weight"},
 }
-"""By function the arrays that no kernel writes, which it may read before its wait."""
+"""By function the arrays that no kernel of a chain writes, which it may read before its wait."""
 
 ACCESS = re.compile(r"^(?:@!?%p\d+\s+)?(ld|st|atom|red|cp|prefetch\w*|discard|applypriority|multimem)\.(\S*)")
 SASS_ACCESS = re.compile(r"\b(LDG|LDGSTS|STG|LD\.|ST\.|ATOM|ATOMG|RED|REDG|UBLK|UTMA|CCTL)")
@@ -105,21 +104,25 @@ def test_nothing_of_other_kernels_is_touched_before_the_wait(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kernel, ptx = built(in_turn(spec), "sm90", monkeypatch)
-    assert kernel.dependent == (spec.function.__name__ != "linear_matrix"), "what is ALONE is launched ordinarily"
+    assert kernel.dependent
     early = accesses_before_wait(ptx, kernel.arguments)
     allowed = EARLY_READS.get(spec.function.__name__, set())
     for access in early:
         assert access.arrays and access.arrays <= allowed, access
-        assert re.search(r"\b(?:ld\.global|cp\.async\.bulk\.prefetch\.L2)", access.text), f"{access} is no read"
-    fetches = [a for a in early if "prefetch" in a.text]
-    assert bool(fetches) == bool(spec.constants.get("AHEAD")), "weights are asked for while the kernel waits"
+        assert re.search(r"\bld\.global", access.text), f"{access} is no read"
     assert ptx.count("griddepcontrol.launch_dependents;") == 1
-    late = ptx.index("griddepcontrol.launch_dependents;") > ptx.index("griddepcontrol.wait;")
-    assert late == (mode_of(spec.function.__name__, "sm90") in (LATE, ALONE))
-    sass_waits_first(kernel.cubin, tmp_path, len(early) - len(fetches), len(fetches))
+    assert ptx.index("griddepcontrol.launch_dependents;") > ptx.index("griddepcontrol.wait;")
+    sass_waits_first(kernel.cubin, tmp_path, len(early))
 
 
-def sass_waits_first(cubin: bytes, folder: Path, loads: int, fetches: int) -> None:
+def test_behind_a_kernel_that_fills_the_gpu_a_linear_is_launched_ordinarily(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = linear_spec(PLAIN, SPLIT, "sm90")
+    mode = mode_of(spec.function.__name__, "sm90", crowds=True)
+    kernel, ptx = built(replace(spec, dependent=mode), "sm90", monkeypatch)
+    assert mode == ALONE and not kernel.dependent and "griddepcontrol.launch_dependents;" in ptx
+
+
+def sass_waits_first(cubin: bytes, folder: Path, loads: int) -> None:
     """The assembler has moved nothing before the wait, and no jump leads past it."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     if not tool.exists():
@@ -131,7 +134,7 @@ def sass_waits_first(cubin: bytes, folder: Path, loads: int, fetches: int) -> No
     assert code.count("ACQBULK") == 1 and code.count("PREEXIT") == 1
     before = code[: code.index("ACQBULK")]
     seen = SASS_ACCESS.findall(before)
-    assert len(seen) == seen.count("LDG") + seen.count("UBLK") and seen.count("UBLK") == fetches
+    assert len(seen) == seen.count("LDG")
     assert seen.count("LDG") <= loads  # of masks that are never true there is none
     labels = {*re.findall(r"^(\.L_x_\d+):", before, re.MULTILINE)}
     assert {*re.findall(r"`\((\.L_x_\d+)\)", before)} <= labels and "EXIT" not in before.replace("PREEXIT", "")
@@ -139,14 +142,14 @@ def sass_waits_first(cubin: bytes, folder: Path, loads: int, fetches: int) -> No
 
 
 def test_every_kernel_of_a_chain_was_looked_at() -> None:
-    assert {spec.function.__name__ for spec in SPECS} == {*MODES}
+    assert {spec.function.__name__ for spec in SPECS} == IN_CHAINS
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm89"])
 def test_older_gpus_have_none_of_it(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {mode_of(name, target) for name in MODES} == {ORDINARY}
-    shape, config = LinearShape(64, 64, "float16", "float16", "float16"), replace(VECTOR, ahead=0)
-    for spec in (linear_spec(shape, config, target), SPECS[4]):
+    assert {mode_of(name, target) for name in IN_CHAINS} == {ORDINARY}
+    shape = LinearShape(64, 64, "float16", "float16", "float16")
+    for spec in (linear_spec(shape, VECTOR, target), SPECS[4]):
         kernel, ptx = built(in_turn(spec, target), target, monkeypatch)
         assert "griddepcontrol" not in ptx and not kernel.dependent
     with pytest.raises(AssertionError, match="no dependents"):
@@ -164,4 +167,4 @@ def test_the_embedding_begins_a_chain() -> None:
     spec = step_specs.embed_norm_spec(NormShape(640, "bfloat16"), 4)
     assert mode_of(spec.function.__name__, "sm90") == ORDINARY
     with pytest.raises(AssertionError, match="does not wait"):
-        aot.compile_kernel(replace(spec, dependent=LATE), "sm90")
+        aot.compile_kernel(replace(spec, dependent=IN_TURN), "sm90")

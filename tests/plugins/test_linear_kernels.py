@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted  # noqa: E402
-from ptx import recorded_ptx  # noqa: E402
 
 from wicore_trt.bench.gpu_linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
@@ -124,21 +122,6 @@ def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None
         return
     kernel = aot.compile_kernel(linear_spec(shape, config, target), target)
     assert kernel.shared_bytes <= aot.SHARED_LIMIT[target]
-
-
-def test_dependent_launch_waits_before_it_reads_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = recorded_ptx(monkeypatch)
-    geglu = LinearShape(48, 256, "bfloat16", "fp8", "bfloat16", geglu=True)
-    for shape, config in ((SHAPES["bf16_w8"], SPLIT), (SHAPES["fp16"], VECTOR), (geglu, MATRIX)):
-        texts.clear()
-        config = replace(config, ahead=128)
-        aot.compile_kernel(linear_spec(shape, config, "sm90"), "sm90")
-        before, wait, after = texts[0].partition("griddepcontrol.wait")
-        memory = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.c[ag]|atom)")
-        assert wait and "griddepcontrol.wait" not in after and not memory.search(before) and memory.search(after)
-        assert before.count("cp.async.bulk.prefetch.L2") == texts[0].count("cp.async.bulk.prefetch.L2") > 0
-        with pytest.raises(ConfigError, match="dependent launch"):
-            linear_spec(shape, config, "sm89")
 
 
 def test_checks_see_one_missing_product() -> None:

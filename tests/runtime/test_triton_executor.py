@@ -27,6 +27,8 @@ from wicore_trt.types import SamplingParams  # noqa: E402
 # Per step the new tokens of each sequence: chunks, decoding beside chunks in any order, decoding alone; by the end the
 # window of 5 tokens has left a page of 4 tokens behind.
 MIXED = ([9, 3], [1, 4], [1, 1, 1])
+LARGE = 65
+"""More rows than any crossover of 16-bit weights."""
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.003}
 
 
@@ -53,11 +55,41 @@ def test_prompts_in_chunks_and_decoding(dtype: str) -> None:
 def test_large_steps_go_through_cublas() -> None:
     """And one kernel for all sizes does without. A soft cap on the logits, as Gemma 2 had it."""
     model = small_model(4, final_logit_softcapping=20.0)
-    mine, fixed = executor_of(model), executor_of(model, batch_invariant=True)
-    steps = ([33, 1], [1, 1])  # more rows than any crossover of 16-bit weights
+    mine, fixed = (executor_of(model, batch_invariant=i, max_batch_tokens=LARGE + 1) for i in (False, True))
+    steps = ([LARGE, 1], [1, 1])
     run([Driver(mine, 1), Driver(fixed, 3), Driver(oracle_of(model, "bfloat16"), 2)], steps, 48, 0.02)
     assert any(n.startswith("geglu") for n in mine.model.launcher.launched)
     assert not any(n.startswith("geglu") for n in fixed.model.launcher.launched)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_behind_the_last_attention_large_steps_go_on_with_sampled_rows(dtype: str) -> None:
+    """Whichever they are, none among them; keys and values of the others are written all the same."""
+    layers = 3
+    model, lengths = small_model(random.randrange(1000), num_hidden_layers=layers), [30, LARGE - 30, 1]
+    mine = executor_of(model, dtype, max_batch_tokens=LARGE + 1, kv_pages={"global": 60, "local": 60})
+    drivers = [Driver(mine, 1), Driver(oracle_of(model, dtype, kv_pages={"global": 60, "local": 60}), 2)]
+    sequences = [[d.new_sequence() for _ in lengths] for d in drivers]
+    for sampled in ([False, True, False], [True, False, True], [False] * 3):
+        tokens = [[random.randrange(48) for _ in range(n)] for n in lengths]
+        mine.model.launcher.launched.clear()
+        logits = []
+        for driver, own in zip(drivers, sequences, strict=True):
+            slices = [driver._slice(s, t) for s, t in zip(own, tokens, strict=True)]
+            for piece, wanted in zip(slices, sampled, strict=True):
+                piece.sample = wanted
+            driver.executor.execute(StepBatch(slices))
+            for sequence, new in zip(own, tokens, strict=True):
+                sequence.token_ids += new
+            logits.append(driver.sampler.logits)
+        if any(sampled):
+            assert relative_error(*logits) < TOLERANCE[dtype]
+        assert sum(n.startswith("geglu") for n in mine.model.launcher.launched) == layers - 1
+        # Decoding sees what the step wrote in every layer.
+        work = [[(s, [random.randrange(48)]) for s in own] for own in sequences]
+        for (_, token), (_, other) in zip(*work, strict=True):
+            other[:] = token
+        assert relative_error(*(d.step(w) for d, w in zip(drivers, work, strict=True))) < TOLERANCE[dtype]
 
 
 def dequantized(model: Any) -> dict[str, torch.Tensor]:
@@ -105,14 +137,14 @@ def test_float16_scales_what_would_overflow() -> None:
     tiny = small_model(7, **sizes)
     tensors = {n: t * 900 if "pre_feedforward" in n else t for n, t in tiny.tensors.items()}
     big = type(model)(tiny.hf, tiny.spec, tensors)
-    mine = executor_of(big, "float16")
+    mine = executor_of(big, "float16", max_batch_tokens=LARGE)
     assert max(mine.model.exponents.values()) > 0
-    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [33]), 48, 0.005)
+    run([Driver(mine, 1), Driver(oracle_of(big, "float16"), 2)], ([3], [LARGE]), 48, 0.005)
     tame = small_model(7, rms_norm_eps=1.0)  # next to which the size of what is normed matters
-    mine = executor_of(tame, "float16")
+    mine = executor_of(tame, "float16", max_batch_tokens=LARGE)
     for name in mine.model.exponents:
         mine.model.exponents[name] = 3  # type: ignore[index]
-    run([Driver(mine, 1), Driver(oracle_of(tame, "float16"), 2)], ([1], [33]), 48, 0.005)
+    run([Driver(mine, 1), Driver(oracle_of(tame, "float16"), 2)], ([1], [LARGE]), 48, 0.005)
     with pytest.raises(EngineFormatError, match="bfloat16"):
         executor_of(type(model)(tiny.hf, tiny.spec, {n: t * 1e5 for n, t in tensors.items()}), "float16")
 

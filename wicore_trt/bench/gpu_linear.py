@@ -107,12 +107,6 @@ def check_variants(pool: ProcessPoolExecutor, target: str) -> list[str]:
     fp8 = LinearShape(1000, 1424, "bfloat16", "fp8", "float32", fp8_input=True)
     cases += [(fp8, matrix, 33), (fp8, split, 9), (fp8, wide, 100), (replace(fp8, geglu=True), matrix, 16)]
     cases.append((replace(fp8, geglu=True, out="bfloat16", largest=True), matrix, 35))
-    if target >= "sm90" or len(target) > 4:
-        cases += [
-            (base[1], replace(vector, ahead=512), 1),
-            (replace(base[0], geglu=True), replace(matrix, ahead=256), 9),
-        ]
-        cases.append((base[1], replace(split, ahead=1424), 7))
     return _check(pool, target, cases)
 
 

@@ -33,7 +33,6 @@ from wicore_trt.model import triton_products, triton_table
 from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
-from wicore_trt.plugins import linear_configs
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.torch_executor import ExecutorSettings
 from wicore_trt.runtime.triton_device import open_device
@@ -58,7 +57,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--crossover", type=int, help="most rows of a product by Triton's kernels of 16-bit rows")
     parser.add_argument("--crossover8", type=int, help="most rows of a product by Triton's kernels of E4M3 rows")
-    parser.add_argument("--ahead", type=int, help="bytes of weights that a linear asks for while it waits; 0: none")
     parser.add_argument("--replays", type=int, default=20, help="decode steps to compare with ordered launches")
     parser.add_argument("--ordered", help="regular expressions, with commas: kernels to launch one by one, by name")
     parser.add_argument("--float32-results", type=int, help="most rows for which cuBLAS writes float32 results")
@@ -136,8 +134,6 @@ class Measurement:
             triton_products.FAST_SUMS = args.fast_sums
         triton_table.CROSSOVER[device.target] = measured
         say(f"crossovers {measured}")
-        if args.ahead is not None:
-            linear_configs.AHEAD_BYTES[device.target] = args.ahead
         copies = copy_rate()
         say(f"copy bandwidth {copies / 1e12:.2f} TB/s (read and write), sum() {sum_rate() / 1e12:.2f} TB/s")
         torch.cuda.empty_cache()

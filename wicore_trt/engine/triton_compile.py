@@ -16,7 +16,6 @@ from wicore_trt.engine.triton_index import Row
 from wicore_trt.engine.triton_plan import plan_kernels
 from wicore_trt.model import triton_table
 from wicore_trt.model.triton_table import EngineShape, Entry, KernelTable, config_of
-from wicore_trt.plugins import linear_configs
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 
 KERNELS_PER_WORKER = 4
@@ -44,7 +43,7 @@ def compile_plan(
         for name in names:
             done(_compile(shape, target, name))
     else:
-        context, given = get_context("spawn"), (dict(triton_table.CROSSOVER), dict(linear_configs.AHEAD_BYTES))
+        context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
         with ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given) as pool:
             for future in as_completed([pool.submit(_compile, shape, target, name) for name in names]):
                 done(future.result())
@@ -57,10 +56,9 @@ def compiled_table(shape: EngineShape, target: str, workers: int | None = None) 
     return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
 
 
-def _adopt(crossover: dict[str, dict[str, int]], ahead: dict[str, int]) -> None:
+def _adopt(crossover: dict[str, dict[str, int]]) -> None:
     """In a worker: what the parent measured, or was told, on which its plan depends."""
     triton_table.CROSSOVER.update(crossover)
-    linear_configs.AHEAD_BYTES.update(ahead)
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,7 @@ from wicore_trt.model.spec import GROUPS
 from wicore_trt.model.triton_table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, R16, SAMPLED, X8, EngineShape
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
-from wicore_trt.plugins.dependent import mode_of
+from wicore_trt.plugins.dependent import ALONE, mode_of
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
@@ -31,6 +31,7 @@ from wicore_trt.plugins.kernels.step_specs import (
     sample_specs,
 )
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
+from wicore_trt.plugins.linear_layout import MATRIX
 
 INVARIANT_LINEAR_BUCKET = 64
 """The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
@@ -52,12 +53,15 @@ def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
     planned += _sampling(shape, target)
-    return [replace(p, spec=_in_turn(p.spec, target)) for p in planned]
+    return [replace(p, spec=_in_turn(p, target)) for p in planned]
 
 
-def _in_turn(spec: KernelSpec, target: str) -> KernelSpec:
-    """`spec` as part of a step, where kernels wait for each other instead of the GPU for them."""
-    return replace(spec, dependent=mode_of(spec.function.__name__, target))
+def _in_turn(planned: Planned, target: str) -> KernelSpec:
+    """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
+    spec, role = planned.spec, planned.role.removesuffix(INVARIANT)
+    crowds = role in ("o", "down") and planned.config is not None and planned.config["kind"] == MATRIX
+    mode = mode_of(spec.function.__name__, target, crowds=crowds)
+    return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
 def _sampling(shape: EngineShape, target: str) -> list[Planned]:

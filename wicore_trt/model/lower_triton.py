@@ -9,6 +9,8 @@ weights once (E4M3 weights with 16-bit activations; from some number on, where m
 (E4M3 weights with E4M3 activations), whose results are bfloat16 but in float16 engines without FP8. E4M3 rows have one
 dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
 
+Behind the attention of the last layer a step of many rows goes on with those that are sampled, as one of so few rows.
+
 So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the step crosses such a
 number of rows. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and one attention kernel
 for single tokens and many, whatever the step; then a row's result depends on its own sequence alone. Large steps are
@@ -98,6 +100,8 @@ class StepArrays:
     cu_seqlens: int
     first_positions: int
     tables: Mapping[str, tuple[int, int]]
+    sampled: torch.Tensor | None = None
+    """`sample_rows`, where not every row is sampled."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,12 @@ class TritonOps:
         self._model, self._step, self._probe, self._spec = model, step, probe, model.shape.spec
         self._memory, self._n = model.memory, step.tokens
         self._product = model.product("qkv", step.tokens)
+        self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
 
     def embed(self) -> Value:
         """Nothing yet: the kernel of the norm that follows writes the residual too."""
-        return Value(self._memory.residual[: self._n])
+        return Value(self._residual[: self._n])
 
     def norm(self, residual: Value, weight: str) -> Value:
         model, step, spec = self._model, self._step, self._spec
@@ -226,23 +231,25 @@ class TritonOps:
             slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
             tables = self._tables(group, step.singles, step.chunks)
             self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
+        if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
+            return Value(self._narrowed(out, step.sampled))
         return Value(out)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
-        """Behind the last layer only the sampled rows go on."""
-        model, step, last = self._model, self._step, next_weight == FINAL_NORM
-        rows = step.rows if last else step.tokens
+        """Behind the last layer only the sampled rows go on, if they are not alone already."""
+        model, last = self._model, next_weight == FINAL_NORM
+        rows = self._step.rows if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
         call = add_norm_launch(
-            residual.rows.data_ptr(),
+            self._residual.data_ptr(),
             (x.rows.data_ptr(), 0),
             (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
             _norm_out(out),
             rows,
             self._spec.rms_norm_eps,
-            gathered=step.sample_rows if last else 0,
+            gathered=self._gather if last else 0,
         )
-        model.launch(model.find(self._role("final_norm" if last else "add_norm"), step.tokens), call)
+        model.launch(model.find(self._role("final_norm" if last else "add_norm"), self._n), call)
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
@@ -288,6 +295,15 @@ class TritonOps:
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])
+
+    def _narrowed(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
+        memory, tokens, rows = self._memory, self._n, self._step.rows
+        torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
+        torch.index_select(attended, 0, sampled, out=memory.q[:rows])
+        self._residual, self._gather, self._n = memory.sampled_residual, memory.counting.data_ptr(), rows
+        self._product = self._model.product("qkv", rows)
+        return memory.q[:rows]
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         model, spec = self._model, self._spec

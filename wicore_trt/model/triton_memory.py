@@ -46,8 +46,9 @@ class StepLimits:
 class StepMemory:
     """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind products
     with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
-    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `counting`, int32 [tokens + 1]
-    if invariant, says where sequences of one token begin: 0, 1, 2, ..."""
+    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `sampled_residual`
+    [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
+    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are."""
 
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
@@ -68,8 +69,8 @@ class StepMemory:
         self.head_in = empty((limits.rows, spec.hidden_size), dtype)
         self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
         self.results = empty((2, limits.rows), torch.int32)
-        count = tokens + 1 if invariant else 0
-        self.counting = empty((count,), torch.int32).copy_(torch.arange(count, dtype=torch.int32))
+        self.sampled_residual = empty((limits.rows, spec.hidden_size), torch.float32)
+        self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
         self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ is a row of nobody: token -1, position -1, length 0, pages -1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,8 +95,11 @@ class StepBlock:
         arrays["sources"][:] = 0 if unread is None else unread.rows
         self._send(offsets[1])
         self._read(unread, offsets[0])
-        base = self._block.data_ptr()
-        return _arrays(shape, base, offsets[0], {g: (base + 4 * offsets[0][g], shape.pages) for g in self._groups})
+        base, at = self._block.data_ptr(), offsets[0]
+        step = _arrays(shape, base, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
+        if shape.rows < shape.tokens:
+            step = replace(step, sampled=self._block[at["sample_rows"] :][: shape.rows])
+        return step
 
     def upload_padded(self, inputs: StepInputs, rows: int, unread: Unread | None = None) -> None:
         """A step of sequences with one token each, padded to `rows` rows, for the graph of `padded(rows)`."""
