@@ -31,7 +31,7 @@ Table = tuple[tuple[int, Config], ...]
 DEFAULTS: dict[str, Table] = {
     "norm": ((132, Config(16)), (1 << 31, Config(8))),
     "norm_narrow": ((132, Config(4)), (1 << 31, Config(2))),  # up to 1,024 columns
-    "qk_rope": ((32, Config(1, 1)), (1 << 31, Config(4, 4))),
+    "qk_rope": ((16, Config(1, 1)), (128, Config(4, 4)), (1 << 31, Config(4, 8))),
     "scan": ((1 << 31, Config(4, 2048)),),
     "choose": ((1 << 31, Config(8)),),
     "draw": ((1 << 31, Config(16)),),

@@ -5,9 +5,9 @@
 Products of Gemma 3 27B's four linears by cuBLAS: bfloat16 operands with float32 or bfloat16 results; E4M3 operands with
 a scale per row and channel or with one per tensor, whose sums are float32 or the matrix unit's own ("fast"). Each with
 its error against float64, so that a faster choice is seen with its price. Then the kernels beside them (GeGLU, norms,
-quantisation), in several launch shapes; those that quantise are first compared with the oracle's bytes (exit status 1
-where one differs). The figures fill `triton_table.CROSSOVER` ("float32 results"), `triton_products.FAST_SUMS` and the
-launch shapes of `kernels.step_specs`, `geglu` and `linear_specs`.
+rotation, quantisation), in several launch shapes; those that quantise are first compared with the oracle's bytes (exit
+status 1 where one differs). The figures fill `triton_table.CROSSOVER` ("float32 results"),
+`triton_products.FAST_SUMS` and the launch shapes of `kernels.step_specs`, `geglu` and `linear_specs`.
 
 Needs a GPU from sm90 on, torch, triton and cuda-bindings; about 40 s of it. Invariant: products read other weights at
 each launch than at the one before.
@@ -35,12 +35,14 @@ from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import quantize_parts_spec, quantize_rows_spec
-from wicore_trt.plugins.kernels.step_specs import NormShape, add_norm_spec
+from wicore_trt.plugins.kernels.step_specs import Config, NormShape, add_norm_spec, qk_rope_spec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.linear_layout import quantize_launch
-from wicore_trt.plugins.step_layout import NormOut, add_norm_launch
+from wicore_trt.plugins.step_layout import NormOut, QkNorms, RopeTable, StepTokens, add_norm_launch, qk_rope_launch
 
+POOL = PoolShape(1, 32, 16, 128, "bfloat16")
+ROTATIONS = ((1, 1), (4, 4), (4, 8), (4, 16), (8, 16), (4, 32), (8, 32))  # (warps, tokens) of a program
 SHAPES = {"qkv": (8192, 5376), "o": (5376, 4096), "gate_up": (43008, 5376), "down": (5376, 21504)}
 LAYERS, WIDTH, HIDDEN, HEADS = 62, 21504, 5376, 4096
 MATRICES = 3  # of weights, taken in turn: the smallest has 22 MB, an H100's L2 50
@@ -206,6 +208,9 @@ def specs() -> dict[str, tuple[str, KernelSpec]]:
     for x in ("float32", "bfloat16"):
         add(f"add_norm {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16"), 8, x_dtype=x), 4, 8, 16)
         add(f"add_norm8 {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16", True, True), 8, x_dtype=x), 4, 8, 16)
+    for x in ("float32", "bfloat16"):
+        for shape in ROTATIONS:
+            add(f"qk_rope {x}", qk_rope_spec(POOL, HEADS // POOL.head_dim, x, "bfloat16", Config(*shape)))
     add("add_norm8 float32, by integers", add_norm_spec(NormShape(HIDDEN, "bfloat16", True), 16, x_dtype="float32"))
     return found
 
@@ -246,6 +251,13 @@ class Arrays:
         self.residual, self.x = (torch.randn(rows, HIDDEN, device="cuda") for _ in range(2))
         self.x16 = self.x.bfloat16()
         self.weights = torch.rand(2, HIDDEN, device="cuda") + 0.5
+        self.qkv = torch.randn(rows, SHAPES["qkv"][0], device="cuda")
+        self.qkv16 = self.qkv.bfloat16()
+        self.angles = torch.rand(2, rows, POOL.head_dim // 2, device="cuda")
+        pages, one = -(-rows // POOL.page_tokens), POOL.strides()["pool_page"]
+        self.pool = torch.empty(pages, one, device="cuda", dtype=torch.bfloat16)
+        self.table, self.positions = (torch.arange(n, device="cuda", dtype=torch.int32) for n in (pages, rows))
+        self.sequences = torch.zeros_like(self.positions)
 
     def call(self, what: str, kernel: CompiledKernel) -> tuple[Launch, int]:
         """(launch, bytes that it reads and writes)."""
@@ -261,6 +273,19 @@ class Arrays:
             source = self.attended if x_type == "o" else self.act
             largest = self.cleared if x_type == "o" else self.largest
             return quantize_launch(constants, source, self.out8, self.scales, largest, rows), source.numel() * 3
+        if kind == "qk_rope":
+            source = self.qkv if x_type == "float32" else self.qkv16
+            launch = qk_rope_launch(
+                constants,
+                source,
+                self.attended,
+                QkNorms(self.weights[0], self.weights[1], EPS),
+                RopeTable(self.angles[0], self.angles[1], rows),
+                Pool(self.pool, POOL, 0),
+                Tables(self.table, 1, len(self.table)),
+                StepTokens(self.positions, self.sequences, rows),
+            )
+            return launch, source.nbytes + source.numel() * 2
         x = self.x if x_type == "float32" else self.x16
         to = NormOut(self.out8, self.scales) if kind == "add_norm8" else NormOut(self.out16)
         launch = add_norm_launch(self.residual, (x, 0), (self.weights[0], self.weights[1]), to, rows, EPS)
@@ -270,7 +295,7 @@ class Arrays:
 def time_kernels(kernels: dict[str, CompiledKernel], rows: list[int]) -> list[dict[str, Any]]:
     """Microseconds of each launch in a graph of its own, whose data may lie in L2 for few rows."""
     found = []
-    for n in sorted({*SMALL_ROWS, *rows[:2]}):
+    for n in sorted({*SMALL_ROWS, rows[0], rows[-1]}):
         arrays = Arrays(n)
         for name, kernel in kernels.items():
             what = specs()[name][0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,5 +172,5 @@ def _pages(inputs: StepInputs) -> int:
 
 
 def _arrays(shape: Shape, base: int, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> StepArrays:
-    at = {name: base + 4 * offset for name, offset in offsets.items() if name not in {*tables, "sources"}}
+    at: dict[str, Any] = {n: base + 4 * offset for n, offset in offsets.items() if n not in {*tables, "sources"}}
     return StepArrays(shape.tokens, shape.rows, shape.singles, shape.chunks, **at, tables=tables)
