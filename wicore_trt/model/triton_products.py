@@ -20,7 +20,7 @@ about 4e-2; `bench.gpu_prefill` prints it beside the time, a seventh less for pr
 SLICE_ROWS = {"float": 2048, "scaled": 4096}
 """Rows that one product takes. On an H100 more of them take longer each: 62 layers of 27B 69.4 ms per 1,024 rows when
 2,048 are multiplied at once and 75.4 with 8,192 (bfloat16), 35.5 with 4,096 and 39.1 with 8,192 (E4M3); by
-`bench.gpu_prefill`."""
+`bench.gpu_prefill`, in short runs. A prefill of seconds is bound by power, and then they take the same."""
 
 
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
