@@ -49,10 +49,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1, DecodeConfig(1, 64, 16, fused=False)),  # 10.3 us where 8 splits take 9.9, and twice as good far beyond 1K
         (4, DecodeConfig(1, 64, 8, fused=False)),
         (6, DecodeConfig(1, 64, 2, fused=False)),
-        (
-            8,
-            DecodeConfig(1, 64, 8, num_warps=8, least=32),
-        ),  # up to 2K keys as with one split: 27.9 us, two took 28.4 and 2.7 after
+        # Up to 2K keys as with one split: 29.3 us, and two take as long with their sum.
+        (8, DecodeConfig(1, 64, 8, num_warps=8, least=32)),
         (32, DecodeConfig(1, 64, 1, num_stages=2)),
         (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
@@ -84,7 +82,8 @@ def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> Decode
     """For `rows` sequences at most of `heads` query heads."""
     found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
-        return next((config for most, config in found if rows <= most), found[-1][1])
+        chosen = next((config for most, config in found if rows <= most), found[-1][1])
+        return chosen if pool.kv_heads % chosen.heads == 0 else replace(chosen, heads=1)
     # Keys and values of a block in one stage: 32 KiB, so that two programs of three stages fit on a multiprocessor.
     stage = 16384 if target in SMALL_SHARED else 32768
     block_k = stage // (2 * pool.head_dim * ITEM_BYTES[pool.dtype])

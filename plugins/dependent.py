@@ -6,7 +6,7 @@ nor CUDA. Invariants, of every kernel launched so:
 1. Every program waits (griddepcontrol.wait) before it reads anything that a kernel writes, and before its first write.
    Only what was written in front of the chain may be read before: weights, their scales and norm weights, and the
    step's geometry (lengths, page tables), whose upload the chain's first kernel follows.
-2. The wait is unconditional and comes first in the program: no early return lies before it.
+2. The wait is unconditional: nothing can skip it, so no early return lies before it.
 
 Then a chain of such kernels is ordered as if each began after the one in front had ended. The wait returns when the
 kernel in front has ended and its writes are visible. That kernel has ended only if all of its programs did, which

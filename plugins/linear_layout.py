@@ -51,10 +51,6 @@ class LinearShape:
         """Bytes of weights and their scales, which every launch reads."""
         return self.weight_rows * (self.k + 4 if self.weights == "fp8" else 2 * self.k)
 
-    @property
-    def weight_bytes_each(self) -> int:
-        return 1 if self.weights == "fp8" else 2
-
 
 @dataclass(frozen=True)
 class LinearConfig:

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def take_turn(DEPENDENT: tl.constexpr):
-    """Wait for the kernel in front. Only what no kernel writes may be read before, and nothing may be written.
+    """Wait for the kernel in front. Only what no kernel of the chain writes may be read before, nothing written.
 
     Launched ordinarily (ALONE) a kernel waits for nothing here: the one in front has ended. ORDINARY: nothing at all.
     """

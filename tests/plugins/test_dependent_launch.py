@@ -13,6 +13,9 @@ triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from ptx import recorded_ptx  # noqa: E402
 
+from wicore_trt.engine.triton_plan import plan_kernels  # noqa: E402
+from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
+from wicore_trt.model.triton_table import EngineShape  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402
@@ -120,6 +123,15 @@ def test_behind_a_kernel_that_fills_the_gpu_a_linear_is_launched_ordinarily(monk
     mode = mode_of(spec.function.__name__, "sm90", crowds=True)
     kernel, ptx = built(replace(spec, dependent=mode), "sm90", monkeypatch)
     assert mode == ALONE and not kernel.dependent and "griddepcontrol.launch_dependents;" in ptx
+
+
+def test_the_plan_knows_which_linears_lie_behind_such_a_kernel() -> None:
+    """o and down, but not where E4M3 rows are quantised in front of them, and not those of one row."""
+    planned = plan_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", True, "bfloat16", 16), "sm90")
+    alone = {(p.role, (p.config or {})["kind"]) for p in planned if p.spec.dependent == ALONE}
+    assert alone == {(role, "matrix") for role in ("o", "down", "o.invariant", "down.invariant")}
+    assert all(p.spec.name.endswith("_alone") == (p.spec.dependent == ALONE) for p in planned)
+    assert {p.spec.dependent for p in planned if p.role in ("qkv", "gate_up", "o.x8", "down.x8")} == {IN_TURN}
 
 
 def sass_waits_first(cubin: bytes, folder: Path, loads: int) -> None:

@@ -2,7 +2,8 @@
 
 Used by `bench.gpu_step_time`. In a graph of its own a role runs back to back, so the sum over roles says what the step
 takes without the gaps between different kernels; launches do not overlap there. Invariant: a role's graph holds exactly
-the step's launches of it, at the step's addresses (products by cuBLAS are a role too).
+the step's launches of it, at the step's addresses (products by cuBLAS are a role too), and of a large step the two
+gathers of its sampled rows.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ def _linears(shape: EngineShape, target: str) -> list[Planned]:
             planned.append(Planned(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
             if bucket >= most:
                 break
-        chosen = linear_config(target, linear, INVARIANT_LINEAR_BUCKET)
+        # Whole sums, and weights that stay in L2: large steps have several programs for each.
+        chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
         planned.append(Planned(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
     for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
         linear = shape.linear(role, rows8=True)

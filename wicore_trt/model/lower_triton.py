@@ -10,11 +10,11 @@ weights once (E4M3 weights with 16-bit activations; from some number on, where m
 dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
 
 Behind the attention of the last layer a step of many rows goes on with those that are sampled, as one of so few rows.
-
-So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the step crosses such a
-number of rows. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and one attention kernel
-for single tokens and many, whatever the step; then a row's result depends on its own sequence alone. Large steps are
-several times slower, and so is attention of single tokens behind a long context, whose keys are not split.
+So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the number of rows, or of
+sampled ones, crosses such a number. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and
+one attention kernel for single tokens and many, whatever the step; then a row's result depends on its own sequence
+alone. Large steps are several times slower, and so is attention of single tokens behind a long context, whose keys are
+not split.
 
 float16: gate * up may exceed 65,504, so it is scaled by a power of two that the weights prove to be enough
 (`linear_layout.geglu_exponent`), and the product after it is scaled back: exact.
