@@ -168,6 +168,12 @@ class AheadFakeExecutor(FakeExecutor):
 
     def submit(self, batch: StepBatch) -> None:
         assert len(self.queue) + len(self.results) < 2, "a third step in flight"
+        self.queue.append(self.taken(batch))
+        if self.rng.random() < 0.3:
+            self.flush()
+
+    def taken(self, batch: StepBatch) -> StepBatch:
+        """The batch as it is now, whatever becomes of its sequences."""
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
         pieces = [
             replace(
@@ -175,17 +181,15 @@ class AheadFakeExecutor(FakeExecutor):
             )
             for s in batch.slices
         ]  # fmt: skip
-        self.queue.append(StepBatch(pieces, batch.measure_attention))
-        if self.rng.random() < 0.3:
-            self.flush()
+        return StepBatch(pieces, batch.measure_attention)
 
     def flush(self) -> None:
         """Let the device do all it was given."""
         while self.queue:
-            self.results.append(self._next())
+            self.results.append(self.computed(self.queue.pop(0)))
 
-    def _next(self) -> StepResult:
-        batch = self.queue.pop(0)
+    def computed(self, batch: StepBatch) -> StepResult:
+        """Run a step of `taken`; its unread tokens are those of the step before."""
         for piece in batch.slices:
             if piece.token_ids == [UNREAD]:
                 piece.token_ids = [self.sampled.get(piece.seq_id, 0)]  # nothing where the logits were not finite
@@ -195,7 +199,7 @@ class AheadFakeExecutor(FakeExecutor):
         return result
 
     def collect(self) -> StepResult:
-        return self.results.pop(0) if self.results else self._next()
+        return self.results.pop(0) if self.results else self.computed(self.queue.pop(0))
 
     def leads(self, batch: StepBatch) -> bool:
         return self.rng.random() < 0.9

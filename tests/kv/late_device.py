@@ -1,7 +1,6 @@
 """A GPU in threads: steps and page copies are put on streams of a device and happen when it gets to them.
 
-Used in place of `FakeExecutor` by `campaign.Stack`. Pages are tensors, copied by `StreamPageCopier`, half a
-page at a time, so that whoever reads too early sees half of one.
+Used in place of `FakeExecutor` by `campaign.Stack`. Pages are tensors, copied by `StreamPageCopier`.
 """
 
 from __future__ import annotations
@@ -9,62 +8,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from fakes import FakeExecutor
+from fakes import AheadFakeExecutor
+from lanes import Lane
 
-from wicore_trt.runtime.batch import UNREAD, StepBatch, StepResult
+from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.page_copier import StreamPageCopier
 
 DIGEST = 8
 """Bytes of an entry of a page."""
-
-
-class Event:
-    def __init__(self) -> None:
-        self.happened = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.happened.wait(60), "an event that nobody reaches"
-
-
-class Stream:
-    """Work in order: callables, and events to wait for."""
-
-    def __init__(self, lock: Any) -> None:
-        self.queue: list[Any] = []
-        self._lock = lock
-
-    def record(self) -> Event:
-        event = Event()
-        self.put(event.happened.set)
-        return event
-
-    def wait(self, event: Event) -> None:
-        self.put(event)
-
-    def put(self, work: Callable[[], object] | Event) -> None:
-        with self._lock:
-            self.queue.append(work)
-
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            half = len(target) // 2
-            for part in (slice(half), slice(half, None)):
-                self.put(lambda to=target[part], of=source[part]: to.copy_(of))
-
-    def run_one(self) -> bool:
-        """Whether the head of the queue could run."""
-        head = self.queue[0] if self.queue else None
-        if head is None or (isinstance(head, Event) and not head.happened.is_set()):
-            return False
-        self.queue.pop(0)
-        if not isinstance(head, Event):
-            head()
-        return True
 
 
 class Device:
@@ -72,7 +26,7 @@ class Device:
 
     def __init__(self, rng: random.Random) -> None:
         self.lock = threading.RLock()
-        self.streams = tuple(Stream(self.lock) for _ in range(3))
+        self.streams = tuple(Lane(lock=self.lock) for _ in range(3))
         self.open, self._rng, self._odds = True, rng, [1.0] * 3
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -116,59 +70,39 @@ class _Pages:
         return _Page(self._pool[slot])
 
 
-class LateExecutor(FakeExecutor):
-    """An `AheadExecutor` whose steps run on the first stream; `lead`: how often it agrees to run ahead. `led` counts
-    steps whose token ids came from the step before."""
+class LateExecutor(AheadFakeExecutor):
+    """An `AheadExecutor` whose steps run on the first stream."""
 
-    def __init__(self, *sizes: Any, seed: int, lead: float = 0.95) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *sizes: Any, seed: int) -> None:
+        super().__init__(*sizes, seed=seed)
         size = DIGEST * self.layout.page_tokens
         pools = {g: torch.zeros((n, size), dtype=torch.uint8) for g, n in self.layout.num_pages.items()}
         self.memory = {g: _Pages(pool) for g, pool in pools.items()}
-        self.device, self._rng, self._lead = Device(random.Random(seed)), random.Random(seed + 1), lead
+        self.device = Device(random.Random(seed + 1))
         self.copier = StreamPageCopier(pools, self.layout.page_tokens, self.device.streams, self.device)
-        self.led = 0
-        self._sampled: dict[int, int] = {}
-        self._steps: list[tuple[threading.Event, list[StepResult | BaseException]]] = []
+        self._under_way: list[tuple[threading.Event, list[StepResult | BaseException]]] = []
 
     def submit(self, batch: StepBatch) -> None:
-        assert len(self._steps) < 2, "two steps are under way"
-        self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
-        pieces = [
-            replace(p, token_ids=[*p.token_ids], history=[*p.history], pages={g: [*t] for g, t in p.pages.items()})
-            for p in batch.slices
-        ]
-        step, over, result = StepBatch(pieces, batch.measure_attention), threading.Event(), []
+        assert len(self._under_way) < 2, "a third step in flight"
+        step, over, result = self.taken(batch), threading.Event(), []
         self.copier.begin_step(step)
 
         def work() -> None:
             try:
-                for piece in pieces:
-                    if piece.token_ids == [UNREAD]:
-                        piece.token_ids = [self._sampled.get(piece.seq_id, 0)]
-                        piece.history.extend(piece.token_ids)
-                result.append(FakeExecutor.execute(self, step))
-                self._sampled = {token.seq_id: token.token_id for token in result[0].tokens}
+                result.append(self.computed(step))
             except BaseException as error:  # raised where the step is collected
                 result.append(error)
             over.set()
 
         self.device.streams[0].put(work)
-        self._steps.append((over, result))
+        self._under_way.append((over, result))
 
     def collect(self) -> StepResult:
-        over, result = self._steps.pop(0)
+        over, result = self._under_way.pop(0)
         assert over.wait(60), "the device is stuck"
         if isinstance(result[0], BaseException):
             raise result[0]
         return result[0]
-
-    def leads(self, batch: StepBatch) -> bool:
-        return self._rng.random() < self._lead
-
-    def execute(self, batch: StepBatch) -> StepResult:
-        self.submit(batch)
-        return self.collect()
 
     def close(self) -> None:
         self.copier.close()

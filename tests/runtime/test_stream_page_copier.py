@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lanes import Event, Lane
 
 from wicore_trt.kv.disk_files import aligned_buffer
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -17,55 +17,12 @@ from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, ma
 PAGE_TOKENS, SLOTS, BYTES = 4, 3, 64
 
 
-class FakeEvent:
-    def __init__(self) -> None:
-        self.happened = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.happened.wait(20), "an event that nobody reaches"
-
-
-class FakeLane:
-    """Work waits in a queue until the device runs it."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self.queue: list[Any] = []
-        self.device = device
-
-    def record(self) -> FakeEvent:
-        event = FakeEvent()
-        self.queue.append(event.happened.set)
-        return event
-
-    def wait(self, event: FakeEvent) -> None:
-        if self.device.waits:
-            self.queue.append(event)
-
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            assert len(target) == len(source)
-            self.queue.append(lambda target=target, source=source: target.copy_(source))
-
-    def run_one(self) -> bool:
-        """Whether the head of the queue could run."""
-        if not self.queue:
-            return False
-        head = self.queue[0]
-        if isinstance(head, FakeEvent):
-            if not head.happened.is_set():
-                return False
-            head = bool
-        self.queue.pop(0)
-        head()
-        return True
-
-
 class FakeDevice:
     """Three lanes; `waits` False is a copier that forgot its events."""
 
     def __init__(self, rng: random.Random, waits: bool = True) -> None:
-        self.rng, self.waits = rng, waits
-        self.lanes = tuple(FakeLane(self) for _ in range(3))
+        self.rng = rng
+        self.lanes = tuple(Lane(waits=waits) for _ in range(3))
         self.pinned: list[memoryview] = []
 
     def run(self, most: int) -> None:
@@ -196,9 +153,9 @@ def test_steps_wait_for_the_slots_that_they_write_alone() -> None:
     world = World(2)
     world.save(0)
     world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS, 1)]))
-    assert not any(isinstance(entry, FakeEvent) for entry in world.device.lanes[0].queue)
+    assert not any(isinstance(entry, Event) for entry in world.device.lanes[0].queue)
     world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS - 1, 2)]))
-    assert sum(isinstance(entry, FakeEvent) for entry in world.device.lanes[0].queue) == 1
+    assert sum(isinstance(entry, Event) for entry in world.device.lanes[0].queue) == 1
     world.check()
     assert not world.copier._under_way
 

@@ -208,7 +208,6 @@ def specs() -> dict[str, tuple[str, KernelSpec]]:
     for x in ("float32", "bfloat16"):
         add(f"add_norm {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16"), 8, x_dtype=x), 4, 8, 16)
         add(f"add_norm8 {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16", True, True), 8, x_dtype=x), 4, 8, 16)
-    for x in ("float32", "bfloat16"):
         for shape in ROTATIONS:
             add(f"qk_rope {x}", qk_rope_spec(POOL, HEADS // POOL.head_dim, x, "bfloat16", Config(*shape)))
     add("add_norm8 float32, by integers", add_norm_spec(NormShape(HIDDEN, "bfloat16", True), 16, x_dtype="float32"))

@@ -31,7 +31,6 @@ from wicore_trt.plugins.kernels.step_specs import (
     sample_specs,
 )
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
-from wicore_trt.plugins.linear_layout import MATRIX
 
 INVARIANT_LINEAR_BUCKET = 64
 """The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
@@ -58,9 +57,9 @@ def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
 
 def _in_turn(planned: Planned, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
-    spec, role = planned.spec, planned.role.removesuffix(INVARIANT)
-    crowds = role in ("o", "down") and planned.config is not None and planned.config["kind"] == MATRIX
-    mode = mode_of(spec.function.__name__, target, crowds=crowds)
+    spec, function = planned.spec, planned.spec.function.__name__
+    crowds = function == "linear_matrix" and planned.role.removesuffix(INVARIANT) in ("o", "down")
+    mode = mode_of(function, target, crowds=crowds)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 

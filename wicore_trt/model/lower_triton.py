@@ -236,7 +236,8 @@ class TritonOps:
         return Value(out)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
-        """Behind the last layer only the sampled rows go on, if they are not alone already."""
+        """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
+        that the step goes on with, of fewer rows than the caller's behind `_narrowed`."""
         model, last = self._model, next_weight == FINAL_NORM
         rows = self._step.rows if last else self._n
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
