@@ -169,8 +169,9 @@ class CacheHints:
 class GenerateRequest:
     """What a client asks for, after validation and tokenization.
 
-    `deadline` is a time.monotonic() stamp or None. `priority`: lower runs first, 0 is normal. `cache_salt`
-    separates the prefix cache between tenants; two requests share pages only when their salts are equal.
+    `deadline` is a time.monotonic() stamp or None. `priority`: lower runs first, 0 is normal. `tenant` is who asks, as
+    the server knows it; no client sets it. `cache_salt` is the client's own: two requests share pages only when their
+    tenants and their salts are equal.
     """
 
     request_id: str
@@ -178,6 +179,7 @@ class GenerateRequest:
     params: SamplingParams
     deadline: float | None = None
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
 
@@ -223,7 +225,7 @@ class TextRequest:
     """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
 
     `messages` are chat turns ({"role", "content"}), rendered by the model's own template. `timeout_s` counts
-    from submission. `add_bos` applies to `prompt` only.
+    from submission. `add_bos` applies to `prompt` only. `tenant` and `cache_salt` as in GenerateRequest.
     """
 
     request_id: str
@@ -233,6 +235,7 @@ class TextRequest:
     messages: tuple[Mapping[str, object], ...] | None = None
     timeout_s: float | None = None
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
     add_bos: bool = True

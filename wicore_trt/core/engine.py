@@ -131,7 +131,7 @@ class EngineCore:
                 seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids),
                 arrival=arrival,
-                pages=SequencePages(request.cache_salt, request.cache),
+                pages=SequencePages(request.cache_salt, request.cache, who=request.tenant),
                 stop_ids=stop_ids,
             )
             self._next_id += 1

@@ -174,6 +174,7 @@ class TextEngine:
                 params=request.params,
                 deadline=deadline,
                 priority=request.priority,
+                tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 cache=request.cache,
             )
