@@ -35,10 +35,10 @@ def empty_tables() -> dict[str, array[int]]:
 class SequencePages:
     """Page tables of one sequence.
 
-    `who` is the tenant that asks, "" where the server knows none. `tables[group][i]` is the slot of page i, -1 where a local page slid out. `keys[i]` names page i. `published`
-    pages are findable. `first_local` is the first page index still held in the local table. `resume_points` are
-    page counts whose local windows stay cached when they slide out. `load` brings the prefix up from lower tiers;
-    `parked` is where the pages of a preempted sequence wait.
+    `who` is the tenant that asks, "" where the server knows none. `tables[group][i]` is the slot of page i, -1 where a
+    local page slid out. `keys[i]` names page i. `published` pages are findable. `first_local` is the first page index
+    still held in the local table. `resume_points` are page counts whose local windows stay cached when they slide out.
+    `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
     salt: str
