@@ -283,8 +283,7 @@ class Copier:
 
 
 class LateCopier(Copier):
-    """Copies on two streams, as a GPU's copy engines: in order of the steps and of each other, over some time later.
-    What a copy will write holds poison until then."""
+    """Copies on two streams, as a GPU's copy engines: in order of the steps and of each other, over some time later."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -308,7 +307,6 @@ class LateCopier(Copier):
         with self._lock:
             page = self.page(group, slot)
             self._settle({(group, slot)})
-            self.device.poison(group, slot)
 
             def move() -> None:
                 page[:] = b"".join(parts)

@@ -116,8 +116,8 @@ class Life:
             self.step()
         self._lost()
         self.world.unhang()
-        settle(self.stack)
-        check_idle(self.stack)
+        if self._unbroken(lambda: settle(self.stack)):
+            check_idle(self.stack)
 
     def _lost(self) -> None:
         require(not self.live, "lost", f"{len(self.live)} sequences never ended: {sorted(self.live)}")
@@ -126,14 +126,8 @@ class Life:
         stack, before = self.stack, self.stack.scheduler.preemptions
         alone = len(self.live) == 1
         self.steps += 1
-        try:
-            outputs = stack.core.step()
-        except RuntimeError as error:
-            if stack.copier.broken is None:
-                raise
-            require("on the device" in str(error), "wrong error", str(error))
-            self.counts["copier broke"] += 1
-            self._crash()
+        outputs: list[TokenOutput] = []
+        if not self._unbroken(lambda: outputs.extend(stack.core.step())):
             return
         for output in outputs:
             self._take(output)
@@ -142,6 +136,18 @@ class Life:
         self._watch_progress()
         if self.rng.random() < 0.1:
             check_steady(stack)
+
+    def _unbroken(self, work: Callable[[], object]) -> bool:
+        """Whether `work` was done. When the device's copies are broken the engine says so, and ends."""
+        try:
+            work()
+        except RuntimeError as error:
+            if self.stack.copier.broken is None or "on the device" not in str(error):
+                raise
+            self.counts["copier broke"] += 1
+            self._crash()
+            return False
+        return True
 
     def _watch_progress(self) -> None:
         total = 0
@@ -278,7 +284,7 @@ class Life:
         device = self.stack.device
         waits = self.stack.waits[lone["plans"] :]
         spent = self.world.clock() - lone["now"] - (device.busy_s - lone["busy"]) - (self.stack.copier.seconds - lone["copies"])
-        allowed = sum(waits) + 0.011 * (len(waits) + 1)
+        allowed = sum(waits) + 0.0055 * (len(waits) + 1)
         require(spent <= allowed, "late", f"{place} idled {spent:.4f} s; plans may wait {waits}")
         computed = device.tokens - lone["tokens"]
         require(computed <= lone["total"] + 1, "late", f"{place} computed {computed} tokens for {lone['total']}")
@@ -305,8 +311,8 @@ class Life:
         self._take_all(self.stack.core.abort_all())
         self._lost()
         self.stack.tally()
-        self.stack.close()
-        self._reopen(engine, wall, spare, speeds)
+        if self._unbroken(self.stack.close):
+            self._reopen(engine, wall, spare, speeds)
 
     def _crash(self, engine: str | None = None, wall: int = 0, spare: dict | None = None, speeds=None) -> None:  # noqa: ANN001
         """The process is killed."""
@@ -352,6 +358,21 @@ class Life:
                 scramble(tiers.transfers.host.payload(copy), rng)
                 self.counts["host page flipped"] += 1
 
+    def _flip_saving(self, share: float, seed: int) -> None:
+        """Bits flip in pages on their way to the disk; perhaps the process dies before that is noticed."""
+        rng, tiers = random.Random(seed), self.stack.tiers
+        if tiers is None or tiers.disk is None:
+            return
+        for copy in list(tiers.disk.copies()):
+            source = tiers.host.get(*copy.page.name)
+            saving = not copy.ready and source is not None and source.ready and source.readers == 1
+            if saving and rng.random() < share:
+                scramble(tiers.transfers.host.payload(source), rng)
+                self.counts["page flipped while it is saved"] += 1
+        if rng.random() < 0.5:
+            self.world.advance(self.world.speeds.disk * rng.random())
+            self._crash()
+
     def _flip_disk(self, share: float, seed: int) -> None:
         rng = random.Random(seed)
         for path in sorted((self.path / "disk").glob("*/slab-*")):
@@ -380,6 +401,7 @@ class Life:
 
     def _jump(self, seconds: float) -> None:
         """The machine was suspended."""
+        self.stack.idle.clear()
         self.lone = None
         self.world.now += seconds
         self.progress = (*self.progress[:2], self.world.now)
@@ -387,7 +409,7 @@ class Life:
     def _pass(self, seconds: float) -> None:
         self.lone = None
         self.world.advance(seconds)
-        self.stack.core.tidy()
+        self._unbroken(self.stack.core.tidy)
         self.progress = (*self.progress[:2], self.world.now)
 
     def _break_copier(self) -> None:

@@ -80,7 +80,7 @@ def draw_setup(seed: int) -> Setup:
     page_tokens = some(rng, (0.1, 1), (0.2, 2), (0.5, 4), (0.2, 8))
     wide = rng.random() < 0.06  # pages of several slots
     entry_bytes = {g: DIGEST * (rng.choice((1, 130 * 4 // page_tokens, 260 * 4 // page_tokens)) if wide else 1) for g in groups}
-    token = power(rng, -5, -3)
+    token = power(rng, -5, -2)
     tiers = rng.random() < 0.92
     disk = tiers and rng.random() < 0.75
     max_batch = rng.choice((4, 6, 8, 12, 16, 24, 48))
@@ -170,11 +170,12 @@ class Planner:
             (0.7, "abort"),
             (1.5, "idle"),
             (0.8 if tiers else 0.1, "restart"),
-            (0.3 if disk else 0.0, "crash"),
+            (0.5 if disk else 0.0, "crash"),
             (0.2, "clear"),
             (1.2 if tiers else 0.0, "forget device"),
-            (0.6 if disk else 0.0, "forget host"),
+            (1.0 if disk else 0.0, "forget host"),
             (0.4 if tiers else 0.0, "flip host"),
+            (0.6 if disk else 0.0, "flip saving"),
             (0.3 if disk else 0.0, "flip disk"),
             (0.5, "speeds"),
             (0.3 if disk else 0.0, "faults"),
@@ -274,7 +275,7 @@ class Planner:
     def _flip_host(self) -> dict[str, Any]:
         return {"share": self.rng.choice((0.05, 0.3, 1.0)), "seed": self.rng.randrange(1 << 30)}
 
-    _flip_disk = _flip_host
+    _flip_disk = _flip_saving = _flip_host
 
     def _hang(self) -> dict[str, Any]:
         return {"count": self.rng.randint(1, 5)}

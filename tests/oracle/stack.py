@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -98,6 +99,17 @@ def constants(setup: Setup) -> Iterator[None]:
         yield
 
 
+@dataclass
+class Idle:
+    """How long a sequence has waited for a load of so many tokens."""
+
+    tokens: int
+    chosen: object
+    room: int = 1 << 30
+    seconds: float = 0.0
+    since: float | None = None
+
+
 class Stack:
     """`path` is the directory of the disk tier. `counts` gains what happens."""
 
@@ -138,6 +150,7 @@ class Stack:
         self.tiers = self.manager.tiers
         self.loads: list = []
         self.waits: list[float] = []
+        self.idle: dict[object, Idle] = {}
         self._poison_pools()
         if self.tiers is not None:
             self._poison_host()
@@ -224,16 +237,21 @@ class Stack:
         begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin
 
         def begun(pages, chosen):  # noqa: ANN001, ANN202
+            there = pages.published * self.setup.page_tokens
             done = begin(pages, chosen)
             counts[f"{chosen.decision} plan" if done else "load without room"] += 1
             if done:
                 self.waits.append(chosen.wait_s)
                 self.loads.append((pages.load, chosen))
+                self.idle[pages.load] = Idle(chosen.stop - there, chosen)
             return done
 
         def stepped(pages, computed):  # noqa: ANN001, ANN202
+            load = pages.load
             action = step(pages, computed)
             counts[f"step {action.action}"] += 1
+            if load in self.idle:
+                self._bound_idle(self.idle[load], action.action)
             return action
 
         def jumped(pages, owner):  # noqa: ANN001, ANN202
@@ -255,6 +273,23 @@ class Stack:
             return fetch(load)
 
         loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin = begun, stepped, jumped, cancelled, fetched
+
+    def _bound_idle(self, idle: Idle, action: str) -> None:
+        """A load may not stall its sequence longer than computing would take under the present load, and some. Where
+        the planner cannot know better (nothing measured, speeds that change) it may."""
+        now, speeds, setup = self.world.clock(), self.world.speeds, self.setup
+        if idle.since is not None:
+            idle.seconds += now - idle.since
+        idle.since = now if action == "wait" else None
+        calm = setup.priors["token"] == speeds.token and speeds == setup.speeds and speeds.noise <= 1.3
+        room = setup.max_batch_tokens - len(self.scheduler.running)
+        if not calm or speeds.spike or room <= 0 or not self.world.virtual:
+            return
+        idle.room = min(idle.room, room)
+        recompute = idle.tokens * speeds.token * setup.max_batch_tokens / idle.room
+        slice_s = 2 * setup.max_batch_tokens * speeds.token
+        if idle.seconds > 1.6 * recompute + slice_s + 0.011:
+            raise Failure("stalls", f"idled {idle.seconds:.4f} s for a load in place of {recompute:.4f} s: {idle.chosen}")
 
     def _watch_manager(self) -> None:
         manager, counts = self.manager, self.counts

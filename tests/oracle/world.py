@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from queue import Empty
 from types import ModuleType
@@ -144,6 +145,7 @@ def replace_everywhere(stack: ExitStack, name: str, value: object) -> None:
         stack.enter_context(mock.patch.object(module, name, value))
 
 
+@cache
 def _default_clocks() -> list[Callable]:
     """Functions with time.monotonic among their default arguments."""
     found = []
