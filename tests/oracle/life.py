@@ -19,6 +19,7 @@ from oracle.checks import check_idle, check_steady, require, settle
 from oracle.device import Failure, scramble
 from oracle.model import Answer, answer, seed_of
 from oracle.plan import Happening, Planner, Setup, draw_setup
+from oracle.real import Real
 from oracle.stack import Stack, constants
 from oracle.world import Virtual
 
@@ -35,6 +36,7 @@ MAX_PREEMPTIONS = 30
 class Live:
     """A sequence that has not ended."""
 
+    seq_id: int
     request: GenerateRequest
     right: Answer
     order: int
@@ -46,10 +48,12 @@ class Live:
 
 
 class Life:
-    def __init__(self, setup: Setup, happenings: Sequence[Happening], path: Path, counts: Counter[str]) -> None:
+    def __init__(
+        self, setup: Setup, happenings: Sequence[Happening], path: Path, counts: Counter[str], world: Real | None = None
+    ) -> None:
         self.setup, self.happenings, self.path, self.counts = setup, happenings, path, counts
         self.rng = random.Random(f"run/{setup.seed}")
-        self.world = Virtual(setup.seed, replace(setup.speeds))
+        self.world = world if world is not None else Virtual(setup.seed, replace(setup.speeds))
         self.plan = FaultPlan(setup.faults, seed=setup.seed, hang_s=0.0)
         self.live: dict[tuple[str, int], Live] = {}
         self.history: dict[tuple, list[Sequence[int]]] = {}
@@ -169,7 +173,7 @@ class Life:
         waits = max(self.stack.waits[-20:], default=0.0)
         bound = 1.0 + 40 * tokens * speeds.token + 2 * waits + 2000 * (speeds.link + speeds.checksum)
         stalled = now - self.progress[2]
-        if self.idle_steps > MAX_IDLE_STEPS or stalled > bound:
+        if self.idle_steps > MAX_IDLE_STEPS or stalled > (bound if self.world.virtual else 30.0):
             raise Failure("stuck", f"{self.idle_steps} steps, {stalled:.3f} s (bound {bound:.3f}) for {sorted(self.live)}")
 
     def _take(self, output: TokenOutput) -> None:
@@ -206,23 +210,20 @@ class Life:
 
     def _check_error(self, output: TokenOutput, live: Live) -> None:
         """A request may fail when it has read something spoilt that nobody had noticed before it came."""
-        bad, seq_id = self.stack.device.bad, self._failed_id
-        numbers = set().union(*bad.read.values()) if bad.read else set()
+        bad = self.stack.device.bad
         if "finite" not in (output.error or ""):
             raise Failure("failed request", f"{output.error}")
-        fresh = [n for n in numbers if live.order < self.noticed.get(n, 1 << 60)]
-        for number in numbers:
-            self.noticed.setdefault(number, self.added)
-        if bad.unlucky:
-            bad.unlucky.clear()
+        if live.seq_id in bad.unlucky:
             self.counts["failed logits"] += 1
             return
+        numbers = bad.read.get(live.seq_id, set())
+        fresh = [number for number in numbers if live.order < self.noticed.get(number, 1 << 60)]
+        for number in numbers:
+            self.noticed.setdefault(number, self.added)
         if not fresh:
-            raise Failure("never heals", f"{output}: what it read was noticed before it came: {self.noticed}")
+            text = f"{output}: it read {numbers}, noticed when so many requests had come: {self.noticed}"
+            raise Failure("never heals" if numbers else "failed request", text)
         self.counts["failed of a spoilt entry"] += 1
-        del seq_id
-
-    _failed_id = None
 
     # --- what happens --------------------------------------------------------------------------------------------
 
@@ -265,12 +266,12 @@ class Life:
             seed = sequence.seed
             require(params.seed is None or seed == seed_of(params.seed, sequence.index), "seed", f"{seed}")
             right = answer(self.setup.model, prompt, params, seed, self.setup.max_context)
-            self.live[name, sequence.index] = Live(request, right, self.added)
+            self.live[name, sequence.index] = Live(sequence.seq_id, request, right, self.added)
         self.added += 1
         self.idle_steps, self.progress = 0, (0, 0, self.world.clock())
         device, copier = self.stack.device, self.stack.copier
         self.lone = None
-        if alone and params.n == 1:
+        if alone and params.n == 1 and self.world.virtual:
             self.lone = {
                 "place": (name, 0), "now": self.world.clock(), "busy": device.busy_s, "copies": copier.seconds,
                 "plans": len(self.stack.waits), "tokens": device.tokens, "total": len(prompt),
@@ -403,7 +404,8 @@ class Life:
         """The machine was suspended."""
         self.stack.idle.clear()
         self.lone = None
-        self.world.now += seconds
+        if self.world.virtual:
+            self.world.now += seconds
         self.progress = (*self.progress[:2], self.world.now)
 
     def _pass(self, seconds: float) -> None:
@@ -428,14 +430,25 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def live(seed: int, keep: Sequence[int] | None = None, counts: Counter[str] | None = None) -> Life:
-    """The life of a seed, or what is left of it with only the happenings of these numbers. Raises Failure."""
+def plan_of(seed: int, *, real: bool = False) -> tuple[Setup, list[Happening]]:
+    """With real threads a process cannot be killed, and its disk hangs for short times only."""
     setup = draw_setup(seed)
     happenings = Planner(setup).happenings()
+    if real:
+        kv = setup.kv | {"disk_timeout_s": 0.05 if setup.kv["disk_timeout_s"] < 60 else 20.0}
+        setup = replace(setup, kv=kv)
+        happenings = [h for h in happenings if h.kind not in ("crash", "flip saving", "break copier", "hang")]
+    return setup, happenings
+
+
+def live(seed: int, keep: Sequence[int] | None = None, counts: Counter[str] | None = None, *, real: bool = False) -> Life:
+    """The life of a seed, or what is left of it with only the happenings of these numbers. Raises Failure."""
+    setup, happenings = plan_of(seed, real=real)
     if keep is not None:
         happenings = [happenings[i] for i in keep]
     path = Path(tempfile.mkdtemp(prefix="oracle-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    life = Life(setup, happenings, path, counts if counts is not None else Counter())
+    world = Real(seed, replace(setup.speeds)) if real else None
+    life = Life(setup, happenings, path, counts if counts is not None else Counter(), world)
     try:
         life.run()
     finally:

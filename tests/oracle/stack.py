@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
@@ -61,7 +63,8 @@ class OwnFiles(Files):
 def least_pages(setup: Setup) -> dict[str, int]:
     """The smallest pools that the product accepts for max_context."""
     def fits(pages: dict[str, int]) -> bool:
-        manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens))
+        tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
+        manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), tiers=tiers)
         return manager.fits(setup.max_context, setup.max_batch_tokens)
 
     found = dict.fromkeys(setup.groups, 4 * setup.max_context)
@@ -133,7 +136,7 @@ class Stack:
                 copier=self.copier, files=self.files,
             )  # fmt: skip
         except BaseException:
-            self._system.die()
+            self.die()
             raise
         if not self.manager.fits(setup.max_context, setup.max_batch_tokens):
             raise Failure("fits", f"pools of {pages} were accepted and are not")
@@ -186,9 +189,10 @@ class Stack:
             self.die()
 
     def die(self) -> None:
-        """The process is gone."""
-        self.world.kill()
-        self._system.die()
+        """The process is gone. Real threads would go on with descriptors that others have then."""
+        if self.world.virtual:
+            self.world.kill()
+            self._system.die()
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
@@ -236,9 +240,9 @@ class Stack:
         loader, tiers, counts = self.loader, self.tiers, self.counts
         begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin
 
-        def begun(pages, chosen):  # noqa: ANN001, ANN202
+        def begun(pages, chosen, **more):  # noqa: ANN001, ANN003, ANN202
             there = pages.published * self.setup.page_tokens
-            done = begin(pages, chosen)
+            done = begin(pages, chosen, **more)
             counts[f"{chosen.decision} plan" if done else "load without room"] += 1
             if done:
                 self.waits.append(chosen.wait_s)
@@ -254,14 +258,14 @@ class Stack:
                 self._bound_idle(self.idle[load], action.action)
             return action
 
-        def jumped(pages, owner):  # noqa: ANN001, ANN202
+        def jumped(pages, *more):  # noqa: ANN001, ANN002, ANN202
             chosen = next((chosen for load, chosen in self.loads if load is pages.load), None)
             counts["jump"] += 1
             if pages.parked is not None:
                 counts["jump of a parked sequence"] += 1
             elif chosen is not None and chosen.decision == "split":
                 counts["jump after a split"] += 1
-            return jump(pages, owner)
+            return jump(pages, *more)
 
         def cancelled(pages):  # noqa: ANN001, ANN202
             counts["load cancelled"] += pages.load is not None

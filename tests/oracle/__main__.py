@@ -1,0 +1,74 @@
+"""The oracle campaign by hand: `python -m tests.oracle --lives 20000 --jobs 2 --seed 1`.
+
+`--life SEED [--keep 0,3,7]` plays one life again and prints what happens in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+if os.environ.get("PYTHONHASHSEED") != "0" and __name__ == "__main__":  # sets of bytes have an order of their own
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [*sys.orig_argv])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from oracle.device import Failure  # noqa: E402
+from oracle.kill import kills  # noqa: E402
+from oracle.life import Life, plan_of  # noqa: E402
+from oracle.real import Real  # noqa: E402
+from oracle.runner import campaign  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
+    parser.add_argument("--lives", type=int, default=0, help="lives in virtual time")
+    parser.add_argument("--real-lives", type=int, default=0, help="lives with real threads")
+    parser.add_argument("--kills", type=int, default=0, help="lives that end by kill -9")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--life", type=int, help="play the life of this seed again")
+    parser.add_argument("--keep", type=lambda text: [int(n) for n in text.split(",")], help="only these happenings")
+    parser.add_argument("--real", action="store_true", help="with --life: real threads")
+    parser.add_argument("--uncovered", action="store_true", help="do not ask for coverage")
+    options = parser.parse_args()
+    if options.life is not None:
+        return again(options.life, options.keep, real=options.real)
+    failed = False
+    for lives, real in ((options.lives, False), (options.real_lives, True)):
+        if lives:
+            report = campaign(lives, seed=options.seed, jobs=options.jobs, real=real)
+            print(report, flush=True)
+            unreached = [] if real or options.uncovered else report.unreached()
+            print(*(f"not reached often enough: {line}" for line in unreached), sep="\n")
+            failed |= bool(report.failed or unreached)
+    if options.kills:
+        killed = kills(options.kills, seed=options.seed, jobs=options.jobs)
+        print(killed, flush=True)
+        failed |= bool(killed.failed)
+    return int(failed)
+
+
+def again(seed: int, keep: list[int] | None, *, real: bool) -> int:
+    setup, happenings = plan_of(seed, real=real)
+    counts: Counter[str] = Counter()
+    print(setup)
+    with tempfile.TemporaryDirectory(prefix="oracle-") as path:
+        chosen = happenings if keep is None else [happenings[i] for i in keep]
+        life = Life(setup, chosen, Path(path), counts, Real(seed, replace(setup.speeds)) if real else None)
+        try:
+            life.run()
+        except Failure as failure:
+            print(*life.trace, str(failure), sep="\n")
+            return 1
+    print(*life.trace, dict(counts), "right", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
