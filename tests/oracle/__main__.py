@@ -18,11 +18,11 @@ if os.environ.get("PYTHONHASHSEED") != "0" and __name__ == "__main__":  # sets o
     os.execv(sys.executable, [*sys.orig_argv])
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from oracle.device import Failure  # noqa: E402
-from oracle.kill import kills  # noqa: E402
-from oracle.life import Life, plan_of  # noqa: E402
-from oracle.real import Real  # noqa: E402
-from oracle.runner import campaign  # noqa: E402
+from oracle.device import Failure
+from oracle.kill import kills
+from oracle.life import Life, plan_of
+from oracle.real import Real
+from oracle.runner import campaign
 
 
 def main() -> int:
@@ -64,10 +64,14 @@ def again(seed: int, keep: list[int] | None, *, real: bool) -> int:
         try:
             life.run()
         except Failure as failure:
-            print(*life.trace, str(failure), sep="\n")
-            return 1
-    print(*life.trace, dict(counts), "right", sep="\n")
-    return 0
+            return tell(life, str(failure), 1)
+    print(dict(counts))
+    return tell(life, "right", 0)
+
+
+def tell(life: Life, end: str, status: int) -> int:
+    print(*(f"{when:.6f} {happening}" for when, happening in life.trace), end, sep="\n")
+    return status
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from oracle.device import Failure
 from oracle.stack import Stack
-
 from wicore_trt.kv.tier_copy import CopyState
 
 SETTLE_S = 4000.0
@@ -17,10 +16,10 @@ def check_steady(stack: Stack) -> None:
     stack.manager.retention.check_integrity()
     stats = stack.core.stats()
     for pool in stats.pools:
-        require(pool.used_pages + pool.cached_pages <= pool.total_pages, "stats", f"{pool}")
+        require(pool.used_pages + pool.cached_pages <= pool.total_pages, "stats", pool)
     for tier in stats.kv.tiers:
-        require(0 <= tier.used_bytes <= tier.capacity_bytes, "stats", f"{tier}")
-    require(stats.requests_running >= 0 and stats.cached_prompt_tokens <= stats.prompt_tokens, "stats", f"{stats}")
+        require(0 <= tier.used_bytes <= tier.capacity_bytes, "stats", tier)
+    require(stats.requests_running >= 0 and stats.cached_prompt_tokens <= stats.prompt_tokens, "stats", stats)
 
 
 def settle(stack: Stack) -> None:
@@ -50,7 +49,7 @@ def check_idle(stack: Stack) -> None:
         require(pool.used == 0, "leak", f"{pool.used} {group} pages are used by nobody")
     require(not manager._computing, "leak", "pages in flight that nobody computes")
     stats = stack.core.stats()
-    require(stats.requests_running == stats.requests_waiting == 0, "stats", f"{stats}")
+    require(stats.requests_running == stats.requests_waiting == 0, "stats", stats)
     if stack.tiers is None:
         return
     transfers = stack.tiers.transfers
@@ -59,14 +58,15 @@ def check_idle(stack: Stack) -> None:
     require(not transfers.reading_bytes and not transfers._saving_slots, "leak", "bytes that move for ever")
     refused = set(transfers._no_space)
     for name, index in stack.tiers.indexes.items():
-        require(index._lost <= refused, "leak", f"{name}: slots that never came back")
+        require(index._lost <= refused, "leak", name, "slots that never came back")
         for copy in index.copies():
-            require(copy.state is CopyState.READY and not copy.readers, "leak", f"{name}: a copy is held: {copy}")
-            require(copy.page.parent is not None or copy.page.index == 0, "leak", f"{name}: a private page was left")
+            require(copy.state is CopyState.READY and not copy.readers, "leak", name, "a copy is held", copy)
+            require(copy.page.parent is not None or copy.page.index == 0, "leak", name, "a private page was left")
         for node in index._nodes.values():
-            require(node.busy == node.held, "leak", f"{name}: a node is held")
+            require(node.busy == node.held, "leak", name, "a node is held")
 
 
-def require(holds: bool, kind: str, text: str) -> None:
+def require(holds: bool, kind: str, *what: object) -> None:
+    """`what` is put into words only when it does not hold: this runs at every step."""
     if not holds:
-        raise Failure(kind, text)
+        raise Failure(kind, " ".join(map(str, what)))

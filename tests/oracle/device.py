@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
-
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
@@ -44,7 +43,7 @@ class Bad:
 class Device:
     """Runs each step when it is told to. `world` says how long things take; `copier` moves pages."""
 
-    def __init__(self, world, model: Model, layout: KVLayout, *, max_batch_tokens: int, slice_tokens: int) -> None:  # noqa: ANN001
+    def __init__(self, world, model: Model, layout: KVLayout, *, max_batch_tokens: int, slice_tokens: int) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB, sliding_window=model.window)
         self.kernels = "oracle"
         self.layout = layout
@@ -159,7 +158,9 @@ class Device:
         found = b"".join([pages[slot] for slot in slots])[(start - first * size) * unit : (end - first * size) * unit]
         at = found.find(POISON)
         if at >= 0:
-            raise Failure("poison", f"sequence {piece.seq_id} at {piece.start} read poison: {group} {start + at // unit}")
+            raise Failure(
+                "poison", f"sequence {piece.seq_id} at {piece.start} read poison: {group} {start + at // unit}"
+            )
         return found
 
     def _write(self, piece: SequenceSlice, position: int, entry: dict[str, bytes]) -> None:
@@ -183,7 +184,7 @@ class Device:
 class AheadDevice(Device):
     """Steps run at some moment between `submit` and `collect`; whatever else is done to memory takes its turn."""
 
-    def __init__(self, *args, **kwargs) -> None:  # noqa: ANN002, ANN003
+    def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._todo: deque[StepBatch | tuple[str, int]] = deque()
         self._results: deque[StepResult] = deque()

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from oracle.device import Failure
 from oracle.life import Life
-from oracle.model import answer, seed_of
 from oracle.plan import Planner, Setup, draw_setup
 from oracle.real import Real
 from oracle.stack import constants
@@ -47,7 +46,10 @@ class Killed:
 
 def kills(lives: int, *, seed: int, jobs: int = 1) -> Killed:
     begun = time.monotonic()
-    numbers = [(seed * 1_000_003 + n, min(LIVES_OF_A_DIRECTORY, lives - at)) for n, at in enumerate(range(0, lives, LIVES_OF_A_DIRECTORY))]
+    numbers = [
+        (seed * 1_000_003 + n, min(LIVES_OF_A_DIRECTORY, lives - at))
+        for n, at in enumerate(range(0, lives, LIVES_OF_A_DIRECTORY))
+    ]
     if jobs > 1:
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
             parts = pool.starmap(_directory, numbers)
@@ -70,7 +72,15 @@ def disk_setup(seed: int) -> Setup:
         at += 1
     kv = setup.kv | {"disk_timeout_s": 60.0, "write_policy": "through", "tenant_quota": 1.0}
     speeds = replace(setup.speeds, token=1e-3, disk=1e-6, link=1e-6)  # computing is what costs
-    return replace(setup, kv=kv, faults={}, late=False, queue_limit=256, speeds=speeds, priors={"token": 1e-3, "link": 1e-3, "disk": 1e-3})
+    return replace(
+        setup,
+        kv=kv,
+        faults={},
+        late=False,
+        queue_limit=256,
+        speeds=speeds,
+        priors={"token": 1e-3, "link": 1e-3, "disk": 1e-3},
+    )
 
 
 def _directory(seed: int, lives: int) -> Killed:
@@ -146,17 +156,17 @@ def _serve(setup: Setup, path: Path, number: int, out: int, *, for_ever: bool) -
         with constants(setup):
             life.stack = life._open()
             for request in requests:  # earlier lives had all of them
-                right = answer(setup.model, request["prompt"], request["params"], seed_of(request["params"].seed or 0, 0), setup.max_context)
-                life.history.setdefault((setup.engine, "", ""), []).append((*request["prompt"], *right.tokens))
+                said = (*request["prompt"], *request["right"].tokens)
+                life.ledger.history.setdefault((setup.engine, "", ""), []).append(said)
             os.write(out, b"open\n")
             hits, waves = 0, 0
             while for_ever or waves < 6:
                 waves += 1
                 for request in rng.sample(requests, 4):
-                    life._add(**{name: request[name] for name in ("prompt", "params")})
+                    life._add(**{name: request[name] for name in ("prompt", "params", "right")})
                 while life.stack.core.has_work:
                     life.step()
-                life._lost()
+                life.ledger.none_left()
                 tiers = life.stack.core.stats().kv.tiers
                 now = next(tier.hit_tokens for tier in tiers if tier.tier == "disk")
                 os.write(out, f"served 4 {now - hits}\n".encode())
@@ -170,7 +180,9 @@ def _serve(setup: Setup, path: Path, number: int, out: int, *, for_ever: bool) -
 
 def _tear(path: Path, rng: random.Random) -> None:
     """Part of what was written last did not land: blocks of some file are zeros, or an older length."""
-    files = [file for file in path.rglob("*") if file.is_file() and (file.name == "index" or file.name.startswith("slab"))]
+    files = [
+        file for file in path.rglob("*") if file.is_file() and (file.name == "index" or file.name.startswith("slab"))
+    ]
     for file in rng.sample(files, min(2, len(files))):
         size = file.stat().st_size
         if rng.random() < 0.2:

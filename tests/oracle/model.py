@@ -49,7 +49,13 @@ class Model:
         return {group: parts[group] * (size // DIGEST) for group, size in self.entry_bytes.items()}
 
     def sample(
-        self, seen: xxhash.xxh3_128, window: bytes, params: SamplingParams, seed: int, history: Sequence[int], prompt: int
+        self,
+        seen: xxhash.xxh3_128,
+        window: bytes,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        prompt: int,
     ) -> int:
         """The token after `history`, of which `prompt` tokens are the prompt."""
         output = history[prompt:]
@@ -87,12 +93,12 @@ def answer(model: Model, prompt: Sequence[int], params: SamplingParams, seed: in
     stops = params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
     position = 0
     while True:
-        for position in range(position, len(tokens)):
-            before = window[max(0, position - model.window + 1) * size :] if size else b""
-            entry = model.entry(seen, bytes(before), tokens[position], position)
+        for at in range(position, len(tokens)):
+            before = window[max(0, at - model.window + 1) * size :] if size else b""
+            entry = model.entry(seen, bytes(before), tokens[at], at)
             seen.update(entry.get(GLOBAL, b""))
             window += entry.get(LOCAL, b"")
-        position += 1
+        position = len(tokens)
         visible = bytes(window[max(0, len(tokens) - model.window) * size :]) if size else b""
         token = model.sample(seen, visible, params, seed, tokens, len(prompt))
         tokens.append(permitted(token, stops, len(tokens) - len(prompt) < params.min_tokens))

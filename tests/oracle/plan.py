@@ -12,7 +12,6 @@ from typing import Any
 
 from oracle.model import DIGEST, VOCAB, Model, answer, seed_of
 from oracle.world import Speeds
-
 from wicore_trt.kv.fault_injection import Fault
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints, CachePriority, SamplingParams
@@ -61,7 +60,7 @@ class Happening:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        values = {k: (f"{len(v)} tokens" if k == "prompt" else v) for k, v in self.values.items()}
+        values = {k: (f"{len(v)} tokens" if k == "prompt" else v) for k, v in self.values.items() if k != "right"}
         return f"after {self.after}: {self.kind} {values}"
 
 
@@ -79,7 +78,9 @@ def draw_setup(seed: int) -> Setup:
     groups = some(rng, (0.8, (LOCAL, GLOBAL)), (0.1, (GLOBAL,)), (0.1, (LOCAL,)))
     page_tokens = some(rng, (0.1, 1), (0.2, 2), (0.5, 4), (0.2, 8))
     wide = rng.random() < 0.06  # pages of several slots
-    entry_bytes = {g: DIGEST * (rng.choice((1, 130 * 4 // page_tokens, 260 * 4 // page_tokens)) if wide else 1) for g in groups}
+    entry_bytes = {
+        g: DIGEST * (rng.choice((1, 130 * 4 // page_tokens, 260 * 4 // page_tokens)) if wide else 1) for g in groups
+    }
     token = power(rng, -5, -2)
     tiers = rng.random() < 0.92
     disk = tiers and rng.random() < 0.75
@@ -202,11 +203,11 @@ class Planner:
         self.count += 1
         prompt = self._prompt()
         params = self._params(setup.max_context - len(prompt))
-        made = answer(self.model, prompt, params, seed_of(params.seed or 0, 0), setup.max_context).tokens
-        self.known.append([*prompt, *made])
+        right = answer(self.model, prompt, params, seed_of(params.seed or 0, 0), setup.max_context)
+        self.known.append([*prompt, *right.tokens])
         if len(self.known) > 10:
             self.known.pop(rng.randrange(len(self.known)))
-        values: dict[str, Any] = {"prompt": tuple(prompt), "params": params}
+        values: dict[str, Any] = {"prompt": tuple(prompt), "params": params, "right": right}
         if self.realms:
             values["salt"] = rng.choice(("", "", "a", "b"))
             values["tenant"] = rng.choice(("", "", "x", "y"))
@@ -258,7 +259,7 @@ class Planner:
         rng = self.rng
         return {
             "engine": some(rng, (0.93, "oracle"), (0.07, "other")),
-            "wall": some(rng, (0.8, 0), (0.2, -10**12)),
+            "wall": some(rng, (0.8, 0), (0.2, -(10**12))),
             "spare": some(rng, (0.8, None), (0.2, {g: rng.choice((0, 1, 20)) for g in self.setup.groups})),
             "speeds": self._speeds()["speeds"] if rng.random() < 0.3 else None,
         }

@@ -122,7 +122,7 @@ def fails(
 ) -> Failed | None:
     """How a life fails, or None."""
     try:
-        with _limited(LIFE_S):
+        with _Limited(LIFE_S):
             live(seed, keep, counts, real=real)
     except Failure as failure:
         return Failed(seed, failure.kind, str(failure), real, keep)
@@ -131,7 +131,7 @@ def fails(
     return None
 
 
-class _limited:  # noqa: N801
+class _Limited:
     """A life that computes for ever is a failure."""
 
     def __init__(self, seconds: int) -> None:

@@ -21,7 +21,6 @@ from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
 from oracle.model import DIGEST, EOS, POISON
 from oracle.plan import Setup
 from oracle.world import replace_everywhere
-
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
@@ -62,6 +61,7 @@ class OwnFiles(Files):
 
 def least_pages(setup: Setup) -> dict[str, int]:
     """The smallest pools that the product accepts for max_context."""
+
     def fits(pages: dict[str, int]) -> bool:
         tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
         manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), tiers=tiers)
@@ -116,7 +116,7 @@ class Idle:
 class Stack:
     """`path` is the directory of the disk tier. `counts` gains what happens."""
 
-    def __init__(self, setup: Setup, world, path: Path, plan: FaultPlan, counts: Counter[str]) -> None:  # noqa: ANN001
+    def __init__(self, setup: Setup, world, path: Path, plan: FaultPlan, counts: Counter[str]) -> None:
         self.setup, self.world, self.counts, self.plan = setup, world, counts, plan
         self.files = FaultyFiles(plan)
         self.files._system = self._system = OwnFiles()
@@ -200,7 +200,7 @@ class Stack:
         for group, pool in self.manager.pools.items():
             self._poison_pool(group, pool)
 
-    def _poison_pool(self, group: str, pool) -> None:  # noqa: ANN001
+    def _poison_pool(self, group: str, pool) -> None:
         allocate = pool.allocate
 
         def allocated(count: int) -> list[int] | None:
@@ -210,7 +210,7 @@ class Stack:
             return slots
 
         def then_poison(change: Callable) -> Callable:
-            def changed(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+            def changed(*args, **kwargs):
                 before = set(pool._free)
                 result = change(*args, **kwargs)
                 for slot in set(pool._free) - before:
@@ -227,7 +227,7 @@ class Stack:
         host, transfers = self.tiers.host, self.tiers.transfers
         reserve = host.reserve
 
-        def reserved(page):  # noqa: ANN001, ANN202
+        def reserved(page):
             copy = reserve(page)
             if copy is not None:
                 for part in transfers.host.buffers(copy):
@@ -240,7 +240,7 @@ class Stack:
         loader, tiers, counts = self.loader, self.tiers, self.counts
         begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin
 
-        def begun(pages, chosen, **more):  # noqa: ANN001, ANN003, ANN202
+        def begun(pages, chosen, **more):
             there = pages.published * self.setup.page_tokens
             done = begin(pages, chosen, **more)
             counts[f"{chosen.decision} plan" if done else "load without room"] += 1
@@ -250,7 +250,7 @@ class Stack:
                 self.idle[pages.load] = Idle(chosen.stop - there, chosen)
             return done
 
-        def stepped(pages, computed):  # noqa: ANN001, ANN202
+        def stepped(pages, computed):
             load = pages.load
             action = step(pages, computed)
             counts[f"step {action.action}"] += 1
@@ -258,7 +258,7 @@ class Stack:
                 self._bound_idle(self.idle[load], action.action)
             return action
 
-        def jumped(pages, *more):  # noqa: ANN001, ANN002, ANN202
+        def jumped(pages, *more):
             chosen = next((chosen for load, chosen in self.loads if load is pages.load), None)
             counts["jump"] += 1
             if pages.parked is not None:
@@ -267,13 +267,14 @@ class Stack:
                 counts["jump after a split"] += 1
             return jump(pages, *more)
 
-        def cancelled(pages):  # noqa: ANN001, ANN202
+        def cancelled(pages):
             counts["load cancelled"] += pages.load is not None
             return cancel(pages)
 
-        def fetched(load):  # noqa: ANN001, ANN202
-            counts["prefetch"] += any(item.slot < 0 for item in load.todo)
-            self.loads.append((load, None))
+        def fetched(load):
+            if any(item.slot < 0 for item in load.todo):
+                counts["prefetch"] += 1
+                self.loads.append((load, None))
             return fetch(load)
 
         loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin = begun, stepped, jumped, cancelled, fetched
@@ -293,22 +294,24 @@ class Stack:
         recompute = idle.tokens * speeds.token * setup.max_batch_tokens / idle.room
         slice_s = 2 * setup.max_batch_tokens * speeds.token
         if idle.seconds > 1.6 * recompute + slice_s + 0.011:
-            raise Failure("stalls", f"idled {idle.seconds:.4f} s for a load in place of {recompute:.4f} s: {idle.chosen}")
+            raise Failure(
+                "stalls", f"idled {idle.seconds:.4f} s for a load in place of {recompute:.4f} s: {idle.chosen}"
+            )
 
     def _watch_manager(self) -> None:
         manager, counts = self.manager, self.counts
         lookup, drop, follow = manager.lookup, manager.drop, self.scheduler.follow
 
-        def looked(pages, tokens):  # noqa: ANN001, ANN202
+        def looked(pages, tokens):
             hit = lookup(pages, tokens)
             counts["wait for a prefix in flight"] += hit.in_flight
             return hit
 
-        def dropped(key, cause):  # noqa: ANN001, ANN202
+        def dropped(key, cause):
             counts[f"page {cause}"] += 1
             return drop(key, cause)
 
-        def followed(plan, goes_on):  # noqa: ANN001, ANN202
+        def followed(plan, goes_on):
             found = follow(plan, goes_on)
             counts["step ahead"] += found is not None
             return found
