@@ -2,20 +2,23 @@
 
 Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. It must not know requests
 or other groups. Invariant (`check_integrity`): every slot is in exactly one of three states, free (no references, no
-page), used (references > 0) or cached (no references, indexed under its key), and the index names each key once.
+page), used (references > 0) or cached (no references, indexed under its key), the index names each key once, and what
+it names is written: a slot knows how many of its tokens its holder has written, and only a full one is published.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policy import ChainPolicy
 
 
 class PagePool:
-    """Slots 0..num_pages-1 of one layer group with reference counts and a key index.
+    """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
 
     Cached slots are taken back in the order of `policy`, or least recently released first without one. A sequence
     releases its pages tail first, so that the pages of a chain leave before their parents and what is left stays
@@ -25,15 +28,19 @@ class PagePool:
     def __init__(
         self,
         num_pages: int,
+        page_tokens: int,
         policy: ChainPolicy | None = None,
         on_evict: Callable[[Page, int], None] = lambda page, slot: None,
     ) -> None:
         self.num_pages = num_pages
+        self.page_tokens = page_tokens
         self.evictions = 0
         self.policy = policy
         self._on_evict = on_evict
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
+        self._written = array("i", [0]) * num_pages
+        self._trusted = bytearray(num_pages)
         self._page_of: list[Page | None] = [None] * num_pages
         self._slot_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -69,6 +76,7 @@ class PagePool:
         slots = [self._free.pop() for _ in range(count)]
         for slot in slots:
             self._references[slot] = 1
+            self._written[slot] = self._trusted[slot] = 0
         return slots
 
     def acquire(self, slot: int) -> None:
@@ -80,6 +88,29 @@ class PagePool:
                 self.policy.pin([page.key])
         self._references[slot] += 1
 
+    def wrote(self, slot: int, begin: int, end: int) -> None:
+        """The holder of a slot wrote tokens [begin, end) of its page: by a step of its own or by a verified load.
+
+        Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
+        published, so that others may read it.
+        """
+        if begin > self._written[slot] or self._page_of[slot] is not None:
+            state = f"has {self._written[slot]} tokens" if self._page_of[slot] is None else "is published"
+            raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
+        self._written[slot] = max(self._written[slot], end)
+
+    def full(self, slot: int) -> bool:
+        """Whether all tokens of the slot's page are written."""
+        return self._written[slot] == self.page_tokens
+
+    def trust(self, slot: int) -> None:
+        """A step that read this page had finite logits."""
+        self._trusted[slot] = 1
+
+    def trusted(self, slot: int) -> bool:
+        """Whether any step that read this page had finite logits, since it came into its slot."""
+        return bool(self._trusted[slot])
+
     def page(self, slot: int) -> Page | None:
         """What a slot was published as, or None."""
         return self._page_of[slot]
@@ -89,9 +120,13 @@ class PagePool:
         return [page for page in self._page_of if page is not None]
 
     def publish(self, slot: int, page: Page) -> bool:
-        """Make a used, fully written slot findable. False, and no change, if the key is held elsewhere or the slot was
-        published before."""
+        """Make a used slot findable. False, and no change, if the key is held elsewhere or the slot was published
+        before. Raises UnwrittenPageError, and changes nothing, unless all its tokens are written."""
         assert self._references[slot] > 0, "only a used page can be published"
+        if not self.full(slot):
+            raise UnwrittenPageError(
+                f"Page {page.index} was to be published with {self._written[slot]} tokens written."
+            )
         if page.key in self._slot_of or self._page_of[slot] is not None:
             return False
         self._slot_of[page.key] = slot
@@ -125,6 +160,17 @@ class PagePool:
             del self._cached[slot]
             self._forget(slot)
             self._free.append(slot)
+
+    def condemn(self, key: bytes) -> int | None:
+        """Make a page unfindable, also one in use, whose slot is then free after its last user. Returns the slot."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        self._forget(slot)
+        if not self._references[slot]:
+            del self._cached[slot]
+            self._free.append(slot)
+        return slot
 
     def coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""
@@ -171,6 +217,7 @@ class PagePool:
         assert len(free) + len(cached) + len(used) == self.num_pages, "a slot is lost"
         assert all(self._page_of[slot] is None for slot in free), "a free slot has a page"
         assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
+        assert all(self.full(slot) for slot in self._slot_of.values()), "a findable page is not written"
         named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
         assert named == self._slot_of, "the index is wrong"
         assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"
