@@ -240,7 +240,7 @@ class EngineCore:
         manager = self.scheduler.manager
         manager.housekeep()
         manager.events.publish()
-        return manager.tiers is not None and manager.tiers.transfers.busy
+        return manager.busy
 
     def _idle(self, plan: Plan) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
@@ -366,9 +366,7 @@ class EngineCore:
             if flight is not None:
                 self._land(flight)
         finally:
-            tiers = self.scheduler.manager.tiers
-            if tiers is not None:
-                tiers.transfers.close(timeout_s)
+            self.scheduler.manager.close(timeout_s)
             self.executor.close()
 
     def is_live(self, request_id: str) -> bool:

@@ -10,6 +10,7 @@ published page that no lower tier was given, and a slot in `_due` a published pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Literal
 
 from wicore_trt.kv.page import Page
@@ -80,11 +81,20 @@ class CopyDown:
         if self._tiers is None:
             return
         self._budget = COPIES_AT_ONCE
-        for group, slot in [place for place, _ in zip(self._due, range(self._budget), strict=False)]:
-            self._copy(group, slot)
+        self.begin_due(self._budget)
         if self._policy == "back":
             for group, pool in self._pools.items():
                 self._relieve(group, pool)
+
+    @property
+    def due(self) -> bool:
+        """Whether copies are due that have not begun."""
+        return bool(self._due)
+
+    def begin_due(self, count: int | None = None) -> None:
+        """Begin copies that are due, `count` at most."""
+        for group, slot in list(islice(self._due, count)):
+            self._copy(group, slot)
 
     def _relieve(self, group: str, pool: PagePool) -> None:
         unsaved = self._unsaved[group]

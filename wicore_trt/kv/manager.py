@@ -166,6 +166,17 @@ class KVCacheManager:
             self.tiers.touch(pages.keys, signal)
         self.retention.used(pages.keys, pages.hints, pages.tenant)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any page is on its way to a tier or is to go there."""
+        return self.tiers is not None and (self.tiers.transfers.busy or self._copies.due)
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is on its way to the tiers arrive, for at most `timeout_s` seconds. The end of it."""
+        if self.tiers is not None:
+            self._copies.begin_due()
+            self.tiers.transfers.close(timeout_s)
+
     def housekeep(self) -> None:
         """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
         if self.tiers is not None:
@@ -294,7 +305,8 @@ class KVCacheManager:
                     else:
                         pages.left[i] = table[i]
                 checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
-                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i))
+                # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
+                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i), spare=not durable)
                 table[i] = -1
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
@@ -311,10 +323,10 @@ class KVCacheManager:
         """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
         return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
 
-    def _release(self, group: str, slots: list[int], *, keep: bool) -> None:
+    def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
         before = [pool.page(slot) for slot in slots]
-        pool.release(slots, keep=keep)
+        pool.release(slots, keep=keep, spare=spare)
         if not keep:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:

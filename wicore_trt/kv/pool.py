@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.page import Page
@@ -20,9 +21,10 @@ from wicore_trt.kv.policy import ChainPolicy
 class PagePool:
     """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
 
-    Cached slots are taken back in the order of `policy`, or least recently released first without one. A sequence
-    releases its pages tail first, so that the pages of a chain leave before their parents and what is left stays
-    reachable. `on_evict` is told of a cached page and its slot just before the slot is taken.
+    Cached slots are taken back in the order of `policy`, or least recently released first without one, and before all
+    others those released as `spare`. A sequence releases its pages tail first, so that the pages of a chain leave
+    before their parents and what is left stays reachable. `on_evict` is told of a cached page and its slot just before
+    the slot is taken.
     """
 
     def __init__(
@@ -44,15 +46,16 @@ class PagePool:
         self._page_of: list[Page | None] = [None] * num_pages
         self._slot_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._spare: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Slots that `allocate` can hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._spare)
 
     @property
     def used(self) -> int:
@@ -82,7 +85,7 @@ class PagePool:
     def acquire(self, slot: int) -> None:
         """Add a reference to a used or cached slot."""
         if self._references[slot] == 0:
-            del self._cached[slot]
+            self._uncache(slot)
             page = self._page_of[slot]
             if self.policy is not None and page is not None:
                 self.policy.pin([page.key])
@@ -136,9 +139,9 @@ class PagePool:
             self.policy.pin([page.key])
         return True
 
-    def release(self, slots: Iterable[int], *, keep: bool = True) -> None:
+    def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
-        `keep` is set, else free. Callers pass a chain's tail first."""
+        `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
             self._references[slot] -= 1
@@ -146,7 +149,7 @@ class PagePool:
                 continue
             page = self._page_of[slot]
             if keep and page is not None:
-                self._cached[slot] = None
+                (self._spare if spare else self._cached)[slot] = None
                 if self.policy is not None:
                     self.policy.unpin([page.key])
             else:
@@ -156,8 +159,8 @@ class PagePool:
     def drop(self, key: bytes) -> None:
         """Free the cached slot of `key`, if there is one."""
         slot = self._slot_of.get(key)
-        if slot is not None and slot in self._cached:
-            del self._cached[slot]
+        if slot is not None and not self._references[slot]:
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
 
@@ -168,23 +171,23 @@ class PagePool:
             return None
         self._forget(slot)
         if not self._references[slot]:
-            del self._cached[slot]
+            self._uncache(slot)
             self._free.append(slot)
         return slot
 
     def coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""
         if self.policy is None:
-            return [slot for slot, _ in zip(self._cached, range(count), strict=False)]
+            return list(islice(chain(self._spare, self._cached), count))
         keys = self.policy.victims(min(count, len(self._cached)))
         slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
         return slots[:count]
 
     def clear(self) -> int:
         """Free every cached slot; returns how many."""
-        count = len(self._cached)
-        for slot in list(self._cached):
-            del self._cached[slot]
+        count = self.cached
+        for slot in [*self._spare, *self._cached]:
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
         return count
@@ -195,10 +198,13 @@ class PagePool:
             page = self._page_of[slot]
             assert page is not None
             self._on_evict(page, slot)
-            del self._cached[slot]
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
             self.evictions += 1
+
+    def _uncache(self, slot: int) -> None:
+        del (self._spare if slot in self._spare else self._cached)[slot]
 
     def _forget(self, slot: int) -> None:
         page = self._page_of[slot]
@@ -210,7 +216,9 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), set(self._cached) | set(self._spare)
+        assert self.policy is None or not self._spare, "a policy orders all that is cached"
+        assert len(cached) == self.cached, "a slot is cached twice"
         used = {slot for slot, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a slot is free twice"
         assert not (free & cached or free & used or cached & used), "a slot is in two states"
