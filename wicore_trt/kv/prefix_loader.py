@@ -268,7 +268,7 @@ class PrefixLoader:
         for group in manager.pools:
             first = manager.first_visible_page(computed) if group == LOCAL else 0
             parked.pages[group] = {
-                i: pages.page(group, i) if i < full else Page(private, group, i, None, pages.tenant)
+                i: pages.page(group, i) if i < full else Page(private, group, i, None, pages.names.tag)
                 for i in range(first, count)
             }
             for i, page in parked.pages[group].items():
