@@ -100,9 +100,10 @@ class _Hub:
         shape, dtype = tuple(tensor.shape[1:]), str(tensor.dtype)
         fingerprint = f"{self.identity.fingerprint}/{dtype}/{'x'.join(map(str, shape))}"
         page_bytes = {GROUP: per_block * tensor.element_size()}
-        namespace = Namespace(fingerprint, self.identity.kernels, self.page_tokens, page_bytes, dtype, 0, 1)
+        kernels = f"{self.identity.kernels}/{torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else 'cpu'}"
+        namespace = Namespace(fingerprint, kernels, self.page_tokens, page_bytes, dtype, 0, 1)
         self.tiers = BlockTiers(self.settings, namespace, TorchPageCopier({GROUP: tensor}))
-        name, secret = f"{fingerprint}/{self.identity.kernels}", self.tiers.secret
+        name, secret = f"{fingerprint}/{kernels}", self.tiers.secret
         self.chain = KeyChain(name, self.page_tokens, rank=0, world=1, secret=secret)
         atexit.register(self.close)
 
