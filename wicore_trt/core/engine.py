@@ -125,6 +125,7 @@ class EngineCore:
         arrival = self._clock()
         params = request.params
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+        names = self.scheduler.manager.names(request.tenant, request.cache_salt)
         sequences = []
         for index in range(params.n):
             sequence = Sequence(
@@ -134,7 +135,7 @@ class EngineCore:
                 seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids),
                 arrival=arrival,
-                pages=SequencePages(request.cache_salt, request.cache, who=request.tenant),
+                pages=SequencePages(names, request.cache),
                 stop_ids=stop_ids,
             )
             self._next_id += 1

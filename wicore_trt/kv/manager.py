@@ -18,7 +18,7 @@ from functools import partial
 
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
-from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.hashing import KeyChain, TenantNames
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policy import ChainPolicy
 from wicore_trt.kv.pool import PagePool
@@ -88,6 +88,11 @@ class KVCacheManager:
         self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
 
+    def names(self, who: str, salt: str) -> TenantNames:
+        """What pages of tenant `who` are called that were made with this cache_salt; `.tag` stands for the tenant in
+        events, quotas and disk headers. For any thread; see `KeyChain.names`."""
+        return self._chain.names(who, salt)
+
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
         return max(0, position - self.window + 1) // self.page_tokens
@@ -110,7 +115,7 @@ class KVCacheManager:
         `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
-        self._chain.extend(pages.keys, tokens, pages.salt)
+        pages.names.extend(pages.keys, tokens)
         limit = min(len(pages.keys), (len(tokens) - 1) // self.page_tokens)
         reachable = limit
         if GLOBAL in self.pools:
@@ -164,7 +169,7 @@ class KVCacheManager:
             self._policy.touch(pages.keys, signal)
         if self.tiers is not None:
             self.tiers.touch(pages.keys, signal)
-        self.retention.used(pages.keys, pages.hints, pages.tenant)
+        self.retention.used(pages.keys, pages.hints, pages.names.scope)
 
     @property
     def busy(self) -> bool:
@@ -223,7 +228,7 @@ class KVCacheManager:
         self.wrote(pages, begin, end)
         full = end // self.page_tokens
         if self._prefix_cache and full > pages.published:
-            self._chain.extend(pages.keys, tokens, pages.salt)
+            pages.names.extend(pages.keys, tokens)
             for i in range(pages.published, full):
                 for group in self.pools:
                     slot = pages.tables[group][i]
@@ -360,7 +365,7 @@ class KVCacheManager:
         `found_tokens` of its prompt had been cached."""
         indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
-        self.retention.finished(keys, pages.hints, pages.tenant, indexes, found=found)
+        self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
         if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW or pages.load:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):

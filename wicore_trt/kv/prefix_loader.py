@@ -319,7 +319,7 @@ class PrefixLoader:
                 if i < trusted and pool.page(slot) is not None:
                     held[i] = pages.page(group, i)
                 else:
-                    held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.tenant)
+                    held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
                     parked.private.add((group, i))
                 copy = self.tiers.store(held[i], slot, private=(group, i) in parked.private)
                 if copy is not None:

@@ -69,7 +69,7 @@ class ExecutorSettings:
 
 class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is "torch", or "native-" and the instruction set."""
+    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on."""
 
     def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
         """Load `engine` from disk, or run the tensors of one that is in memory.
@@ -156,7 +156,7 @@ def _operators(
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return "torch", lambda inputs, probe: TorchOps(model, inputs, probe)
+        return torch_kernels(device), lambda inputs, probe: TorchOps(model, inputs, probe)
     if settings.threads:
         library.set_threads(settings.threads)
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
@@ -167,6 +167,15 @@ def _operators(
         return ops
 
     return f"native-{library.isa}", begin
+
+
+def torch_kernels(device: torch.device) -> str:
+    """The name of the torch operators on a device, like "torch-2.9.1-cpu-avx2" or "torch-2.9.1+cu130-cuda-NVIDIA H200":
+    its libraries choose their order of summation by their version and the processor, so KV values differ."""
+    if device.type == "cpu":
+        return f"torch-{torch.__version__}-cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return f"torch-{torch.__version__}-{device.type}-{name}".rstrip("-")
 
 
 def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:
