@@ -16,7 +16,7 @@ from pathlib import Path
 if os.environ.get("PYTHONHASHSEED") != "0" and __name__ == "__main__":  # sets of bytes have an order of their own
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [*sys.orig_argv])
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from oracle.device import Failure
 from oracle.kill import kills
@@ -45,7 +45,8 @@ def main() -> int:
             report = campaign(lives, seed=options.seed, jobs=options.jobs, real=real)
             print(report, flush=True)
             unreached = [] if real or options.uncovered else report.unreached()
-            print(*(f"not reached often enough: {line}" for line in unreached), sep="\n")
+            for line in unreached:
+                print(f"not reached often enough: {line}")
             failed |= bool(report.failed or unreached)
     if options.kills:
         killed = kills(options.kills, seed=options.seed, jobs=options.jobs)
