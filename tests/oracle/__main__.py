@@ -16,7 +16,8 @@ from pathlib import Path
 if os.environ.get("PYTHONHASHSEED") != "0" and __name__ == "__main__":  # sets of bytes have an order of their own
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [*sys.orig_argv])
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from oracle.device import Failure
 from oracle.kill import kills
