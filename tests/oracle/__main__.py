@@ -36,16 +36,16 @@ def main() -> int:
     parser.add_argument("--life", type=int, help="play the life of this seed again")
     parser.add_argument("--keep", type=lambda text: [int(n) for n in text.split(",")], help="only these happenings")
     parser.add_argument("--real", action="store_true", help="with --life: real threads")
-    parser.add_argument("--uncovered", action="store_true", help="do not ask for coverage")
+    parser.add_argument("--first", action="store_true", help="end with the first failure; ask for no coverage")
     options = parser.parse_args()
     if options.life is not None:
         return again(options.life, options.keep, real=options.real)
     failed = False
     for lives, real in ((options.lives, False), (options.real_lives, True)):
         if lives:
-            report = campaign(lives, seed=options.seed, jobs=options.jobs, real=real)
+            report = campaign(lives, seed=options.seed, jobs=options.jobs, real=real, first_only=options.first)
             print(report, flush=True)
-            unreached = [] if real or options.uncovered else report.unreached()
+            unreached = [] if real or options.first else report.unreached()
             for line in unreached:
                 print(f"not reached often enough: {line}")
             failed |= bool(report.failed or unreached)

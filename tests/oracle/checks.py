@@ -14,6 +14,8 @@ def check_steady(stack: Stack) -> None:
     """Books agree with each other."""
     stack.scheduler.check_integrity()
     stack.manager.retention.check_integrity()
+    if stack.loader is not None:
+        require(not stack.loader.refused, "refused jump", "a load would have passed over pages that nobody wrote")
     stats = stack.core.stats()
     for pool in stats.pools:
         require(pool.used_pages + pool.cached_pages <= pool.total_pages, "stats", pool)

@@ -79,18 +79,21 @@ class Report:
         return "\n".join([*rows, head + f"{len(self.failed)} failed", *map(str, self.failed)])
 
 
-def campaign(lives: int, *, seed: int, jobs: int = 1, real: bool = False) -> Report:
-    """Lives of the seeds from `seed` * 1,000,003 on."""
+def campaign(lives: int, *, seed: int, jobs: int = 1, real: bool = False, first_only: bool = False) -> Report:
+    """Lives of the seeds from `seed` * 1,000,003 on. `first_only`: any failure ends it, and is not made small."""
     report, begun = Report(), time.monotonic()
     first = seed * 1_000_003
-    chunks = [(at, min(CHUNK, first + lives - at), real) for at in range(first, first + lives, CHUNK)]
+    size = 1 if first_only else CHUNK
+    chunks = [(at, min(size, first + lives - at), real) for at in range(first, first + lives, size)]
     for part in _over(chunks, jobs):
         report.lives += part.lives
         report.counts += part.counts
         report.failed += part.failed
+        if first_only and report.failed:
+            break
     report.seconds = time.monotonic() - begun
     kinds: Counter[str] = Counter()
-    for failure in report.failed:
+    for failure in () if first_only else report.failed:
         kinds[failure.kind] += 1
         if kinds[failure.kind] == 1 and len(kinds) <= SHRUNK and not real:
             shrink(failure)
