@@ -213,6 +213,7 @@ class KVCacheManager:
                         self.publish(pages, group, i, slot)
                     if group == self.chain_group:
                         self._copies.finished(pages, group, i)
+                self.retention.made(pages.keys[i], pages.hints)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
         # what a request that starts at the last full page looks at stays, not only what the next token does
