@@ -236,6 +236,32 @@ def test_a_write_that_hung_until_its_page_was_over_leaves_nothing(tmp_path: Path
     store.close()
 
 
+def test_erased_twice_the_record_still_stays_as_long_as_the_bytes(tmp_path: Path) -> None:
+    """The store erases a write that went wrong, and so does the engine when it hears of it."""
+
+    class Refusing(Files):
+        on = True
+
+        def pwritev(self, fd, given, offset) -> int:
+            if self.on and not any(given[0]) and len(given) == 2:
+                raise OSError(errno.EIO, "no")
+            return Files.pwritev(self, fd, given, offset)
+
+    files = Refusing()
+    store = open_store(tmp_path, files=files)
+    write = lambda *args: store.write(*args, right=lambda: False, expires=FAR)  # noqa: E731
+    assert wait_for(write, make_page(1), [0], buffers([content(1, 0)])) is Outcome.CORRUPT
+    store.erase([0])
+    put(store, make_page(2), [1], [content(2, 0)])  # what is to be forgotten is, by now
+    store.close()
+    assert not gone(tmp_path, 1)
+    files.on = False
+    store = open_store(tmp_path, files=files)
+    assert [page.index for page, _ in store.recover()] == [2]
+    eventually(lambda: gone(tmp_path, 1))
+    store.close()
+
+
 def test_verify_overwrites_what_is_over(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     put_until(store, 1, [0, 4], int(time.time()) - 1)

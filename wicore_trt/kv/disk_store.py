@@ -206,7 +206,7 @@ class DiskStore:
     def erase(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
         bytes of a page with a time to live: they are overwritten before its record goes."""
-        passing = [slot for slot in slots if self._expires[slot]]
+        passing = [slot for slot in slots if self._expires[slot] or slot in self._wiper]
         for slot in slots:
             self._written[slot] = self._expires[slot] = 0
         if passing:
@@ -261,8 +261,8 @@ class DiskStore:
             self.erase(slots)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return Outcome.NO_SPACE if full else Outcome.FAILED
-        for slot in slots:
-            self._written[slot] = write_id
+        for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
+            self._written[slot], self._expires[slot] = write_id, write.expires
         return Outcome.OK
 
     def _move(self, write: _Write, write_id: int) -> None:

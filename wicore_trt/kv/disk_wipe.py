@@ -31,6 +31,9 @@ class Wiper:
     def pending(self) -> bool:
         return bool(self._pending)
 
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._pending or slot == self._slot
+
     def add(self, slots: Iterable[int]) -> None:
         """These slots hold nothing that anybody may read any more."""
         with self._changed:

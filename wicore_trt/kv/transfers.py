@@ -208,10 +208,7 @@ class Transfers:
                 else:
                     expires = self.expires(copy.page.key)
                     done = partial(self._post_saved, copy, target, expires, time.perf_counter())
-                    # The store seals the bytes as they are: a bit that flipped in host memory before would look right
-                    # on disk from then on, so it asks before a later process can find the page.
-                    right = partial(self._is_right, copy)
-                    parts = self.host.buffers(copy)
+                    right, parts = partial(self._is_right, copy), self.host.buffers(copy)
                     if not store.write(copy.page, target.slots, parts, done, right=right, expires=expires):
                         index.abort(target, "queue full")
                         return
@@ -223,7 +220,7 @@ class Transfers:
                 self.host.index.mark_saved(copy)
 
     def _is_right(self, copy: TierCopy) -> bool:
-        """Whether a host page is what was stored."""
+        """Whether no bit of a host page flipped: sealed for the disk it would look right from then on."""
         return checksum(copy.page, self.host.buffers(copy)) == copy.checksum
 
     def _post_saved(self, copy: TierCopy, target: TierCopy, expires: int, begun: float, outcome: Outcome) -> None:
