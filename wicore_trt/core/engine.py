@@ -243,6 +243,10 @@ class EngineCore:
         manager.events.publish()
         return manager.busy
 
+    def rest_s(self) -> float | None:
+        """Seconds until `tidy` has something to do again although no request comes; None for never."""
+        return self.scheduler.manager.retention.rest_s()
+
     def _idle(self, plan: Plan) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager

@@ -121,7 +121,7 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait(TIDY_S if self._core.tidy() else None)
+                self._wake.wait(TIDY_S if self._core.tidy() else self._core.rest_s())
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences
             self._inbox_sequences = 0

@@ -234,6 +234,7 @@ class KVCacheManager:
                     slot = pages.tables[group][i]
                     if slot >= 0:
                         self.publish(pages, group, i, slot)
+                self.retention.made(pages.keys[i], pages.hints)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
         if pages.load is not None:
