@@ -272,6 +272,7 @@ class Life:
         self.progress.again(self.world.clock())
 
     def _pass(self, seconds: float) -> None:
+        self.stack.idle.clear()
         self.lone = None
         self.world.advance(seconds)
         self._unbroken(self.stack.core.tidy)
