@@ -26,7 +26,9 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     }
     for group, pool in manager.pools.items():
         for i in there[group]:
-            pool.publish(pool.allocate(1)[0], sequence.page(group, i))
+            (slot,) = pool.allocate(1)
+            pool.wrote(slot, 0, size)
+            pool.publish(slot, sequence.page(group, i))
 
     def usable(n: int) -> bool:
         window = range(manager.first_visible_page(n * size), n)

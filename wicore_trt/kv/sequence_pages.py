@@ -20,10 +20,12 @@ from wicore_trt.types import CacheHints
 @dataclass(slots=True)
 class ParkedPages:
     """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
-    `copies` keeps them in host memory."""
+    `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can make: the
+    last page may be partly filled, and pages that no step with finite logits has read are for this sequence alone."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
+    private: set[tuple[str, int]] = field(default_factory=set)
     copies: list[TierCopy] = field(default_factory=list)
 
 
@@ -37,9 +39,11 @@ class SequencePages:
     """Page tables of one sequence.
 
     `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
-    slid out. `keys[i]` names page i. `published` pages are findable. `first_local` is the first page index
-    still held in the local table. `resume_points` are page counts whose local windows stay cached when they slide out.
-    `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    slid out. `keys[i]` names page i. `published` pages are findable; of those the first `trusted` were read by a step
+    of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local` is the
+    first page index still held in the local table. `resume_points` are page counts whose local windows stay cached when
+    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `load` brings the
+    prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
     names: TenantNames
@@ -47,8 +51,11 @@ class SequencePages:
     keys: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
     published: int = 0
+    trusted: int = 0
+    attached: int = 0
     first_local: int = 0
     resume_points: set[int] = field(default_factory=set)
+    left: dict[int, int] = field(default_factory=dict)
     load: PrefixLoad | None = None
     parked: ParkedPages | None = None
 

@@ -49,7 +49,8 @@ class ExecutorSettings:
     step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
     divided between the groups. With neither, backend triton takes what memory is left, up to `kv_fraction` of the GPU,
     and the others DEFAULT_KV_BYTES. Else None takes the engine's own value. `batch_invariant`: kernels that do not
-    change with the size of a step; backend triton alone has a choice.
+    change with the size of a step; backend triton alone has a choice. `loads`: prefixes will be loaded from lower
+    tiers, which takes KV pages of its own.
     """
 
     device: str = "auto"
@@ -63,6 +64,7 @@ class ExecutorSettings:
     max_sequences: int = 64
     max_context: int | None = None
     batch_invariant: bool = False
+    loads: bool = False
 
 
 class TorchExecutor:
