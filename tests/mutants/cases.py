@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "kv/tiers.py",
         "        elif not load.wanted(item):",
-        "        elif load.finished:",
+        "        elif load.broken:",
     ),
     Mutant(
         "kv/tiers.py",
