@@ -56,8 +56,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "            n = gap  #",
-        "            n = gap + 1 if gap + 1 < n else gap  #",
+        "for i in range(n - 1, first - 1, -1)",
+        "for i in range(n - 1, first, -1)",
     ),
     Mutant(
         "kv/manager.py",
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "kv/tiers.py",
         "        elif not load.wanted(item):",
-        "        elif load.finished:",
+        "        elif load.broken:",
     ),
     Mutant(
         "kv/tiers.py",

@@ -173,6 +173,7 @@ class Planner:
             (0.8 if tiers else 0.1, "restart"),
             (0.5 if disk else 0.0, "crash"),
             (0.2, "clear"),
+            (0.3, "drop"),
             (1.2 if tiers else 0.0, "forget device"),
             (1.0 if disk else 0.0, "forget host"),
             (0.4 if tiers else 0.0, "flip host"),
@@ -181,7 +182,7 @@ class Planner:
             (0.5, "speeds"),
             (0.3 if disk else 0.0, "faults"),
             (0.3 if disk else 0.0, "hang"),
-            (0.25, "spoil entry"),
+            (0.5, "spoil entry"),
             (0.15, "spoil logits"),
             (0.3, "jump"),
             (0.3, "pass"),
@@ -277,6 +278,9 @@ class Planner:
         return {"share": self.rng.choice((0.05, 0.3, 1.0)), "seed": self.rng.randrange(1 << 30)}
 
     _flip_disk = _flip_saving = _flip_host
+
+    def _drop(self) -> dict[str, Any]:
+        return {"share": self.rng.choice((0.1, 0.5, 1.0)), "seed": self.rng.randrange(1 << 30)}
 
     def _hang(self) -> dict[str, Any]:
         return {"count": self.rng.randint(1, 5)}
