@@ -74,7 +74,7 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
     assert list(found) == expected
     used = {slot for _, slots in expected for slot in slots}
     assert not used & set(found.stale) and set(records) <= used | set(found.stale)
-    ids = found.slot_write_ids(64)
+    ids = found.per_slot(found.write_ids, 64)
     for slot in range(64):
         assert ids[slot] == (records[slot][3] if slot in used else 0)
     index.close()

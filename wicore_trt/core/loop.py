@@ -24,7 +24,6 @@ from wicore_trt.errors import (
     WicoreError,
 )
 from wicore_trt.kv.events import EventFeed, KVEventLog
-from wicore_trt.kv.page import tenant_tag
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class EngineLoop:
 
     def kv_events_of(self, tenant: str) -> EventFeed:
         """The same of one tenant's pages alone."""
-        return self.kv_events.of(tenant_tag(tenant))
+        return self.kv_events.of(self._core.scheduler.manager.names(tenant, "").tag)
 
     @property
     def dead(self) -> str | None:
@@ -152,7 +151,7 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait(TIDY_S if self._core.tidy() else None)
+                self._wake.wait(TIDY_S if self._core.tidy() else self._core.rest_s())
                 self._look()
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences

@@ -8,9 +8,10 @@ that a stop in between leaves no record of erased bytes; files that are not the 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from wicore_trt.kv.disk_format import (
     SlotFormat,
     record_check,
 )
-from wicore_trt.kv.disk_tools import StoredNamespace, namespace_homes
+from wicore_trt.kv.disk_tools import StoredNamespace, namespace_homes, owned_files
 from wicore_trt.kv.page import Page
+from wicore_trt.kv.secret import SECRET
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total)"""
@@ -40,7 +42,8 @@ _IDENTITY_BYTES = 512  # of a header block; the rest of it is zero but for a che
 class VerifyReport:
     """What a scrub found. `faults` counts by cause: pages, index records and namespaces that are damaged.
 
-    `leftovers`: index records of pages that were being written when a server died; harmless, and cleared like the rest.
+    `leftovers`: index records of pages that were being written when a server died, or whose time to live is over;
+    harmless, and cleared like the rest.
     `unopened`: encrypted pages whose checksum is right, but whose tag was not checked for want of the key.
     """
 
@@ -141,7 +144,8 @@ def verify(
     path: Path, *, cipher: PageCipher | None = None, dry_run: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Read every indexed page of every namespace, check header, identity, checksum and, with `cipher`, the encryption
-    tag, and clear the index records of what is damaged; `dry_run` only reports.
+    tag, and clear the index records of what is damaged; `dry_run` only reports. Pages whose time to live is over, and
+    what else has an end and is of no use, are overwritten with zeros.
 
     EnvironmentUnfitError when a server holds the directory, NotFoundError when there is no disk tier, ConfigError when
     `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared).
@@ -157,11 +161,13 @@ def verify(
             slots = _Slots(stored, files)
             try:
                 bad = _scrub(stored, slots, cipher, report, progress)
+                if bad and not dry_run:
+                    for slot in stored.passing(bad):
+                        slots.overwrite(slot)
+                    stored.erase(bad)
+                    report.erased_records += len(bad)
             finally:
                 slots.close()
-            if bad and not dry_run:
-                stored.erase(bad)
-                report.erased_records += len(bad)
     return report
 
 
@@ -172,7 +178,7 @@ def _scrub(
     bad: list[int] = []
     stale: set[int] | None = None
     for sealed in (False, True):
-        found = stored.found(sealed=sealed)
+        found = stored.found(sealed=sealed, now=time.time())
         stale = set(found.stale) if stale is None else stale & set(found.stale)
         slot_format = SlotFormat(stored.namespace, (cipher or _TagUnread()) if sealed else None)
         good, wrong_tags, total = 0, 0, len(found.write_ids)
@@ -206,8 +212,8 @@ def _scrub(
 
 
 def purge(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
-    """Remove all pages; or those of one namespace (its name, or how it begins); or those of one tenant (its tag),
-    whose slots are then overwritten with zeros, also those of pages evicted before.
+    """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
+    those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
 
     EnvironmentUnfitError when a server holds the directory; NotFoundError when there is no disk tier or no such
     namespace; OSError when the file system refuses.
@@ -233,6 +239,9 @@ def purge(path: Path, *, namespace: str | None = None, tenant: bytes | None = No
                 _delete(home, files)
             elif stored is not None:
                 _purge_tenant(stored, tenant, report, files)
+        if namespace is None and tenant is None:
+            with suppress(FileNotFoundError):  # nothing has a name of it any more
+                files.unlink(path / SECRET)
     return report
 
 
@@ -270,8 +279,8 @@ def _delete(home: Path, files: Files) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[Files]:
     """The directory's lock, so that no server works on it meanwhile."""
-    files = Files()
     namespace_homes(path)  # or lock_directory would make a lock file in any directory
+    files = owned_files(path)
     try:
         fd = lock_directory(files, path)
     except EnvironmentUnfitError as error:
@@ -279,7 +288,7 @@ def _locked(path: Path) -> Iterator[Files]:
             error.message, fix="Stop the server first; `wicore kv inspect` works meanwhile."
         ) from error
     except OSError as error:
-        fix = "Run this as the user of the server."
+        fix = "Run this as the user of the server, and remove what is not the server's."
         raise EnvironmentUnfitError(f"{path} cannot be locked: {error.strerror}.", fix=fix) from error
     try:
         yield files

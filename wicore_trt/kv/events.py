@@ -196,7 +196,7 @@ class KVEventLog(EventFeed):
         self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
 
     def of(self, tenant: bytes) -> EventFeed:
-        """The feed of the pages that one tenant made; `tenant` is its tag (`KVCacheManager.tenant_tag`).
+        """The feed of the pages that one tenant made; `tenant` is its tag: `manager.names(who, salt).tag`.
 
         Numbers, epoch and the tail that is kept are this feed's own, so that neither gaps nor order nor the way events
         are cut tell of other tenants. A feed is made when it is first asked for and then stays: ask for tenants that
@@ -205,10 +205,10 @@ class KVEventLog(EventFeed):
         with self._showing, self._changed:
             feed = self._tenants.get(tenant)
             if feed is None:
-                pages = {
-                    name: {key: page for key, page in self._pages[name].items() if page.tenant == tenant}
-                    for name in sorted(self._pages)
-                }
+                pages: dict[tuple[str, str], dict[bytes, Page]] = {}
+                for name, held in sorted(self._pages.items()):
+                    mine = {key: page for key, page in held.items() if page.tenant == tenant}
+                    pages |= {name: mine} if mine else {}
                 feed = self._tenants[tenant] = EventFeed(self._limit // TENANT_SHARE, pages)
             return feed
 
