@@ -146,7 +146,7 @@ class EngineCore:
         except Exception:
             for sequence in sequences:
                 if sequence in self.scheduler.waiting:
-                    self.scheduler.finish(sequence, keep=False)
+                    self.scheduler.finish(sequence)
             raise
         self._sequences[request.request_id] = sequences
         self._counts["prompt"] += len(request.prompt_token_ids) * params.n
