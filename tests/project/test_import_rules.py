@@ -22,7 +22,8 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
-    "types": ("errors",),
+    "checks": ("errors",),
+    "types": ("errors", "checks"),
     "model.spec": ("errors",),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
