@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,20 +19,19 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.engine.directory import (
+    ENGINE,
     EngineDir,
     Progress,
-    check_output,
     describe_files,
     open_engine,
-    partial_directory,
-    replace_engine,
 )
 from wicore_trt.engine.dummy import dummy_checkpoint
 from wicore_trt.engine.manifest import DUMMY_WEIGHTS, MANIFEST_NAME, Manifest, compute_fingerprint
 from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
-from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
-from wicore_trt.files import present
+from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.files import present, printable
+from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -97,27 +95,20 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         calibration,
         dummy,
     )
-    output = Path(os.path.abspath(output))
     _check_options(options)
     compiler = find_backend(options.backend)
-    check_output(output, force=force)
-    options = replace(options, targets=tuple(compiler.targets(options)))
-    try:
-        with ExitStack() as stack:
-            checkpoint = _checkpoint_of(source, output, options, stack, progress)
-            _check_fit(checkpoint, options)
-            partial = stack.enter_context(partial_directory(output))
-            limit = checkpoint.spec.max_position_embeddings
-            options = replace(options, max_context=options.max_context or compiler.default_context(limit))
-            name = f"--dummy-weights --model {dummy.name}" if dummy else str(source)
-            manifest = _lay_out(checkpoint, partial, options, compiler, name, progress)
-            (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-            replace_engine(partial, output, force=force)
-    except OSError as error:
-        raise EnvironmentUnfitError(
-            f"building {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
-        ) from error
-    return open_engine(output, verify=False)
+    with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
+        options = replace(options, targets=tuple(compiler.targets(options)))
+        checkpoint = _checkpoint_of(source, scratch.work, options, progress)
+        _check_fit(checkpoint, options)
+        limit = checkpoint.spec.max_position_embeddings
+        options = replace(options, max_context=options.max_context or compiler.default_context(limit))
+        name = f"--dummy-weights --model {dummy.name}" if dummy else printable(str(source))
+        manifest = _lay_out(checkpoint, scratch.directory, options, compiler, name, progress)
+        (scratch.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        engine = open_engine(scratch.directory, verify=False)  # an engine that does not open replaces none
+        scratch.publish()
+    return replace(engine, path=scratch.output)
 
 
 def is_unified_checkpoint(path: Path) -> bool:
@@ -134,10 +125,8 @@ def _check_options(options: BuildOptions) -> None:
         raise ConfigError(f"page_tokens must be a power of two, got {options.page_tokens}.")
 
 
-def _checkpoint_of(
-    source: str | Path, output: Path, options: BuildOptions, stack: ExitStack, progress: Progress | None
-) -> Checkpoint:
-    """Open the checkpoint, or make one beside the output that lives as long as `stack`."""
+def _checkpoint_of(source: str | Path, work: Path, options: BuildOptions, progress: Progress | None) -> Checkpoint:
+    """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
     if options.dummy:
@@ -147,10 +136,9 @@ def _checkpoint_of(
         return open_checkpoint(Path(source))
     from wicore_trt.checkpoint.convert import convert
 
-    scratch = stack.enter_context(partial_directory(output, "checkpoint")) / "checkpoint"
     dtype = "bfloat16" if options.dtype == "auto" and not unified else options.dtype
     tp_size, calibration = options.tp_size, options.calibration
-    return convert(source, scratch, dtype=dtype, tp_size=tp_size, calibration=calibration, progress=progress)
+    return convert(source, work, dtype=dtype, tp_size=tp_size, calibration=calibration, progress=progress)
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -238,7 +226,7 @@ def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
 
 def model_id(source: str) -> str:
     """The model's name for clients: a hub id as it is, else the file or directory name without `.gguf`."""
-    return source if is_hub_id(source) and not Path(source).exists() else Path(source).name.removesuffix(".gguf")
+    return source if is_hub_id(source) and not present(Path(source)) else Path(source).name.removesuffix(".gguf")
 
 
 def _tools() -> dict[str, str]:
