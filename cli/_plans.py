@@ -5,7 +5,6 @@ Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from math import prod
@@ -23,12 +22,13 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     index that cannot be read."""
     from wicore_trt.engine.tensorrt_backend import INDEX
     from wicore_trt.errors import EngineFormatError
+    from wicore_trt.files import Door
     from wicore_trt.model.plan_io import PlanTensor
 
     if INDEX not in engine.manifest.files:
         return None
     try:
-        index = json.loads((engine.path / INDEX).read_text(encoding="utf-8"))
+        index = Door(engine.path, EngineFormatError, "Build the engine again.").json(engine.path / INDEX)
         tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineFormatError(

@@ -25,6 +25,7 @@ from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 
 FORMAT_VERSION = 1
@@ -265,21 +266,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {path}")
-    try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} has no {CONFIG}: not a checkpoint, or one whose conversion was interrupted.",
-            fix=f"Run: wicore convert SOURCE {path} --force",
-        ) from error
-    except (OSError, ValueError) as error:
+            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quoted(path)}"
+        )
+    if not present(path / CONFIG):
         raise CheckpointError(
-            f"{path / CONFIG} is not readable: {error}.", fix=f"Run: wicore convert SOURCE {path} --force"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / CONFIG} is not a JSON object.")
-    return config
+            f"{path} has no {CONFIG}: it is not a checkpoint.",
+            fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
+        )
+    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG)
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
@@ -287,12 +282,13 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
-    options = f" --revision {block['revision']}" if block.get("revision") else ""
+    options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += f" --calibrate {calibration.get('text')} --calibrate-tokens {calibration.get('tokens')}"
+        options += f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {calibration.get('tokens')}"
         options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
-    return f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --dtype {dtype} --tp {tp}{options} --force"
+    source = quoted(block.get("source", "SOURCE"))
+    return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:
@@ -301,9 +297,9 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
         file = path / name
-        if Path(name).name != name or not file.is_file():
+        if Path(name).name != name or not present(file):
             raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = file.stat().st_size
+        size = Door(path, fix=again).check(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
         if verify and record_of(file) != record:
@@ -311,9 +307,9 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    present = SafetensorsFile(file).tensors
+    found_tensors = SafetensorsFile(file, within=file.parent).tensors
     for name, tag, shape in entries:
-        info = present.get(name)
+        info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:
             found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
             raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
@@ -322,7 +318,7 @@ def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], aga
 def record_of(file: Path) -> FileRecord:
     """Size and hash of a file on disk."""
     digest, size = hashlib.blake2b(digest_size=32), 0
-    with file.open("rb", buffering=0) as stream:
+    with Door(file.parent).open(file, buffering=0) as stream:
         while data := stream.read(_READ):
             digest.update(data)
             size += len(data)

@@ -152,7 +152,7 @@ def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any]
         tokenizer = _build(vocabulary)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{vocabulary.place}: no tokenizer can be made of its tokens: {error}.") from error
-    tokenizer.save(str(paths[0]), pretty=False)
+    paths[0].write_text(tokenizer.to_str(pretty=False), encoding="utf-8")  # its own save hides what failed
     config: dict[str, Any] = {
         "tokenizer_class": "GemmaTokenizer",
         "add_bos_token": vocabulary.adds_bos,

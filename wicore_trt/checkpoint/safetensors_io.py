@@ -53,11 +53,12 @@ class SafetensorsFile:
     """Tensors of one file, read with plain file I/O. Opening checks that the header describes every byte of the file
     once: types, shapes and offsets, no gap, no overlap, no tensor twice.
 
-    Raises CheckpointError for a missing, truncated or foreign file, naming the tensor.
+    `within` is the directory that the file must lie in (see files.Door). Raises CheckpointError for a missing,
+    truncated or foreign file, naming the tensor.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._door = path, Door(path.parent, fix=_AGAIN)
+    def __init__(self, path: Path, *, within: Path | None = None) -> None:
+        self.path, self._door = path, Door(within, fix=_AGAIN)
         self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
@@ -119,7 +120,7 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
         if length > SMALL_BYTES:
             raise door.refusal(path, f"has a header of {length} bytes, more than the {SMALL_BYTES} that it may have")
         file.seek(8)
-        header = door.parse(file.read(length), path)
+        header = door.parse(file.read(length), f"the header of {path}")
     try:
         if isinstance(header, dict):
             _METADATA.validate_python(header.pop("__metadata__", {}))

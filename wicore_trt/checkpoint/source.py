@@ -7,6 +7,7 @@ was opened holds exactly the tensors its configuration asks for, and a local pat
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import TOKENIZER_BYTES, Door, present
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec, named, shown
 
 TOKENIZER_FILES = (
@@ -41,7 +42,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_TAGS = ("F32", "F16", "BF16")
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
-_AGAIN = "Give the directory of a Hugging Face model, downloaded whole."
+_AGAIN = "Download it again."
 
 
 class Source(ABC):
@@ -88,17 +89,18 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     """
     from wicore_trt.checkpoint.gguf import GgufSource
 
-    path = Path(ref).expanduser()
-    if path.exists() and not path.is_dir():
+    path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
+    if present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {path.parent}")
+            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
         return GgufSource(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         ggufs = sorted(path.glob("*.gguf"))
         if present(path / "config.json") or not ggufs:
             return HfSource(path, name=str(ref))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files.", fix="Give the path of one of them.")
+        Door(path, fix="Give the path of the GGUF file itself.").check(ggufs[0])
         return GgufSource(ggufs[0])
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
@@ -115,6 +117,10 @@ class HfSource(Source):
     def __init__(self, path: Path, *, name: str, revision: str | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
         self._door = Door(path, fix=_AGAIN)
+        if not present(path / "config.json"):
+            raise CheckpointError(
+                f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
+            )
         self.config = self._door.json(path / "config.json")
         self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
@@ -185,7 +191,7 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
                 f"{path} holds neither {SINGLE} nor {INDEX}.",
                 fix="WiCore reads safetensors and GGUF; convert other formats first.",
             )
-        return [SafetensorsFile(path / SINGLE)]
+        return [SafetensorsFile(path / SINGLE, within=path)]
     try:
         weight_map = _Index.model_validate(door.json(index)).weight_map
     except ValidationError as error:
@@ -208,7 +214,7 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
             f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}.",
             fix="Download them.",
         )
-    files = {s: SafetensorsFile(path / s) for s in shards}
+    files = {s: SafetensorsFile(path / s, within=path) for s in shards}
     lost = [n for n, s in weight_map.items() if n not in files[s].tensors]
     if lost:
         raise CheckpointError(

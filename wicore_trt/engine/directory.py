@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from wicore_trt.engine.manifest import (
     rebuild_command,
 )
 from wicore_trt.errors import ConfigError, EngineFormatError
+from wicore_trt.files import Door, size_of
 
 HASH_CHUNK_BYTES = 64 << 20
 READ_BYTES = 4 << 20
@@ -86,13 +86,7 @@ def file_state(engine: EngineDir, name: str) -> str:
 
 def _check_size(path: Path, name: str, manifest: Manifest) -> None:
     fix = rebuild_command(path, manifest.source)
-    try:
-        status = (path / name).stat()
-    except OSError as error:
-        raise EngineFormatError(f"engine {path}: {name} is missing ({error.strerror}).", fix=fix) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise EngineFormatError(f"engine {path}: {name} is not a regular file.", fix=fix)
-    size = status.st_size
+    size = Door(path, EngineFormatError, fix=fix).check(path / name)
     expected = manifest.files[name].bytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
@@ -102,10 +96,8 @@ def _check_size(path: Path, name: str, manifest: Manifest) -> None:
 def _hash_or_refuse(path: Path, name: str, manifest: Manifest) -> str:
     try:
         return hash_file(path / name)
-    except OSError as error:
-        raise EngineFormatError(
-            f"engine {path}: {name} cannot be read ({error.strerror}).", fix=rebuild_command(path, manifest.source)
-        ) from error
+    except EngineFormatError as error:
+        raise EngineFormatError(error.message, fix=rebuild_command(path, manifest.source)) from error
 
 
 def hash_file(path: Path) -> str:
@@ -113,8 +105,8 @@ def hash_file(path: Path) -> str:
 
     Two levels, so that a 54 GB file is hashed by all cores and not by one. Memory: READ_BYTES per core.
     """
-    with path.open("rb", buffering=0) as file:
-        descriptor, size = file.fileno(), path.stat().st_size
+    with Door(error=EngineFormatError).open(path, buffering=0) as file:
+        descriptor, size = file.fileno(), size_of(file)
 
         def digest(at: int) -> bytes:
             hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)

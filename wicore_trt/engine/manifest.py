@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wicore_trt.errors import CheckpointError, EngineFormatError
+from wicore_trt.files import Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
 
 MANIFEST_NAME = "engine.json"
@@ -107,7 +109,8 @@ def compute_fingerprint(
 
 def rebuild_command(path: Path, source: str = "SOURCE") -> str:
     """The command that replaces a bad engine."""
-    return f"Rebuild it: wicore build {source} {path} --force"
+    words = source if source.startswith("--dummy-weights ") else quoted(source)
+    return f"Rebuild it: wicore build {words} {quoted(path)} --force"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -116,21 +119,20 @@ def read_manifest(path: Path) -> Manifest:
     Raises EngineFormatError when the directory or the manifest is missing, when the manifest is not JSON, belongs to
     another program, has a newer format, lacks a field, names a file outside the directory or was edited.
     """
-    build = f"Build one: wicore build SOURCE {path}"
-    if not path.exists():
+    build = f"Build one: wicore build SOURCE {quoted(path)}"
+    if not present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise EngineFormatError(
             f"{path} is a file; an engine is a directory.", fix="Build one: wicore build SOURCE OUTPUT"
         )
     manifest_path = path / MANIFEST_NAME
-    try:
-        data = json.loads(manifest_path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build) from None
-    except (ValueError, OSError) as error:
-        raise EngineFormatError(f"{manifest_path} cannot be read: {error}.", fix=rebuild_command(path)) from error
-    if not isinstance(data, dict) or data.get("kind") != KIND:
+    if not present(manifest_path):
+        raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)
+    data = Door(path, EngineFormatError, fix="Build it again, to a new directory: wicore build SOURCE OUTPUT").json(
+        manifest_path
+    )
+    if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
     version = data.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import EngineFormatError
+from wicore_trt.files import Door
 from wicore_trt.model.triton_table import Entry, KernelTable, config_of
 from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
 
@@ -39,7 +40,7 @@ def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Map
 def read_table(directory: Path, target: str) -> KernelTable | None:
     """The kernels for `target`, None where there are none. Raises EngineFormatError for files that do not fit."""
     try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        index = Door(directory, EngineFormatError, "Build the engine again.").json(directory / INDEX)
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']}")
         rows = index["targets"].get(target)

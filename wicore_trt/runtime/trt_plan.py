@@ -6,18 +6,20 @@ Knows the files of `engine.tensorrt_backend` and TensorRT's engine object; no de
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.engine.directory import EngineDir
+from wicore_trt.engine.manifest import rebuild_command
 from wicore_trt.engine.plan_log import BuildLog, make_logger
 from wicore_trt.engine.tensorrt_backend import INDEX, plan_file
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.files import Door
 from wicore_trt.model import plan_io
 from wicore_trt.model.plan_io import PHASES, PlanLimits, PlanTensor
 
+_PLAN_BYTES = 4 << 30  # plans hold no weights; the largest seen has 70 MB
 DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "fp8": "FP8", "int32": "INT32"}
 
 
@@ -51,8 +53,8 @@ def plan_limits(engine: EngineDir) -> PlanLimits:
 def rebuild_plans(engine: EngineDir, *more: str) -> str:
     """The command that builds the engine again, for its targets and `more`."""
     targets = ",".join(dict.fromkeys((*engine.manifest.targets, *more)))
-    source = engine.manifest.source or "SOURCE"
-    return f"Rebuild it: wicore build {source} {engine.path} --backend tensorrt --target {targets} --force"
+    again = rebuild_command(engine.path, engine.manifest.source or "SOURCE").removesuffix(" --force")
+    return f"{again} --backend tensorrt --target {targets} --force"
 
 
 def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
@@ -61,7 +63,7 @@ def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
     Raises EngineFormatError for an index that cannot be read, or that does not list what this version binds.
     """
     try:
-        data = json.loads((engine.path / INDEX).read_text(encoding="utf-8"))["tensors"]
+        data = Door(engine.path, EngineFormatError).json(engine.path / INDEX)["tensors"]
         index = {phase: [PlanTensor.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(engine, f"{INDEX} cannot be read ({error!r})") from None
@@ -94,9 +96,9 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
     for phase in PHASES:
         name = plan_file(target, phase)
         try:
-            data = (engine.path / name).read_bytes()
-        except OSError as error:
-            raise _damaged(engine, f"{name} cannot be read ({error.strerror})") from None
+            data = Door(engine.path, EngineFormatError).read(engine.path / name, limit=_PLAN_BYTES)
+        except EngineFormatError as error:
+            raise _damaged(engine, f"a plan cannot be read ({error})") from None
         loaded = runtime.deserialize_cuda_engine(data)
         if loaded is None:
             raise EnvironmentUnfitError(

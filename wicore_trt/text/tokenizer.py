@@ -10,7 +10,6 @@ and `apply_chat_template` do. Who passes on untrusted text and minds that remove
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.files import TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
@@ -57,7 +57,8 @@ class Tokenizer:
         Raises EngineFormatError for missing, broken or contradicting files.
         """
         try:
-            backend = tokenizers.Tokenizer.from_file(str(_existing(path / "tokenizer.json")))
+            data = Door(path, EngineFormatError, _REBUILD).read(path / "tokenizer.json", limit=TOKENIZER_BYTES)
+            backend = tokenizers.Tokenizer.from_buffer(data)
         except EngineFormatError:
             raise
         except Exception as error:  # tokenizers raises bare Exception for every defect of the file
@@ -124,23 +125,9 @@ def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
     return [i for i in map(backend.token_to_id, pieces) if i is not None]
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise EngineFormatError(f"{path} is missing.", fix=_REBUILD)
-    return path
-
-
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, {} when the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineFormatError(f"{path} is not valid JSON: {error}.", fix=_REBUILD) from error
-    if not isinstance(value, dict):
-        raise EngineFormatError(f"{path} must hold a JSON object.", fix=_REBUILD)
-    return value
+    return Door(path.parent, EngineFormatError, _REBUILD).json(path) if present(path) else {}
 
 
 class _Files:
@@ -181,11 +168,8 @@ class _Files:
 
     def _template(self) -> tuple[str | None, Path]:
         jinja = self._path / "chat_template.jinja"
-        if jinja.exists():
-            try:
-                return jinja.read_text(encoding="utf-8"), jinja
-            except (OSError, ValueError) as error:
-                raise EngineFormatError(f"{jinja} cannot be read: {error}.", fix=_REBUILD) from error
+        if present(jinja):
+            return Door(self._path, EngineFormatError, _REBUILD).text(jinja), jinja
         for path in (self._path / "chat_template.json", self._path / "tokenizer_config.json"):
             value = _json(path).get("chat_template")
             if isinstance(value, list):  # several named templates
