@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint.calibrate": (
         "errors",
         "files",
+        "scratch",
         "model",
         "checkpoint",
         "runtime",

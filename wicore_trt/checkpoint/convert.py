@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     FP8_TAG,
@@ -35,11 +36,11 @@ from wicore_trt.checkpoint.format import (
     write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
-from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
-from wicore_trt.checkpoint.source import Source, open_source
-from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
 from wicore_trt.scratch import replacing
 
@@ -48,13 +49,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
+Note = Callable[[str], None]  # one sentence that the user should know
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
 
 
-def convert(
+def convert(  # noqa: PLR0913 -- the public call is flat
     source: str | Path,
     output: str | Path,
     *,
@@ -64,6 +66,7 @@ def convert(
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
 
@@ -71,9 +74,10 @@ def convert(
     (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
     source may be a unified checkpoint (see calibrate.calibrate_checkpoint). `force` replaces an existing directory at
-    the end.
+    the end. `note` gets a sentence for every kind of loss that a cast brought.
 
-    Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
+    Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
+    beyond the range of the new dtype, naming tensor and row;
     ConfigError for an unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the
     disk is too small.
     """
@@ -89,9 +93,12 @@ def convert(
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
-        _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
         scratch.publish()
+    if note:
+        for line in lost:
+            note(line)
     return open_checkpoint(output)
 
 
@@ -113,7 +120,8 @@ class _Conversion:
         self._calibration = calibration
         self._kv_scales = calibration is not None and calibration.kv_scales
         self._progress = progress
-        self._done = self._flushed = 0
+        self._done = 0
+        self._report = CastReport()
         self._static = static_scales(source.spec, self._quant, self._kv_scales)
         self._scales: dict[str, np.ndarray] = {}
         self._entries = [
@@ -124,7 +132,8 @@ class _Conversion:
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
         self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
 
-    def run(self) -> None:
+    def run(self) -> list[str]:
+        """Returns what casts lost, in sentences."""
         free = shutil.disk_usage(self._directory).free
         if free < self._total + _SPARE_BYTES:
             raise EnvironmentUnfitError(
@@ -145,10 +154,11 @@ class _Conversion:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
         vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
-        origin = replace(origin, flushed_to_zero=self._flushed, vision=vision)
+        origin = replace(origin, flushed_to_zero=self._report.flushed, vision=vision)
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
+        return self._report.lines()
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -185,27 +195,36 @@ class _Conversion:
     def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
         block, have = self._source.rows(name, *rows)
-        none = np.empty(0, np.float32)
+        none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
-            return to_float32(block, have) + np.float32(1.0), none
+            stored = to_float32(block, have) + np.float32(1.0)
+            check_finite(place, name, rows[0], stored, "F32")
+            return stored, none
+        if tag in (have, FP8_TAG):
+            check_finite(place, name, rows[0], block, have)
         if tag == have:
             return block, none
         values = to_float32(block, have)
         if tag == FP8_TAG:
-            return quantize_e4m3_per_channel(values)
-        cast = from_float32(values, tag)
-        if tag == "F16":
-            _check_f16(name, values, cast)
-            if tensor.sources != (HF_EMBEDDING,) or tensor.role is Role.EMBEDDING:  # a tied head counts once
-                self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))
-        return cast, none
+            stored, scale = quantize_e4m3_per_channel(values)
+        else:
+            stored, scale = from_float32(values, tag), none
+            check_cast(place, name, rows[0], values, stored, tag)
+        tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
+        if tag in ("F16", FP8_TAG) and not tied_copy:
+            self._report.count(name, values, stored, tag)
+        return stored, scale
 
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, shape in self._vision:
                 size = prod(shape) * ITEM_BYTES[tag]
+                place = self._source.place_of(name)
                 for start in range(0, size, _BLOCK_ITEMS * 4):
-                    self._put(writer, name, self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4)))
+                    block = self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4))
+                    if tag in TEXT_TAGS:
+                        check_finite(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
+                    self._put(writer, name, block)
         return FileRecord(writer.size, writer.digest)
 
     def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
@@ -229,14 +248,6 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
         raise ConfigError(
             f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
             fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
-        )
-
-
-def _check_f16(name: str, values: np.ndarray, cast: np.ndarray) -> None:
-    if not np.isfinite(cast).all():
-        worst = float(np.abs(values).max())
-        raise CheckpointError(
-            f"{name} reaches {worst:g}, beyond float16's {F16_MAX:g}.", fix="Use --dtype bfloat16 or fp8."
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.checkpoint.sharding import MAX_TP
 from wicore_trt.engine.directory import (
     ENGINE,
     EngineDir,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
 
 LM_HEAD = "lm_head.weight"
+MAX_PAGE_TOKENS = 4096
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 TOOLS = (
     "wicore-trt",
@@ -69,6 +71,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     dummy: DummyModel | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
     `dummy` from a model's sizes alone: its weights are made up when it is loaded, and the manifest says so.
@@ -77,7 +80,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
     KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
     limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
-    way. An existing engine is replaced only with `force`.
+    way. An existing engine is replaced only with `force`. `note` gets a sentence for every kind of loss that converting
+    the source brought.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
     for a bad source, EnvironmentUnfitError for a backend that is not here or a full disk.
@@ -99,7 +103,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     compiler = find_backend(options.backend)
     with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
-        checkpoint = _checkpoint_of(source, scratch.work, options, progress)
+        checkpoint = _checkpoint_of(source, scratch.work, options, progress, note)
         _check_fit(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
@@ -121,11 +125,19 @@ def _check_options(options: BuildOptions) -> None:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
-    if options.page_tokens < 1 or options.page_tokens & (options.page_tokens - 1):
-        raise ConfigError(f"page_tokens must be a power of two, got {options.page_tokens}.")
+    if not 1 <= options.page_tokens <= MAX_PAGE_TOKENS or options.page_tokens & (options.page_tokens - 1):
+        raise ConfigError(f"page_tokens must be a power of two up to {MAX_PAGE_TOKENS}, got {options.page_tokens}.")
+    if not 1 <= options.tp_size <= MAX_TP:
+        raise ConfigError(f"tp must be 1 to {MAX_TP}, got {options.tp_size}.")
 
 
-def _checkpoint_of(source: str | Path, work: Path, options: BuildOptions, progress: Progress | None) -> Checkpoint:
+def _checkpoint_of(
+    source: str | Path,
+    work: Path,
+    options: BuildOptions,
+    progress: Progress | None,
+    note: Callable[[str], None] | None,
+) -> Checkpoint:
     """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
@@ -137,8 +149,15 @@ def _checkpoint_of(source: str | Path, work: Path, options: BuildOptions, progre
     from wicore_trt.checkpoint.convert import convert
 
     dtype = "bfloat16" if options.dtype == "auto" and not unified else options.dtype
-    tp_size, calibration = options.tp_size, options.calibration
-    return convert(source, work, dtype=dtype, tp_size=tp_size, calibration=calibration, progress=progress)
+    return convert(
+        source,
+        work,
+        dtype=dtype,
+        tp_size=options.tp_size,
+        calibration=options.calibration,
+        progress=progress,
+        note=note,
+    )
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
