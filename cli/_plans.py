@@ -5,7 +5,6 @@ Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from math import prod
@@ -28,7 +27,7 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     if INDEX not in engine.manifest.files:
         return None
     try:
-        index = json.loads(engine.read(INDEX).decode())
+        index = engine.read_json(INDEX)
         tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(

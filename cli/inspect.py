@@ -123,7 +123,7 @@ def _state(file: Path, record: FileRecord) -> str:
 
     try:
         part = record.changed(file)
-    except (OSError, CheckpointError):
+    except CheckpointError:
         part = file.name
     return _OK if part is None else "corrupted" if part == file.name else f"corrupted ({part})"
 

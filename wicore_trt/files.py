@@ -87,8 +87,9 @@ class Door:
             raise self.refusal(path, f"holds {_name_of(value)} where a JSON object belongs")
         return value
 
-    def parse(self, data: bytes, path: Path) -> Any:
-        """JSON of the file `path`: UTF-8, no key twice in an object, no NaN or Infinity, nested at most MAX_DEPTH."""
+    def parse(self, data: bytes, path: Path | str) -> Any:
+        """JSON of the file (or part of one) named `path`: UTF-8, no key twice in an object, no NaN or Infinity, nested
+        at most MAX_DEPTH."""
         text = self.decode(data, path)
         try:
             value = json.loads(
@@ -106,12 +107,12 @@ class Door:
             raise self.refusal(path, f"is not valid JSON: {error}") from error
         return value
 
-    def decode(self, data: bytes, path: Path) -> str:
+    def decode(self, data: bytes, path: Path | str) -> str:
         """Bytes of the file `path` as text."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.refusal(path, f"is not UTF-8 (byte {error.start})") from error
+            raise self.refusal(path, f"cannot be read as UTF-8 (byte {error.start} is wrong)") from error
 
     def copy(self, path: Path, target: Path, *, limit: int) -> Path:
         """Copy the file's bytes, at most `limit`, to `target`, which must not exist. OSError is the target's."""
@@ -129,7 +130,7 @@ class Door:
         with self.open(path, limit=limit) as file:
             return size_of(file)
 
-    def refusal(self, path: Path, reason: str) -> WicoreError:
+    def refusal(self, path: Path | str, reason: str) -> WicoreError:
         """The error that says `reason` of the file."""
         return self.error(f"{path} {reason}.", fix=self.fix)
 

@@ -150,7 +150,7 @@ def test_configs_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"config\.json"):
             open_checkpoint(copy)
     os.unlink(config)
-    with pytest.raises(CheckpointError, match="interrupted.*wicore convert"):
+    with pytest.raises(CheckpointError, match="not a checkpoint.*wicore convert"):
         open_checkpoint(copy)
     with pytest.raises(CheckpointError, match="not a checkpoint directory.*wicore convert"):
         open_checkpoint(tmp_path / "nowhere")

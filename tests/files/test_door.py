@@ -110,7 +110,7 @@ def test_snapshots_of_the_hub_cache_link_to_their_own_blobs(tmp_path: Path) -> N
         (b"", "is not valid JSON"),
         (b"[]", "holds a list where a JSON object belongs"),
         (b"null", "holds null"),
-        (b"\xff{}", r"is not UTF-8 \(byte 0\)"),
+        (b"\xff{}", r"cannot be read as UTF-8 \(byte 0"),
         (b"\xef\xbb\xbf{}", "is not valid JSON"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' stands twice"),
         (b'{"a": NaN}', "NaN is no JSON number"),

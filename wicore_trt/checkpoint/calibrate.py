@@ -40,6 +40,7 @@ from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, Sa
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.files import Door
 from wicore_trt.model.gemma3 import EMBEDDING, forward, layer_weight
 from wicore_trt.model.lower_torch import E4M3, TorchModel, TorchOps, activation_scale_name, weight_scale_name
 from wicore_trt.model.spec import GROUPS
@@ -52,6 +53,7 @@ DEFAULT_TOKENS = 2048
 PIECE = 512  # tokens of a sequence
 STEP_PIECES = 4  # sequences that are computed together: the weights are read once for them
 _READ = 16 << 20
+_TEXT_BYTES = 64 << 20
 
 Progress = Callable[[str, int, int], None]
 
@@ -132,10 +134,7 @@ def _calibrate(
 
 def _token_ids(calibration: Calibration, tokenizer: Tokenizer) -> list[int]:
     path = calibration.text
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8: {error}.", fix="Give a plain text file.") from error
+    text = Door(error=ConfigError, fix="Give a plain text file.").text(path, limit=_TEXT_BYTES)
     token_ids = tokenizer.encode(text, add_bos=False)
     if len(token_ids) < max(1, calibration.tokens):
         raise ConfigError(

@@ -39,6 +39,7 @@ from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import Source, open_source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+from wicore_trt.files import present
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -76,7 +77,7 @@ def convert(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    if calibration and (Path(source) / "rank0.safetensors").is_file():
+    if calibration and present(Path(source) / "rank0.safetensors"):
         from wicore_trt.checkpoint.calibrate import calibrate_checkpoint
 
         _check_same(open_checkpoint(source), dtype, tp_size)

@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from wicore_trt.files import Door
+
 DIGEST_BYTES = 32
 PIECE_BYTES = 64 << 20
 READ_BYTES = 4 << 20
+ANYWHERE = Door()
 HEADER = "__header__"
 """The part of a weight file in front of its tensors: the size of the header, and the header."""
 
@@ -59,20 +62,20 @@ def hash_bytes(data: bytes) -> str:
     return digest.hexdigest()
 
 
-def hash_file(path: Path) -> str:
-    """Hex digest of a file, by all cores. Memory: READ_BYTES per core. Raises OSError."""
-    return hash_parts(path, {"": (0, path.stat().st_size)})[""]
+def hash_file(path: Path, door: Door = ANYWHERE) -> str:
+    """Hex digest of a file, by all cores. Memory: READ_BYTES per core. Raises the door's error."""
+    return hash_parts(path, {"": (0, door.check(path))}, door)[""]
 
 
-def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]]) -> dict[str, str]:
-    """Hex digests of the bytes [first, end) of a file, by name, by all cores. Raises OSError."""
+def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]], door: Door = ANYWHERE) -> dict[str, str]:
+    """Hex digests of the bytes [first, end) of a file, by name, by all cores. Raises the door's error."""
     pieces = [
         (name, at, min(end, at + PIECE_BYTES))
         for name, (first, end) in parts.items()
         for at in range(first, end, PIECE_BYTES)
     ]
     wholes = {name: hashlib.blake2b(digest_size=DIGEST_BYTES) for name in parts}
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with door.open(path, buffering=0) as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         descriptor = file.fileno()
         digests = pool.map(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
         for (name, _, _), digest in zip(pieces, digests, strict=True):

@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import quoted
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 
 FORMAT_VERSION = 2
@@ -72,10 +72,7 @@ class Checkpoint:
 
     def read(self, name: str) -> bytes:
         """The bytes of the listed file `name`, a small one. Raises CheckpointError where they are not as recorded."""
-        try:
-            data = (self.path / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}.", fix=self.again) from error
+        data = Door(self.path, fix=self.again).read(self.path / name, limit=TOKENIZER_BYTES)
         if hash_bytes(data) != self.files[name].blake2b:
             raise self.damaged(name, name)
         return data
@@ -303,21 +300,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {path}")
-    try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} has no {CONFIG}: not a checkpoint, or one whose conversion was interrupted.",
-            fix=f"Run: wicore convert SOURCE {path} --force",
-        ) from error
-    except (OSError, ValueError) as error:
+            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quoted(path)}"
+        )
+    if not present(path / CONFIG):
         raise CheckpointError(
-            f"{path / CONFIG} is not readable: {error}.", fix=f"Run: wicore convert SOURCE {path} --force"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / CONFIG} is not a JSON object.")
-    return config
+            f"{path} has no {CONFIG}: it is not a checkpoint.",
+            fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
+        )
+    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG)
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
@@ -340,17 +331,17 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
         file = path / name
-        if Path(name).name != name or not file.is_file():
+        if Path(name).name != name or not present(file):
             raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = file.stat().st_size
+        size = Door(path, fix=again).check(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    present = SafetensorsFile(file).tensors
+    found_tensors = SafetensorsFile(file, within=file.parent).tensors
     for name, tag, shape in entries:
-        info = present.get(name)
+        info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:
             found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
             raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
+from wicore_trt.files import Door, size_of
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -45,7 +46,7 @@ class GgufFile:
         """Raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
         size = (stop - start) * tensor.row_bytes
-        with self.path.open("rb", buffering=0) as file:
+        with Door(fix=_AGAIN).open(self.path, buffering=0) as file:
             file.seek(tensor.offset + start * tensor.row_bytes)
             data = file.read(size)
         if len(data) != size:
@@ -68,7 +69,8 @@ def open_gguf(path: Path) -> GgufFile:
     """Parse and check a little-endian GGUF file of version 2 or 3. Raises CheckpointError for any other file."""
     gguf = import_gguf()
     try:
-        with path.open("rb", buffering=1 << 20) as file:
+        with Door(fix=_AGAIN).open(path, buffering=1 << 20) as file:
+            size = size_of(file)
             reader = _Reader(file)
             if reader.take(4) != _MAGIC:
                 raise CheckpointError(
@@ -82,7 +84,6 @@ def open_gguf(path: Path) -> GgufFile:
             table = [reader.tensor() for _ in range(reader.checked(tensor_count))]
             align = int(metadata.get("general.alignment", 32))
             data = -(-file.tell() // align) * align
-        size = path.stat().st_size
     except (EOFError, struct.error, KeyError, UnicodeDecodeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} is truncated or damaged: {error!r}.", fix=_AGAIN) from error
     if metadata.get("split.count", 0) > 1:

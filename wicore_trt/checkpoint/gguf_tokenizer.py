@@ -43,7 +43,7 @@ def write_tokenizer(metadata: Mapping[str, Any], generation_config: Mapping[str,
     if metadata.get("tokenizer.ggml.model") != "llama" or "tokenizer.ggml.tokens" not in metadata:
         raise CheckpointError(f"The GGUF's tokenizer is {metadata.get('tokenizer.ggml.model')!r}, not SentencePiece.")
     paths = [directory / n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")]
-    _build(metadata).save(str(paths[0]), pretty=False)
+    paths[0].write_text(_build(metadata).to_str(pretty=False), encoding="utf-8")  # its own save hides what failed
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
         "tokenizer_class": "GemmaTokenizer",

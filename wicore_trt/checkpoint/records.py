@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.digest import HEADER, combined, hash_file, hash_parts
+from wicore_trt.checkpoint.digest import ANYWHERE, HEADER, combined, hash_file, hash_parts
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.files import Door
 
 WEIGHTS = ".safetensors"
 
@@ -33,8 +34,8 @@ class FileRecord:
         return cls(int(data["bytes"]), str(data["blake2b"]), dict(data.get("parts", {})))
 
     def changed(self, file: Path) -> str | None:
-        """What of `file` is not as recorded, None for nothing. Raises OSError, and CheckpointError for a weight file
-        whose header cannot be read."""
+        """What of `file` is not as recorded, None for nothing. Raises CheckpointError for a file that cannot be read,
+        and for a weight file whose header is damaged."""
         if not self.parts:
             return None if hash_file(file) == self.blake2b else file.name
         return self.changed_part(hash_parts(file, SafetensorsFile(file).parts()))
@@ -51,10 +52,11 @@ def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
     return {name: record.to_dict() for name, record in sorted(files.items())}
 
 
-def record_of(file: Path) -> FileRecord:
-    """The record of a file on disk. Raises OSError, and CheckpointError for a weight file that cannot be read."""
-    size = file.stat().st_size
+def record_of(file: Path, door: Door = ANYWHERE) -> FileRecord:
+    """The record of a file on disk. Raises the door's error for a file that cannot be read, and CheckpointError for a
+    weight file whose header is damaged."""
+    size = door.check(file)
     if file.suffix != WEIGHTS:
-        return FileRecord(size, hash_file(file))
-    parts = hash_parts(file, SafetensorsFile(file).parts())
+        return FileRecord(size, hash_file(file, door))
+    parts = hash_parts(file, SafetensorsFile(file).parts(), door)
     return FileRecord(size, combined(parts), parts)

@@ -22,6 +22,7 @@ import numpy as np
 from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import Door, size_of
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -30,6 +31,7 @@ ITEM_BYTES = {
 _MAX_HEADER = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
 _ALIGN = 8
+_AGAIN = "Download or convert it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class _Entry:
 class SafetensorsFile:
     """Tensors of one file, read with plain file I/O. Opening checks that header and file size agree.
 
-    Raises CheckpointError for a missing, truncated or foreign file.
+    `within` is the directory that the file must lie in (see files.Door). Raises CheckpointError for a missing,
+    truncated or foreign file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, within: Path | None = None) -> None:
         self.path = path
-        self._entries = _read_header(path)
+        self._door = Door(within, fix=_AGAIN)
+        self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -81,7 +85,7 @@ class SafetensorsFile:
 
     def _read(self, offset: int, size: int) -> bytes:
         parts, left = [], size
-        with self.path.open("rb", buffering=0) as file:
+        with self._door.open(self.path, buffering=0) as file:
             file.seek(offset)
             while left:  # one read gives at most 2 GiB
                 data = file.read(left)
@@ -92,10 +96,10 @@ class SafetensorsFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with door.open(path) as file:
+            size = size_of(file)
             start = file.read(len(_LFS_POINTER) + 1)
             if start.startswith(_LFS_POINTER):
                 raise CheckpointError(f"{path} is a Git LFS pointer, not the weights.", fix="Run `git lfs pull` there.")
@@ -103,7 +107,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             if size < 8 or length > min(_MAX_HEADER, size - 8):
                 raise CheckpointError(f"{path} is truncated or not a safetensors file ({size} bytes).", fix=_AGAIN)
             file.seek(8)
-            header = json.loads(file.read(length))
+            header = door.parse(file.read(length), f"the header of {path}")
         header.pop("__metadata__", None)
         entries, end = {}, 0
         for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
@@ -112,16 +116,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             if first != end or last - first != prod(info.shape) * ITEM_BYTES[info.dtype]:
                 raise CheckpointError(f"{path}: the header's offsets of {name} are wrong.", fix=_AGAIN)
             entries[name], end = _Entry(info, 8 + length + first), last
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.", fix=_AGAIN) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error!r}.", fix=_AGAIN) from error
     if size != 8 + length + end:
         raise CheckpointError(f"{path} is truncated: {size} bytes of {8 + length + end}.", fix=_AGAIN)
     return entries
-
-
-_AGAIN = "Download or convert it again."
 
 
 class SafetensorsWriter:

@@ -7,8 +7,7 @@ was opened holds exactly the tensors its configuration asks for, and a local pat
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
 )
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_AGAIN = "Download it again."
 
 
 class Source(ABC):
@@ -79,17 +80,18 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     """
     from wicore_trt.checkpoint.gguf import GgufSource
 
-    path = Path(ref).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
+    if present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {path.parent}")
+            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
         return GgufSource(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         ggufs = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists() or not ggufs:
+        if present(path / "config.json") or not ggufs:
             return HfSource(path, name=str(ref))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files.", fix="Give the path of one of them.")
+        Door(path, fix="Give the path of the GGUF file itself.").check(ggufs[0])
         return GgufSource(ggufs[0])
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
@@ -105,10 +107,15 @@ class HfSource(Source):
 
     def __init__(self, path: Path, *, name: str, revision: str | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
-        self.config = _json(path / "config.json")
+        door = Door(path, fix=_AGAIN)
+        if not present(path / "config.json"):
+            raise CheckpointError(
+                f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
+            )
+        self.config = door.json(path / "config.json")
         self.spec = Gemma3Spec.from_hf_config(self.config)
         generation = path / "generation_config.json"
-        self.generation_config = _json(generation) if generation.exists() else {}
+        self.generation_config = door.json(generation) if present(generation) else {}
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self.tensors, self.vision = {}, {}
         for file in _weight_files(path):
@@ -130,31 +137,31 @@ class HfSource(Source):
         return file.raw(raw, start, stop)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
-        present = [name for name in TOKENIZER_FILES if (self.path / name).exists()]
-        return [Path(shutil.copyfile(self.path / name, directory / name)) for name in present]
+        door, names = Door(self.path, fix=_AGAIN), [name for name in TOKENIZER_FILES if present(self.path / name)]
+        return [door.copy(self.path / name, directory / name, limit=TOKENIZER_BYTES) for name in names]
 
 
 def _weight_files(path: Path) -> list[SafetensorsFile]:
-    if not (path / _INDEX).exists():
-        if not (path / _SINGLE).exists():
+    if not present(path / _INDEX):
+        if not present(path / _SINGLE):
             raise CheckpointError(
                 f"{path} holds neither {_SINGLE} nor {_INDEX}.",
                 fix="WiCore reads safetensors and GGUF; convert other formats first.",
             )
-        return [SafetensorsFile(path / _SINGLE)]
-    weight_map = _json(path / _INDEX).get("weight_map")
+        return [SafetensorsFile(path / _SINGLE, within=path)]
+    weight_map = Door(path, fix=_AGAIN).json(path / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / _INDEX} has no weight_map.", fix="Download it again.")
-    shards = sorted(set(weight_map.values()))
-    odd = [s for s in shards if not isinstance(s, str) or Path(s).name != s]
+        raise CheckpointError(f"{path / _INDEX} has no weight_map.", fix=_AGAIN)
+    odd = [s for s in weight_map.values() if not isinstance(s, str) or Path(s).name != s or "\0" in s]
     if odd:
-        raise CheckpointError(f"{path / _INDEX} names files outside its directory: {odd}.")
-    missing = [s for s in shards if not (path / s).exists()]
+        raise CheckpointError(f"{path / _INDEX} names {odd[0]!r}, which lies outside its directory.", fix=_AGAIN)
+    shards = sorted(set(weight_map.values()))
+    missing = [s for s in shards if not present(path / s)]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing)}.", fix="Download them."
         )
-    files = {s: SafetensorsFile(path / s) for s in shards}
+    files = {s: SafetensorsFile(path / s, within=path) for s in shards}
     lost = [n for n, s in weight_map.items() if n not in files[s].tensors]
     if lost:
         raise CheckpointError(
@@ -162,15 +169,3 @@ def _weight_files(path: Path) -> list[SafetensorsFile]:
             fix="Download it again.",
         )
     return list(files.values())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.", fix="Give the directory of a Hugging Face model.") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}.", fix="Download it again.") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object.")
-    return data

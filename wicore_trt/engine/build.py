@@ -40,6 +40,7 @@ from wicore_trt.engine.manifest import (
 from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import WeightFile, has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.files import present
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -134,7 +135,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
 
 def is_unified_checkpoint(path: Path) -> bool:
     """True for a directory with `config.json` and `rank0.safetensors`."""
-    return (path / "rank0.safetensors").is_file() and (path / "config.json").is_file()
+    return os.path.isdir(path) and present(path / "rank0.safetensors") and present(path / "config.json")
 
 
 def _check_options(options: BuildOptions, source: str | Path) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wicore_trt.checkpoint.digest import hash_bytes
 from wicore_trt.checkpoint.records import WEIGHTS, record_of
@@ -38,6 +38,11 @@ class EngineDir:
     manifest: Manifest
 
     @property
+    def door(self) -> Door:
+        """How files of the engine are read."""
+        return Door(self.path, EngineFormatError, fix=self.rebuild)
+
+    @property
     def rebuild(self) -> str:
         """The sentence that says how to build the engine again."""
         return rebuild_engine(self.path, self.manifest)
@@ -53,11 +58,14 @@ class EngineDir:
         entry = self.manifest.files.get(name)
         if entry is None:
             raise self.damaged(f"{name} is not in {MANIFEST_NAME}")
-        door = Door(error=EngineFormatError, fix=self.rebuild)
-        data = door.read(self.path / name, limit=entry.bytes)
+        data = self.door.read(self.path / name, limit=entry.bytes)
         if hash_bytes(data) != entry.blake2b:
             raise self.damaged(_corrupted(name))
         return data
+
+    def read_json(self, name: str) -> Any:
+        """The value of the JSON file `name`, read by `read`. Raises EngineFormatError for what is not JSON, too."""
+        return self.door.parse(self.read(name), self.path / name)
 
     def read_present(self, names: Iterable[str]) -> dict[str, bytes]:
         """`read` of those of `names` that the engine was built with, by name."""
@@ -128,13 +136,7 @@ def _corrupted(name: str) -> str:
 
 
 def _check_size(engine: EngineDir, name: str) -> None:
-    try:
-        status = (engine.path / name).stat()
-    except OSError as error:
-        raise engine.damaged(f"{name} is missing ({error.strerror})") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise engine.damaged(f"{name} is not a regular file")
-    size, expected = status.st_size, engine.manifest.files[name].bytes
+    size, expected = engine.door.check(engine.path / name), engine.manifest.files[name].bytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise engine.damaged(f"{name} is {state}: {size} bytes, built with {expected}")
@@ -144,13 +146,11 @@ def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str
     """Of a listed file; what a weight file holds goes into `weights`. Of a weight file without a header it is ""."""
     try:
         if not _is_weights(name):
-            return record_of(engine.path / name).blake2b
-        weights[name] = read_weights(engine.path / name)
+            return record_of(engine.path / name, engine.door).blake2b
+        weights[name] = read_weights(engine.path / name, engine.door)
         return weights[name].digest
     except CheckpointError:
         return ""
-    except OSError as error:
-        raise engine.damaged(f"{name} cannot be read ({error.strerror})") from error
 
 
 def check_output(output: Path, *, force: bool) -> None:

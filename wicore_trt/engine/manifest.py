@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -190,14 +191,14 @@ def read_manifest(path: Path) -> Manifest:
     build = f"Build one: wicore build SOURCE {quoted(path)}"
     if not present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise EngineFormatError(
             f"{path} is a file; an engine is a directory.", fix="Build one: wicore build SOURCE OUTPUT"
         )
     manifest_path = path / MANIFEST_NAME
     if not present(manifest_path):
         raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)
-    data = Door(error=EngineFormatError, fix=rebuild_command(path)).json(manifest_path)
+    data = Door(path, EngineFormatError, fix=rebuild_command(path)).json(manifest_path)
     if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
     _check_version(path, data.get("format_version"))

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from wicore_trt.checkpoint.digest import DIGEST_BYTES, HEADER, READ_BYTES, combined, hash_parts
+from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, READ_BYTES, combined, hash_parts
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import Door
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class WeightFile:
         return combined(self.parts)
 
 
-def read_weights(path: Path) -> WeightFile:
-    """Hash a weight file. Raises OSError, and CheckpointError when its header is damaged."""
-    file = SafetensorsFile(path)
-    return WeightFile(path.stat().st_size, file.tensors, hash_parts(path, file.parts()))
+def read_weights(path: Path, door: Door = ANYWHERE) -> WeightFile:
+    """Hash a weight file. Raises the door's error when it cannot be read, CheckpointError for a damaged header."""
+    size, file = door.check(path), SafetensorsFile(path)
+    return WeightFile(size, file.tensors, hash_parts(path, file.parts(), door))
 
 
 def hash_weights(ranks: Sequence[WeightFile]) -> str:

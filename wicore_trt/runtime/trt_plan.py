@@ -6,7 +6,6 @@ Knows the files of `engine.tensorrt_backend` and TensorRT's engine object; no de
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
     Raises EngineFormatError for an index that cannot be read, or that does not list what this version binds.
     """
     try:
-        data = json.loads(engine.read(INDEX).decode())["tensors"]
+        data = engine.read_json(INDEX)["tensors"]
         index = {phase: [PlanTensor.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(engine, f"{INDEX} cannot be read ({error!r})") from None

@@ -10,7 +10,6 @@ and `apply_chat_template` do. Who passes on untrusted text and minds that remove
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.files import SMALL_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 
 TOKENIZER = "tokenizer.json"
@@ -61,10 +61,11 @@ class Tokenizer:
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
         """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
-        try:
-            files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
-        except OSError as error:
-            raise EngineFormatError(f"{path}: the tokenizer cannot be read: {error}.", fix=_REBUILD) from error
+        door = Door(path, EngineFormatError, _REBUILD)
+        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else SMALL_BYTES for name in FILES}
+        files = {
+            n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
+        }
         return cls.from_files(files, path)
 
     @classmethod
@@ -149,6 +150,7 @@ class _Files:
 
     def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
         self._files, self._path = files, path
+        self._door = Door(path, EngineFormatError, _REBUILD)
         self._backend = backend
         self.tokenizer_config = self._json("tokenizer_config.json")
         self._names = self._json("special_tokens_map.json") | self.tokenizer_config
@@ -158,10 +160,7 @@ class _Files:
         """A JSON object, {} when there is no such file."""
         if name not in self._files:
             return {}
-        try:
-            value = json.loads(self._files[name].decode())
-        except (ValueError, RecursionError) as error:
-            raise EngineFormatError(f"{self._path / name} is not valid JSON: {error}.", fix=_REBUILD) from error
+        value = self._door.parse(self._files[name], self._path / name)
         if not isinstance(value, dict):
             raise EngineFormatError(f"{self._path / name} must hold a JSON object.", fix=_REBUILD)
         return value
@@ -195,10 +194,7 @@ class _Files:
     def _template(self) -> tuple[str | None, Path]:
         jinja = "chat_template.jinja"
         if jinja in self._files:
-            try:
-                return self._files[jinja].decode(), self._path / jinja
-            except ValueError as error:
-                raise EngineFormatError(f"{self._path / jinja} cannot be read: {error}.", fix=_REBUILD) from error
+            return self._door.decode(self._files[jinja], self._path / jinja), self._path / jinja
         for name in ("chat_template.json", "tokenizer_config.json"):
             value, path = self._json(name).get("chat_template"), self._path / name
             if isinstance(value, list):  # several named templates
