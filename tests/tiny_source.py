@@ -36,5 +36,5 @@ def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True) -> Path:
     save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text('{"version": "1.0"}')
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
     return path
