@@ -183,7 +183,7 @@ def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
     try:
         data = json.loads(read(f"{name}.json").decode())
         cubin = read(f"{name}.cubin")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"Kernel {name!r} cannot be read: {error}.", fix="Build the engine again.") from error
     return CompiledKernel.from_metadata(data, cubin)
 

@@ -15,6 +15,7 @@ from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical
 SEAL = "seal"
 """The key under which an object carries its seal, which is not under the seal."""
 _SHORT_BYTES = 8
+_SHOWN = 80
 
 
 def seal_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,9 +33,9 @@ def broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
         return None
     leaves, keys = _leaves(data), seal["keys"]
     changed = [n for n, value in leaves.items() if n in keys and keys[n] != _digest(value, _SHORT_BYTES)]
-    found = {"changed": changed, "added": {*leaves} - {*keys}, "missing": {*keys} - {*leaves}}
-    named = [f"{sorted(names)[0]!r} was {what}" for what, names in found.items() if names]
-    return named[0].replace("was missing", "is missing") if named else "its seal was changed"
+    found = {"was changed": changed, "is missing": {*keys} - {*leaves}, "was added": {*leaves} - {*keys}}
+    named = [f"{sorted(names)[0][:_SHOWN]!r} {what}" for what, names in found.items() if names]
+    return named[0] if named else "its seal was changed"
 
 
 def _leaves(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import EngineFormatError
+from wicore_trt.files import Door
 from wicore_trt.model.triton_table import Entry, KernelTable, config_of
 from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
 
@@ -42,7 +43,7 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
 
     Raises EngineFormatError for files that do not fit, and what `read` raises but OSError."""
     try:
-        index = json.loads(read(INDEX).decode())
+        index = Door(error=EngineFormatError, fix="Build the engine again.").parse(read(INDEX), directory / INDEX)
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']}")
         rows = index["targets"].get(target)
