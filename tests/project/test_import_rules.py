@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "files": ("errors",),
     "types": ("errors",),
-    "model.spec": ("errors",),
+    "model.spec": ("errors", "model.hf_config"),
+    "model.hf_config": ("errors", "model.spec"),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
     "model.triton_table": ("model.spec", "plugins"),
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime",
         "text",
     ),  # calibrating is running the model
+    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "model", "checkpoint"),
     "engine": ("errors", "files", "model", "checkpoint", "engine", "plugins"),
     "text": ("errors", "files", "types", "text"),
