@@ -22,15 +22,14 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     index that cannot be read."""
     from wicore_trt.engine.tensorrt_backend import INDEX
     from wicore_trt.errors import EngineFormatError
-    from wicore_trt.files import Door
     from wicore_trt.model.plan_io import PlanTensor
 
     if INDEX not in engine.manifest.files:
         return None
     try:
-        index = Door(engine.path, EngineFormatError, "Build the engine again.").json(engine.path / INDEX)
+        index = engine.read_json(INDEX)
         tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
         ) from error

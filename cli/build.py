@@ -29,7 +29,7 @@ def command(
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = None,
     page_tokens: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Tokens per KV page, a power of two. Default 32.")
+        int | None, typer.Option(min=1, max=65536, help="Tokens per KV page, a power of two. Default 32.")
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence in tokens. Default: the model's.")
@@ -48,6 +48,7 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="With --dummy-weights, in place of SOURCE: gemma3-270m, 1b, 4b, 12b or 27b.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a hub id. Default: main.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -103,6 +104,7 @@ def command(
             max_chunk=settings.build.max_chunk,
             calibration=calibration,
             dummy=dummy,
+            revision=revision,
             force=force,
             progress=report,
             note=lost.append,

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.records import record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.engine.build import build_engine, model_id
 from wicore_trt.engine.directory import EngineDir, open_engine, replace_engine
-from wicore_trt.engine.weights import hash_weights, place_weights
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, WicoreError
+from wicore_trt.engine.weights import hash_weights, place_weights, read_weights
+from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError, WicoreError
 
 MakeSource = Callable[..., Path]
 
@@ -99,23 +100,29 @@ def test_weights_hash_ignores_order_and_metadata(make_source: MakeSource, tmp_pa
 
     again = write(tmp_path / "again")
     assert [*SafetensorsFile(again).tensors] != [*SafetensorsFile(file).tensors]
-    assert hash_weights([file]) == hash_weights([again])
-    assert hash_weights([file]) != hash_weights([file, file])
+    whole = read_weights(file)
+    assert hash_weights([whole]) == hash_weights([read_weights(again)])
+    assert hash_weights([whole]) != hash_weights([whole, whole])
     name = sorted(tensors)[0]
     tensors[name].flat[-1] += 1
-    assert hash_weights([file]) != hash_weights([write(tmp_path / "changed")])
+    assert hash_weights([whole]) != hash_weights([read_weights(write(tmp_path / "changed"))])
 
 
 def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make_source() / "model.safetensors"
-    place_weights(file, tmp_path / "linked")
+    record = record_of(file)
+
+    def place(target: Path) -> None:
+        assert place_weights(file, target, record, damaged=CheckpointError).parts == record.parts
+
+    place(tmp_path / "linked")
     assert (tmp_path / "linked").samefile(file)
 
     def refuse(*_: object) -> None:
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    place_weights(file, tmp_path / "copied")
+    place(tmp_path / "copied")
     assert not (tmp_path / "copied").samefile(file)
     assert (tmp_path / "copied").read_bytes() == file.read_bytes()
 

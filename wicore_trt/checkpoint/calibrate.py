@@ -28,8 +28,6 @@ from wicore_trt.checkpoint.format import (
     KV_FP8,
     QUANT_FP8_STATIC,
     Checkpoint,
-    FileRecord,
-    file_entries,
     open_checkpoint,
     rank_entries,
     static_scales,
@@ -37,6 +35,7 @@ from wicore_trt.checkpoint.format import (
 )
 from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors
 from wicore_trt.checkpoint.quantize import E4M3_MAX
+from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
@@ -81,7 +80,7 @@ def calibrate_source(
 ) -> StaticScales:
     """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises ConfigError for a text that is not UTF-8
     or too short, EngineFormatError for a bad tokenizer, CheckpointError when the model computes no finite numbers."""
-    return _calibrate(SourceTensors(source), tokenizer_files, calibration, progress)
+    return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), calibration, progress)
 
 
 def calibrate_checkpoint(
@@ -105,15 +104,16 @@ def calibrate_checkpoint(
             fix="Convert its source with --dtype fp8.",
         )
     with fresh_directory(output, force) as partial:
-        found = _calibrate(CheckpointTensors(checkpoint), checkpoint.path, calibration, progress)
+        files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
+        tokenizer = Tokenizer.from_files(files, checkpoint.path)
+        found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
         _rewrite(checkpoint, partial, found, calibration.kv_scales, progress)
     return open_checkpoint(output)
 
 
 def _calibrate(
-    whole: WholeTensors, tokenizer_files: Path, calibration: Calibration, progress: Progress | None
+    whole: WholeTensors, tokenizer: Tokenizer, calibration: Calibration, progress: Progress | None
 ) -> StaticScales:
-    tokenizer = Tokenizer.from_dir(tokenizer_files)
     token_ids = _token_ids(calibration, tokenizer)
     amax = measure(whole, token_ids, tokenizer.bos_id, progress)
     wrong = [name for name, value in amax.items() if not np.isfinite(value)]
@@ -259,7 +259,9 @@ def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
 def _rewrite(
     checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress | None
 ) -> None:
-    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time."""
+    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
+
+    Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
     quant_algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
     static = {n for names in static_scales(checkpoint.spec, quant_algo, kv_scales).values() for n in names}
     files = dict(checkpoint.files)
@@ -279,9 +281,13 @@ def _rewrite(
                     done += writer.write(name, old.raw(name, start, min(size, start + _READ)))
                     if progress:
                         progress("write", done, total)
-        files[path.name] = FileRecord(writer.size, writer.digest)
+                if writer.digests[name] != files[path.name].parts[name]:
+                    raise checkpoint.damaged(path.name, name)
+        files[path.name] = FileRecord(writer.size, writer.digest, writer.digests)
     for name in set(files) - {path.name for path in checkpoint.rank_files}:
         _place(checkpoint.path / name, directory / name)
+        if part := files[name].changed(directory / name):
+            raise checkpoint.damaged(name, part)
     quantization = {**checkpoint.config["quantization"], "quant_algo": quant_algo}
     quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
     block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}

@@ -25,18 +25,17 @@ from wicore_trt.checkpoint.format import (
     QUANT_FP8_STATIC,
     VISION,
     Checkpoint,
-    FileRecord,
     Origin,
     build_config,
     open_checkpoint,
     rank_entries,
-    record_of,
     static_scales,
     storage_tag,
     write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
@@ -195,7 +194,7 @@ class _Conversion:
             ]
             for tensor in unified_tensors(self._source.spec):
                 self._write_tensor(tensor, writers)
-        return {w.path.name: FileRecord(w.size, w.digest) for w in writers}
+        return {w.path.name: FileRecord(w.size, w.digest, w.digests) for w in writers}
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
@@ -252,7 +251,7 @@ class _Conversion:
                     if tag in TEXT_TAGS:
                         check_finite(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
                     self._put(writer, name, block)
-        return FileRecord(writer.size, writer.digest)
+        return FileRecord(writer.size, writer.digest, writer.digests)
 
     def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
         self._done += writer.write(name, block)

@@ -7,12 +7,14 @@ written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a l
 `<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16. A calibrated one has
 quant_algo FP8, and its linears `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
 `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, the same on every rank.
-This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete.
+`wicore.files` has a digest of every other file, of weight files one per tensor (`checkpoint.digest`), and `wicore.seal`
+one of config.json itself (`checkpoint.seal`); who reads a file compares what he has read.
+This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete, and
+its config.json is as it was written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,15 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.checkpoint.digest import hash_bytes
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
+from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import Door, present, quoted
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG = "config.json"
 VISION = "vision.safetensors"
 QUANT_FP8 = "FP8_PER_CHANNEL_PER_TOKEN"
@@ -36,15 +41,6 @@ QUANT_FP8_STATIC = "FP8"
 KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
-_READ = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Size and blake2b-256 of one file of a checkpoint."""
-
-    bytes: int
-    blake2b: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +69,31 @@ class Checkpoint:
     tokenizer_files: list[Path]
     vision_file: Path | None
     files: Mapping[str, FileRecord]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of the listed file `name`, a small one. Raises CheckpointError where they are not as recorded."""
+        data = Door(self.path, fix=self.again).read(self.path / name, limit=TOKENIZER_BYTES)
+        if hash_bytes(data) != self.files[name].blake2b:
+            raise self.damaged(name, name)
+        return data
+
+    def damaged(self, name: str, part: str) -> CheckpointError:
+        """The error for file `name` of which `part` is not as recorded."""
+        what = "it" if part == name else part
+        return CheckpointError(
+            f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.again
+        )
+
+    @property
+    def again(self) -> str:
+        """The command that makes the checkpoint again."""
+        return _command(self.path, self.config)
+
+    @property
+    def revision(self) -> str | None:
+        """The hub commit that the checkpoint was converted from, if any."""
+        revision: str | None = self.config["wicore"].get("revision")
+        return revision
 
     @property
     def source(self) -> str:
@@ -193,18 +214,19 @@ def build_config(
     return config
 
 
-def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """The block `wicore.files` of config.json."""
-    return {name: {"bytes": r.bytes, "blake2b": r.blake2b} for name, r in sorted(files.items())}
-
-
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json and wait until it is on disk."""
+    """Seal config.json, write it and wait until it is on disk."""
+    block = {**config["wicore"], SEAL: seal_of(_unsealed(config))}
+    config = {**config, "wicore": block}
     with (directory / CONFIG).open("w", encoding="utf-8") as stream:
         json.dump(config, stream, indent=2)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _unsealed(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, "wicore": {key: value for key, value in config["wicore"].items() if key != SEAL}}
 
 
 def window_pattern(spec: Gemma3Spec) -> int | None:
@@ -216,7 +238,8 @@ def window_pattern(spec: Gemma3Spec) -> int | None:
 
 def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     """Open and check a unified checkpoint: every file present and of its recorded size, every tensor of the spec in
-    every rank file with its shape and dtype. `verify` hashes the files as well.
+    every rank file with its shape and dtype, config.json as it was written. `verify` compares every byte of the other
+    files as well; who reads them without it compares what he reads (`Checkpoint.read`, `FileRecord.parts`).
 
     Raises CheckpointError that says what is wrong and how to make the directory again.
     """
@@ -233,11 +256,14 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             fix="Convert it again or update wicore-trt.",
         )
     again = _command(path, config)
+    broken = broken_seal(_unsealed(config), block.get(SEAL))
+    if broken:
+        raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=again)
     try:
         spec = Gemma3Spec.from_dict(block["spec"])
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
         quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
-        files = {name: FileRecord(int(r["bytes"]), str(r["blake2b"])) for name, r in block["files"].items()}
+        files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
     if dtype not in TAGS or quant_algo not in (None, QUANT_FP8, QUANT_FP8_STATIC) or kv_algo not in (None, KV_FP8):
@@ -245,12 +271,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
         )
     check_tp(spec, tp_size)
+    for key, value in model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_algo is not None).items():
+        if config.get(key) != value:
+            raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    _check_files(path, files, [r.name for r in ranks], again, verify)
+    _check_files(path, files, [r.name for r in ranks], again)
     for rank, file in enumerate(ranks):
         entries = rank_entries(spec, dtype, quant_algo, rank, tp_size, kv_scales=kv_algo is not None)
         _check_rank(file, entries, again)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=path,
         config=config,
         spec=spec,
@@ -262,6 +291,11 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         vision_file=path / VISION if VISION in files else None,
         files=files,
     )
+    for name, record in files.items() if verify else ():
+        part = record.changed(path / name)
+        if part:
+            raise checkpoint.damaged(name, part)
+    return checkpoint
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -291,8 +325,8 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
 
 
-def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:
-    unlisted = [name for name in ranks if name not in files]
+def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
+    unlisted = [name for name in ranks if name not in files or not files[name].parts]
     if unlisted:
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
@@ -302,8 +336,6 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
         size = Door(path, fix=again).check(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
-        if verify and record_of(file) != record:
-            raise CheckpointError(f"{file} has changed since it was written.", fix=again)
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
@@ -313,13 +345,3 @@ def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], aga
         if info is None or info.dtype != tag or info.shape != shape:
             found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
             raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
-
-
-def record_of(file: Path) -> FileRecord:
-    """Size and hash of a file on disk."""
-    digest, size = hashlib.blake2b(digest_size=32), 0
-    with Door(file.parent).open(file, buffering=0) as stream:
-        while data := stream.read(_READ):
-            digest.update(data)
-            size += len(data)
-    return FileRecord(size, digest.hexdigest())

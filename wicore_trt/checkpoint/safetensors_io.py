@@ -8,7 +8,6 @@ This module knows no tensor names. Invariant: a file for which `SafetensorsWrite
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError
 from wicore_trt.files import SMALL_BYTES, Door, size_of
@@ -76,6 +76,13 @@ class SafetensorsFile:
     def raw(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a tensor's buffer."""
         return self._read(self._entries[name].offset + start, stop - start)
+
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
+        sizes = {name: prod(info.shape) * ITEM_BYTES[info.dtype] for name, info in self.tensors.items()}
+        offsets = {name: entry.offset for name, entry in self._entries.items()}
+        header = min(offsets.values(), default=self.path.stat().st_size)
+        return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
 
     def _read(self, offset: int, size: int) -> bytes:
         with self._door.open(self.path, buffering=0) as file:
@@ -155,13 +162,13 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
 class SafetensorsWriter:
     """Writes tensors in the order of `entries` (name, dtype tag, shape), each in any number of pieces.
 
-    Used as a context manager; leaving it without an exception closes the file. `digest` is the blake2b-256 of the
-    whole file and is known after `close`.
+    Used as a context manager; leaving it without an exception closes the file. `digests` has those of the header and of
+    every tensor that is complete (see `digest`), `digest` is that of the file and known after `close`.
     """
 
     def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         self.path = path
-        self.digest = ""
+        self.digest, self.digests = "", dict[str, str]()
         self._pending = [(name, prod(shape) * ITEM_BYTES[tag]) for name, tag, shape in reversed(entries)]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -172,22 +179,27 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % _ALIGN)
         self.size = 8 + len(text) + offset
         self._left = 0
-        self._hash = hashlib.blake2b(digest_size=32)
+        self._hash = Digest()
         self._file = path.open("wb", buffering=0)
-        self._put(len(text).to_bytes(8, "little") + text)
+        head = len(text).to_bytes(8, "little") + text
+        self._put(head)
+        self.digests[HEADER] = hash_bytes(head)
 
     def write(self, name: str, block: np.ndarray | bytes) -> int:
         """Append a piece of tensor `name`, which must be the current or, once that is full, the next one."""
         if not self._left:
-            expected, self._left = self._pending.pop()
-            self._current = expected
+            self._current, self._left = self._pending.pop()
+            self._hash = Digest()
         assert name == self._current, f"{name} written where {self._current} is due"
         data = memoryview(
             np.ascontiguousarray(block).view(np.uint8).data if isinstance(block, np.ndarray) else block
         ).cast("B")
         assert data.nbytes <= self._left, f"{name}: too many bytes"
+        self._hash.update(data)
         self._put(data)
         self._left -= data.nbytes
+        if not self._left:
+            self.digests[name] = self._hash.hexdigest()
         return data.nbytes
 
     def close(self) -> None:
@@ -195,10 +207,9 @@ class SafetensorsWriter:
         assert not self._pending and not self._left, "tensors are missing"
         os.fsync(self._file.fileno())
         self._file.close()
-        self.digest = self._hash.hexdigest()
+        self.digest = combined(self.digests)
 
     def _put(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
         view = memoryview(data)
         while view.nbytes:
             view = view[self._file.write(view) :]
