@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": ("errors",),
     "scratch": ("errors", "files"),
     "types": ("errors",),
-    "model.spec": ("errors",),
+    "model.spec": ("errors", "model.hf_config"),
+    "model.hf_config": ("errors", "model.spec"),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
     "model.triton_table": ("model.spec", "plugins"),
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime",
         "text",
     ),  # calibrating is running the model
+    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
     "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "plugins"),
     "text": ("errors", "files", "types", "text"),

@@ -76,6 +76,8 @@ _CARRIED = ("vision.", "mm.")  # of the vision tower, which lies in another file
 class GgufSource(Source):
     """An opened GGUF file of architecture gemma3."""
 
+    makes_tokenizer = True
+
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
         self.name, self.revision = str(path), None
@@ -93,6 +95,7 @@ class GgufSource(Source):
                 f"{path} uses {', '.join(odd)}, which WiCore does not read.", fix=f"It reads {', '.join(TYPES)}."
             )
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
+        self.chat_template = self._vocabulary.chat_template
         self.generation_config = {
             "bos_token_id": self._vocabulary.bos,
             "eos_token_id": self._vocabulary.ends,
