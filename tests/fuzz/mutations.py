@@ -34,6 +34,10 @@ ROPES = [
     {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, {"full_attention": None},
     {"rope_type": "default"}, {"rope_theta": 1e6},
 ]  # fmt: skip
+TEMPLATES = [
+    "{{ messages[0].content }}", "{% for a in range(10**9) %}x{% endfor %}", "{{ a.b.c }}", "{% if %}",
+    "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", 7, None,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,7 @@ def tokenizer(rng: np.random.Generator) -> Case:
     values = models.tokenizer_files()
     name = str(pick(rng, [*values, "chat_template.jinja", "chat_template.json"]))
     if name not in values:
-        template: Any = pick(rng, [*TEXTS, "{{ messages[0].content }}", "{% for a in range(10**9) %}x{% endfor %}", "{{ a.b.c }}",
-                                   "{% if %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", 7, None])  # fmt: skip
+        template: Any = pick(rng, [*TEXTS, *TEMPLATES])
         text = str(template) if name.endswith("jinja") else json.dumps({"chat_template": template})
         files[name] = text.encode("utf-8", "replace")
     else:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -98,17 +99,8 @@ def _batch(seed: int, numbers: range) -> list[tuple[int, str, str, str]]:
             os.close(reader)
             _child(seed, rest, writer)
         os.close(writer)
-        timer_fired = []
-
-        def stop(
-            signum: int = 0, frame: FrameType | None = None, pid: int = child, fired: list[int] = timer_fired
-        ) -> None:
-            fired.append(1)
-            os.kill(pid, signal.SIGKILL)
-
-        import threading
-
-        timer = threading.Timer(_BATCH_SECONDS, stop)
+        fired: list[bool] = []
+        timer = threading.Timer(_BATCH_SECONDS, _kill, (child, fired))
         timer.start()
         with os.fdopen(reader, "r", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -118,8 +110,13 @@ def _batch(seed: int, numbers: range) -> list[tuple[int, str, str, str]]:
         os.waitpid(child, 0)
         if len(found) < len(numbers):
             number = numbers[len(found)]
-            found.append((number, case_of(seed, number)[0], HANG if timer_fired else TRACEBACK, "the process died"))
+            found.append((number, case_of(seed, number)[0], HANG if fired else TRACEBACK, "the process died"))
     return found
+
+
+def _kill(child: int, fired: list[bool]) -> None:
+    fired.append(True)
+    os.kill(child, signal.SIGKILL)
 
 
 def _child(seed: int, numbers: range, pipe: int) -> None:
