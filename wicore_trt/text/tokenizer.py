@@ -32,6 +32,7 @@ FILES = (
     "chat_template.json",
 )
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
+_SAID = 300  # characters of what `tokenizers` says, which may quote the whole file
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
@@ -85,7 +86,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         except Exception as error:  # tokenizers raises bare Exception for every defect of the file
-            raise EngineFormatError(f"{where / TOKENIZER} cannot be read: {error}.", fix=_REBUILD) from error
+            raise EngineFormatError(
+                f"{where / TOKENIZER} cannot be read: {str(error)[:_SAID]}.", fix=_REBUILD
+            ) from error
         backend.no_padding()
         backend.no_truncation()
         read = _Files(files, where, backend)
