@@ -361,8 +361,9 @@ class KVCacheManager:
                 if slot is not None:
                     self._copies.forget(group, slot)
                     self.events.append_removed("device", group, key, "failed")
-        for key in pages.keys[: pages.published] if self.tiers is not None else ():
-            self.tiers.condemn(key, "failed")
+        if self.tiers is not None:
+            for key in pages.keys[: pages.published]:
+                self.tiers.condemn(key, "failed")
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
         """A request ended, its pages still held: the next one of its conversation starts at its end. The first
