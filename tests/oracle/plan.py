@@ -219,7 +219,7 @@ class Planner:
                 ttl_s=some(rng, (0.5, None), (0.5, power(rng, -2, 1))),
             )
         if self.picky:
-            values["priority"] = some(rng, (0.8, 0), (0.2, rng.randint(-3, 3)))
+            values["priority"] = some(rng, (0.8, 0), (0.2, rng.randint(-2, 2)))
             if rng.random() < 0.1:
                 values["deadline"] = power(rng, -3, 0)
         return values

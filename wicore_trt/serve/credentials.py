@@ -16,13 +16,14 @@ from pathlib import Path
 import grpc
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import Door
 
 
 def _read(name: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}.") from None
+        return Door(error=ConfigError).read(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:
@@ -83,6 +84,17 @@ def check_free(host: str, port: int) -> None:
             failures.append(error)
     if len(failures) == len(found):
         raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {failures[0].strerror}.")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens on an address of this machine."""
+    if host.startswith("unix:"):
+        return not Path(host.removeprefix("unix:")).exists()
+    try:
+        check_free(host, port)
+    except EnvironmentUnfitError:
+        return False
+    return True
 
 
 def _check_socket_path(path: Path) -> None:
