@@ -1,4 +1,4 @@
-"""Several tenants on one engine: ids, counts and places of each are its own; and requests that the engine cannot take."""
+"""Several tenants on one engine: ids, counts and places of each are its own. Requests that the engine cannot take."""
 
 from __future__ import annotations
 
