@@ -226,11 +226,14 @@ class _Keys:
 
 
 def _rope_factor(keys: _Keys) -> float:
-    """llama.cpp's rule: the type is linear unless it says otherwise, and old files call the factor scale_linear."""
+    """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
+    converter always writes both, so such a file is not its work and refused."""
     kind = keys.get("rope.scaling.type")
     factor, old = keys.real("rope.scaling.factor", None), keys.real("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):
         raise keys.wrong("rope.scaling.type", kind, "'linear' or 'none' for Gemma 3")
+    if kind is None and factor is not None:
+        raise keys.wrong("rope.scaling.type", None, f"'linear' where rope.scaling.factor is {factor}")
     if kind == "none":
         return 1.0
     if None not in (factor, old) and factor != old:
