@@ -65,8 +65,18 @@ def purge(
     namespace: Annotated[
         str | None, typer.Option("--namespace", help="Only this namespace: its name, or how that begins.")
     ] = None,
-    salt: Annotated[str | None, typer.Option("--salt", help="Only pages of requests with this cache_salt.")] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option("--salt", help="Only pages of requests with this cache_salt, on a server without tenants."),
+    ] = None,
+    tenant_name: Annotated[
+        str | None, typer.Option("--tenant-name", help="Only this tenant, by its name in the server's settings.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant, by its tag from inspect.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -80,12 +90,14 @@ def purge(
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.disk_scrub import purge as clear
     from wicore_trt.kv.disk_tools import namespace_homes
-    from wicore_trt.kv.page import tenant_tag
 
-    if salt is not None and tenant is not None:
-        raise ConfigError("--salt and --tenant both name a tenant.", fix="Give one of them.")
-    tag = tenant_tag(salt) if salt is not None else _tag(tenant)
+    if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
+        raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
     namespace_homes(path)  # not a disk cache: say so before asking
+    if salt is not None or tenant_name is not None:
+        tag: bytes | None = _tag_of(path, recipe, tenant_name or "", salt or "")
+    else:
+        tag = _tag(tenant)
     if not yes:
         what = "everything" if namespace is None else f"namespace {namespace}"
         what = f"one tenant's pages in {what}" if tag is not None else what
@@ -98,6 +110,22 @@ def purge(
     print(f"Removed {report.pages} pages ({human_bytes(report.bytes)}); {report.slots} slots {how}.")
     for name in report.namespaces:
         print(f"  in namespace {name}")
+
+
+def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
+    """A tenant's tag. It takes the server's secret: that of its setting kv.salt, or the one in its disk directory."""
+    from wicore_trt.config import load_settings
+    from wicore_trt.errors import ConfigError
+    from wicore_trt.kv.disk_tools import owned_files
+    from wicore_trt.kv.hashing import tenant_tag
+    from wicore_trt.kv.secret import read_secret, secret_of
+
+    setting = load_settings(recipe).kv.salt
+    secret = secret_of(setting) if setting is not None else read_secret(owned_files(path), path)
+    if secret is None:
+        fix = "Set WICORE_KV__SALT as for the server, or give the tag that `wicore kv inspect` prints: --tenant."
+        raise ConfigError(f"{path} holds no secret, and kv.salt is not set: no tag can be made.", fix=fix)
+    return tenant_tag(secret, who, salt)
 
 
 def _tag(text: str | None) -> bytes | None:

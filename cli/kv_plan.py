@@ -187,7 +187,7 @@ def _recipe(
     comment = f"{users} conversations of {size.tokens:,} tokens: {active} on the device, {held} in host memory"
     kv: dict[str, Any] = {
         "page_tokens": geometry.page_tokens,
-        "device_bytes": _size(geometry.device_bytes(active, size.tokens, max_batch_tokens)),
+        "device_bytes": _size(geometry.device_bytes(active, size.tokens, max_batch_tokens, loads=True)),
         "host_bytes": _size(need if host is None else min(need, host), down=host is not None and host < need),
     }
     limit = geometry.disk_bytes(slots)

@@ -15,7 +15,8 @@ from wicore_trt.kv.disk_format import Namespace, PageCipher
 from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.fault_injection import FaultPlan, FaultyFiles
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.hashing import tenant_tag
+from wicore_trt.kv.page import Page
 
 SLOT = 4096
 SLAB = 16 * 2 * SLOT
@@ -53,7 +54,12 @@ def other_rank(path: Path) -> Path:
     return path / namespace(1).digest.hex()
 
 
-def make_page(number: int, tenant: bytes = tenant_tag("t")) -> Page:
+def tag_of(salt: str) -> bytes:
+    """A tenant's tag, by a secret that all tests have."""
+    return tenant_tag(bytes(32), "", salt)
+
+
+def make_page(number: int, tenant: bytes = tag_of("t")) -> Page:
     key = blake2b(b"%d" % number, digest_size=32).digest()
     parent = None if number % 3 == 0 else blake2b(b"%d parent" % number, digest_size=32).digest()
     return Page(key, "local" if number % 4 == 0 else "global", number, parent, tenant)

@@ -103,9 +103,11 @@ class KVSettings:
     host_threshold: Share = 0.9
     """The same for the host tier, whose pages are copied to disk."""
     salt: Annotated[str, Field(min_length=1)] | None = None
-    """Secret that enters the name of every page; caches of servers with other salts never match."""
+    """Secret that keys the names of all pages and the tags of tenants: give some 32 random characters. Servers with one
+    salt name pages alike, others never match. Default: a random one, kept in disk_path where there is a disk tier."""
     tenant_quota: Share = 1.0
-    """Share of the host and of the disk tier that one tenant (cache salt) may fill."""
+    """Share of the host and of the disk tier that one tenant may fill, whatever its cache salts are. Requests without a
+    tenant of their own (server without API keys) count by their cache salt."""
     pin_share: Share = 0.5
     """Share of a tier that pinned sessions may fill."""
     pin_s: Annotated[float, Field(gt=0)] = 600.0

@@ -125,3 +125,8 @@ class EngineFormatError(WicoreError):
 
 class EngineDeadError(WicoreError):
     """The step loop ended on an unexpected error; every waiter is told with this."""
+
+
+class UnwrittenPageError(WicoreError):
+    """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, stopped before it is a wrong
+    token. It ends the sequence that it concerns."""

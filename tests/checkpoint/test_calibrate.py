@@ -213,7 +213,7 @@ def test_through_an_engine(source: Path, text: Path, tmp_path: Path, capsys: pyt
         assert len(kept) == (3 if kv_dtype == "fp8" else 0), "an engine keeps the KV scales that it uses"
         assert engine.manifest.quantization == {"algo": "FP8", "base_dtype": "bfloat16"}
         scorer = ExecutorScorer(open_engine(engine.path), context=301, device="cpu")
-        assert scorer.executor.kernels == "torch"
+        assert scorer.executor.kernels.startswith("torch-")
         logprobs[name] = np.array(scorer(token_ids, 1))
     assert run(["inspect", str(tmp_path / "kv")]) == 0
     assert "torch, not native: KV in fp8" in capsys.readouterr().out

@@ -8,21 +8,22 @@ import os
 from pathlib import Path
 
 import pytest
-from disk_campaign import SLOT, Campaign, namespace, open_store
+from disk_campaign import SLOT, Campaign, namespace, open_store, tag_of
 
 from wicore_trt.cli.main import run
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.disk_damage import Damage, Vandal
 from wicore_trt.kv.fault_injection import FaultPlan
-from wicore_trt.kv.page import tenant_tag
 
 NAME = namespace().digest.hex()
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """A disk cache of tenant "t"."""
+    """A disk cache of tenant "t", with the secret that `tag_of` takes."""
     path = tmp_path / "cache"
+    path.mkdir()
+    (path / "secret").write_bytes(bytes(32))
     campaign = Campaign(path, FaultPlan(), seed=1)
     campaign.run(3)
     campaign.store.close()
@@ -39,7 +40,7 @@ def test_inspect(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert count > 10
     assert run(["kv", "inspect", str(cache)]) == 0
     text = capsys.readouterr().out
-    for word in (NAME, "engine", "page_tokens", "global", "local", tenant_tag("t").hex(), f"0 of {count}"):
+    for word in (NAME, "engine", "page_tokens", "global", "local", tag_of("t").hex(), f"0 of {count}"):
         assert word in text
     assert "in motion" not in text
     store = open_store(cache)
@@ -102,7 +103,7 @@ def test_purge_asks(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert pages(cache, capsys) == 0 and not (cache / NAME).exists()
 
 
-@pytest.mark.parametrize("how", [["--salt", "t"], ["--tenant", tenant_tag("t").hex()], ["--namespace", NAME[:8]]])
+@pytest.mark.parametrize("how", [["--salt", "t"], ["--tenant", tag_of("t").hex()], ["--namespace", NAME[:8]]])
 def test_purge_a_part(cache: Path, capsys: pytest.CaptureFixture[str], how: list[str]) -> None:
     count = pages(cache, capsys)
     assert run(["kv", "purge", str(cache), "--yes", "--json", "--salt", "nobody"]) == 0

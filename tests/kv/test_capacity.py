@@ -39,7 +39,7 @@ class NoCopies:
 
 def serve(manager, tokens: list[int], prompt: int) -> None:
     """What the engine does for one request, without computing: chunks of 2,048 tokens, then one by one."""
-    pages = SequencePages("")
+    pages = SequencePages(manager.names("", ""))
     hit = manager.lookup(pages, tokens[:prompt])
     manager.attach(pages, hit, prompt)
     manager.touch(pages, hit.tokens)
@@ -47,8 +47,8 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
     while computed < len(tokens):
         step = min(2048, prompt - computed) if computed < prompt else 1
         assert manager.reserve(pages, computed + step, total=prompt + 1)
+        manager.commit(pages, tokens, computed, computed + step, 0, finite=computed + step >= prompt)
         computed += step
-        manager.commit(pages, tokens, computed, 0)
         manager.housekeep()
     manager.finished(pages, prompt, hit.tokens)
     manager.free(pages, 0)
@@ -73,7 +73,7 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
     index = manager.tiers.host
     index.check_integrity()
     for tokens in conversations:
-        pages = SequencePages("")
+        pages = SequencePages(manager.names("", ""))
         hit = manager.lookup(pages, [*tokens, 0])
         plan = loader.plan(pages, context + 1, hit, ComputeRate(per_token_s=1.0))
         assert max(hit.tokens, plan.stop if plan else 0) == context, "a conversation does not continue where it ended"

@@ -9,14 +9,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from disk_campaign import tag_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk_cipher import NONCE_BYTES, AesGcmPageCipher, _TenantKey, load_key_file
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.page import Page
 
-PAGE = Page(b"k" * 32, "global", 7, b"p" * 32, tenant_tag("a"))
+PAGE = Page(b"k" * 32, "global", 7, b"p" * 32, tag_of("a"))
 
 
 def seal(cipher: AesGcmPageCipher, data: bytes, header: bytes = b"h") -> tuple[bytes, bytes]:
@@ -87,7 +88,7 @@ def test_one_changed_bit_anywhere_does_not_open(data: st.DataObject) -> None:
         {"index": 8},
         {"parent": None},
         {"parent": b"q" * 32},
-        {"tenant": tenant_tag("b")},
+        {"tenant": tag_of("b")},
         {"part": 0},
         {"parts": 4},
         {"write_id": 100},
@@ -134,7 +135,7 @@ def test_threads_share_a_cipher() -> None:
     cipher, wrong = AesGcmPageCipher(os.urandom(32)), []
 
     def work(seed: int) -> None:
-        page = replace(PAGE, tenant=tenant_tag(str(seed % 3)))
+        page = replace(PAGE, tenant=tag_of(str(seed % 3)))
         for i in range(200):
             data = os.urandom(100)
             sealed, text = cipher.seal(page, 0, 1, i, b"", memoryview(data))
@@ -154,7 +155,7 @@ def test_many_tenants_are_kept_in_bounds() -> None:
     cipher = AesGcmPageCipher(os.urandom(32))
     first = cipher.seal(PAGE, 0, 1, 0, b"", memoryview(b"x" * 20))
     for i in range(1500):
-        cipher.seal(replace(PAGE, tenant=tenant_tag(str(i))), 0, 1, 0, b"", memoryview(b""))
+        cipher.seal(replace(PAGE, tenant=tag_of(str(i))), 0, 1, 0, b"", memoryview(b""))
     assert cipher._tenant_key.cache_info().currsize <= 1024
     out = bytearray(20)
     cipher.open(PAGE, 0, 1, 0, b"", first[0], memoryview(first[1]), memoryview(out))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_campaign import SLOT, Waiter, content, make_page, namespace, open_store, part_count
+from disk_campaign import SLOT, Waiter, content, make_page, namespace, open_store, part_count, tag_of
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk_cipher import TAG_FAULT, AesGcmPageCipher
@@ -20,11 +20,11 @@ from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.disk_scrub import purge, verify
 from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.disk_tools import inspect
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.page import Page
 
 KEY = b"k" * 32
 STRIDE = BLOCK_BYTES + SLOT
-PAGES = [replace(make_page(i), tenant=tenant_tag("ab"[i % 3 == 0])) for i in range(1, 19)]  # tenant "b" has each third
+PAGES = [replace(make_page(i), tenant=tag_of("ab"[i % 3 == 0])) for i in range(1, 19)]  # tenant "b" has each third
 
 
 def put(store: DiskStore, pages: list[Page], first: int = 0) -> dict[Page, tuple[int, ...]]:
@@ -93,8 +93,8 @@ def test_inspect_tells_what_was_written(tmp_path: Path, cipher: AesGcmPageCipher
         mine = [page for page in PAGES if page.group == group]
         assert (use.pages, use.bytes) == (len(mine), sum(part_count(page) for page in mine) * SLOT)
     for salt in "ab":
-        mine = [page for page in PAGES if page.tenant == tenant_tag(salt)]
-        use = found.tenants[tenant_tag(salt).hex()]
+        mine = [page for page in PAGES if page.tenant == tag_of(salt)]
+        use = found.tenants[tag_of(salt).hex()]
         assert (use.pages, use.bytes) == (len(mine), sum(part_count(page) for page in mine) * SLOT)
     made = (tmp_path / "LOCK").stat().st_mtime
     assert found.oldest is not None and found.newest is not None and found.oldest <= found.newest
@@ -230,7 +230,7 @@ def test_verify_finds_pages_under_an_older_key(tmp_path: Path) -> None:
     fill(tmp_path, cipher=AesGcmPageCipher(b"x" * 32))
     store = open_store(tmp_path, cipher=AesGcmPageCipher(KEY))
     old = list(store.recover())
-    new = replace(make_page(50), tenant=tenant_tag("a"))
+    new = replace(make_page(50), tenant=tag_of("a"))
     put(store, [new], first=60)
     store.close()
     report = verify(tmp_path, cipher=AesGcmPageCipher(KEY))
@@ -265,25 +265,25 @@ def test_purge_one_tenant_leaves_no_byte_of_it(tmp_path: Path, sealed: bool) -> 
     cipher = AesGcmPageCipher(KEY) if sealed else None
     store = open_store(tmp_path, cipher=cipher)
     places = put(store, PAGES)
-    mine = {page for page in PAGES if page.tenant == tenant_tag("b")}
+    mine = {page for page in PAGES if page.tenant == tag_of("b")}
     gone = sorted(mine, key=lambda page: page.index)[0]
     store.erase(places[gone])  # evicted: no record any more, but the bytes are there
     store.close()
-    report = purge(tmp_path, tenant=tenant_tag("b"))
+    report = purge(tmp_path, tenant=tag_of("b"))
     assert report.pages == len(mine) - 1 and report.slots == sum(len(places[page]) for page in mine)
     everything = b"".join(path.read_bytes() for path in home(tmp_path).iterdir())
-    assert tenant_tag("b") not in everything and tenant_tag("a") in everything
+    assert tag_of("b") not in everything and tag_of("a") in everything
     for page in mine:
         assert page.key not in everything and content(page, 1, 0)[:64] not in everything
     assert kept(tmp_path, cipher=cipher) == set(PAGES) - mine
-    assert purge(tmp_path, tenant=tenant_tag("b")).slots == 0
+    assert purge(tmp_path, tenant=tag_of("b")).slots == 0
     assert not verify(tmp_path, cipher=cipher).faults
 
 
 def test_purge_deletes_damaged_namespaces(tmp_path: Path) -> None:
     fill(tmp_path)
     (home(tmp_path) / "namespace.json").write_text("{")
-    assert purge(tmp_path, tenant=tenant_tag("a")).slots == 0
+    assert purge(tmp_path, tenant=tag_of("a")).slots == 0
     assert purge(tmp_path).namespaces == [home(tmp_path).name] and not home(tmp_path).exists()
 
 
@@ -291,7 +291,7 @@ def test_another_tenant_gets_nothing_from_the_store(tmp_path: Path) -> None:
     """Probes at the slots themselves, with the thief's tag on the owner's page and with the thief's own page names."""
     store = open_store(tmp_path, cipher=AesGcmPageCipher(KEY), queue_limit=4096)
     places = put(store, PAGES)
-    tags, probes, hits = [tenant_tag(f"thief {i}") for i in range(40)], 0, 0
+    tags, probes, hits = [tag_of(f"thief {i}") for i in range(40)], 0, 0
     for page, slots in places.items():
         waiter, buffers = Waiter(2 * len(tags)), [aligned_buffer(SLOT) for _ in slots]
         for place, tag in enumerate(tags):

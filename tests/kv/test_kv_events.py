@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from wicore_trt.config import KVSettings
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 TIERS, GROUPS = ("device", "host", "disk"), ("global", "local")
-TENANT = tenant_tag("")
+TENANT = bytes(16)
 
 
 def page(key: int, group: str = "global") -> Page:

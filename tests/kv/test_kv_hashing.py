@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
+from hashlib import blake2b
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.kv.hashing import KeyChain
 
+SECRET = b"s" * 32
 
-def keys_of(tokens, *, fingerprint="engine", page_tokens=4, salt="", rank=0, world=1):
+
+def keys_of(tokens, *, fingerprint="engine", page_tokens=4, who="", salt="", rank=0, world=1, secret=SECRET):
     keys: list[bytes] = []
-    KeyChain(fingerprint, page_tokens, rank=rank, world=world).extend(keys, tokens, salt)
+    chain = KeyChain(fingerprint, page_tokens, rank=rank, world=world, secret=secret)
+    chain.names(who, salt).extend(keys, tokens)
     return keys
 
 
@@ -22,9 +27,9 @@ def test_only_full_pages_have_keys():
 
 
 def test_extending_step_by_step_equals_extending_at_once():
-    chain, keys, tokens = KeyChain("engine", 4), [], list(range(40))
+    names, keys, tokens = KeyChain("engine", 4, secret=SECRET).names("", "tenant"), [], list(range(40))
     for n in range(41):
-        chain.extend(keys, tokens[:n], "tenant")
+        names.extend(keys, tokens[:n])
     assert keys == keys_of(tokens, salt="tenant")
 
 
@@ -47,6 +52,12 @@ def test_every_part_of_the_identity_changes_every_key():
         keys_of(tokens, page_tokens=8),
         keys_of(tokens, salt="a"),
         keys_of(tokens, salt="b"),
+        keys_of(tokens, who="a"),
+        keys_of(tokens, who="a", salt="a"),
+        keys_of(tokens, who="ab", salt="c"),
+        keys_of(tokens, who="a", salt="bc"),
+        keys_of(tokens, fingerprint="engine\0", who=""),
+        keys_of(tokens, secret=b"t" * 32),
         keys_of(tokens, rank=1, world=2),
         keys_of(tokens, rank=0, world=2),
     ]
@@ -58,8 +69,48 @@ def test_keys_are_equal_in_another_process():
     program = (
         "from wicore_trt.kv.hashing import KeyChain\n"
         "keys = []\n"
-        "KeyChain('engine', 4).extend(keys, range(16), 'tenant')\n"
+        "KeyChain('engine', 4, secret=b's' * 32).names('', 'tenant').extend(keys, range(16))\n"
         "print(b''.join(keys).hex())"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert bytes.fromhex(out) == b"".join(keys_of(list(range(16)), salt="tenant"))
+
+
+def test_without_a_secret_nobody_has_the_names_again():
+    tokens = list(range(16))
+    assert not set(keys_of(tokens, secret=None)) & set(keys_of(tokens, secret=None))
+
+
+def test_a_tag_is_the_tenants_and_no_salt_makes_another_tenant():
+    """Else a client could multiply its quota, or read events of another one, by its choice of salt."""
+    names = KeyChain("engine", 4, secret=SECRET).names
+    assert names("who", "a").tag == names("who", "b").tag == KeyChain("other", 8, secret=SECRET).names("who", "").tag
+    assert names("who", "a").scope != names("who", "b").scope
+    assert names("", "a").tag != names("", "b").tag
+    tags = [names(who, salt).tag for who, salt in [("", ""), ("", "who"), ("who", ""), ("", "a"), ("a", "")]]
+    assert len(set(tags)) == len(tags)
+    assert names("who", "").tag != KeyChain("engine", 4).names("who", "").tag, "a tag needs the secret"
+
+
+@given(st.text(alphabet=st.characters(codec=None), max_size=4), st.text(alphabet=st.characters(codec=None), max_size=4))
+def test_any_text_is_a_tenant_and_a_salt(who, salt):
+    """Lone surrogates too, which UTF-8 has no bytes for and which a request through Python may carry."""
+    names = KeyChain("engine", 4, secret=SECRET).names
+    for other in ("\ud800", "a"):
+        assert (names(who, salt).scope == names(other, other).scope) == (who == salt == other)
+
+
+def test_names_take_the_secret():
+    """One who is told keys and parents, as in events and on disk, tries the tokens of a page that he nearly knows."""
+    tokens, page = list(range(40)), 4
+    keys = keys_of(tokens, salt="customer")
+    told, parent = keys[5], keys[4]
+    payload = array("I", tokens[5 * page : 6 * page]).tobytes()
+    for key in (b"", parent, keys[0]):
+        for person in (b"wicore-kv-page", b""):
+            for text in (parent + payload, payload):
+                assert blake2b(text, digest_size=32, key=key, person=person).digest() != told
+    strangers = KeyChain("engine", page, secret=b"x" * 32).names("", "customer")
+    guessed = list(keys[:5])
+    strangers.extend(guessed, tokens[:24])
+    assert guessed[5] != told

@@ -18,7 +18,7 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     size, pages = rng.choice([1, 2, 4, 8]), 24
     manager = KVCacheManager({GLOBAL: pages, LOCAL: pages}, rng.randint(1, 40), KeyChain("engine", size))
     tokens = [rng.randrange(97) for _ in range(pages * size + 1)]
-    sequence = SequencePages("")
+    sequence = SequencePages(manager.names("", ""))
     assert manager.lookup(sequence, tokens).tokens == 0
     there = {
         group: {i for i in range(pages) if rng.random() < (0.97 if group == GLOBAL else 0.8)}
@@ -26,7 +26,9 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
     }
     for group, pool in manager.pools.items():
         for i in there[group]:
-            pool.publish(pool.allocate(1)[0], sequence.page(group, i))
+            (slot,) = pool.allocate(1)
+            pool.wrote(slot, 0, size)
+            pool.publish(slot, sequence.page(group, i))
 
     def usable(n: int) -> bool:
         window = range(manager.first_visible_page(n * size), n)

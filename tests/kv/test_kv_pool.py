@@ -25,7 +25,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.evicted: list[bytes] = []
         policy = make_policy(self.policy, 7) if self.policy else None
-        self.pool = PagePool(7, policy, lambda page, slot: self.evicted.append((page.key, slot)))
+        self.pool = PagePool(7, 4, policy, lambda page, slot: self.evicted.append((page.key, slot)))
         self.held: list[int] = []
         self.counter = 0
 
@@ -49,6 +49,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.counter += 1
         page = make_page(b"%d" % (self.counter // 2 if reuse else self.counter), b"%d" % (self.counter // 3))
         named = self.pool.page(slot)
+        if named is None:
+            self.pool.wrote(slot, 0, 4)
         done = self.pool.publish(slot, page)
         assert self.pool.find((named or page).key) is not None
         assert done == (self.pool.page(slot) is page)
@@ -85,9 +87,10 @@ def test_random_operations(policy):
 
 
 def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_first():
-    pool = PagePool(4)
+    pool = PagePool(4, 4)
     a, b, c, d = pool.allocate(4)
     for slot, key in ((a, b"a"), (b, b"b"), (c, b"c"), (d, b"d")):
+        pool.wrote(slot, 0, 4)
         pool.publish(slot, make_page(key))
     pool.release([b, a])  # a chain a -> b, tail first
     pool.release([d, c])
@@ -97,8 +100,10 @@ def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_
 
 
 def test_a_second_page_with_the_same_key_is_not_indexed_and_becomes_free():
-    pool = PagePool(2)
+    pool = PagePool(2, 4)
     first, second = pool.allocate(2)
+    pool.wrote(first, 0, 4)
+    pool.wrote(second, 0, 4)
     assert pool.publish(first, make_page(b"k"))
     assert not pool.publish(second, make_page(b"k"))
     pool.release([second])

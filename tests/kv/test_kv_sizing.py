@@ -109,15 +109,19 @@ def test_a_tier_of_the_planned_bytes_holds_the_sessions_and_not_one_more(geometr
 
 
 @settings(max_examples=60, deadline=None)
-@given(geometry=geometries, sessions=st.integers(1, 40), tokens=st.integers(1, 20_000), batch=st.integers(1, 8192))
-def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens, batch):
+@given(
+    geometry=geometries, sessions=st.integers(1, 40), tokens=st.integers(1, 20_000), batch=st.integers(1, 8192),
+    loads=st.booleans(),
+)  # fmt: skip
+def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens, batch, loads):
     spec, size = geometry.spec, {"float32": 4, "bfloat16": 2, "fp8": 1}[geometry.kv_dtype]
-    budget = geometry.device_bytes(sessions, tokens, batch)
+    budget = geometry.device_bytes(sessions, tokens, batch, loads=loads)
     pools = plan_pools(
-        spec, geometry.page_tokens, size, budget, tokens, max_batch_tokens=batch, max_sequences=sessions
-    )  # fmt: skip
+        spec, geometry.page_tokens, size, budget, tokens, max_batch_tokens=batch, max_sequences=sessions, loads=loads
+    )
     for group, pages in pools.items():
-        need = sessions * (pages_per_sequence(spec, group, geometry.page_tokens, tokens) + (sessions > 1))
+        window = pages_per_sequence(spec, group, geometry.page_tokens, tokens)
+        need = sessions * (window + (sessions > 1)) + (window if loads and group == LOCAL else 0)
         assert need <= pages <= need + -(-batch // geometry.page_tokens)
     assert sum(pools[group] * geometry.page_bytes[group] for group in pools) == budget
 

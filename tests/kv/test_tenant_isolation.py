@@ -7,7 +7,7 @@ import random
 
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.page import Page
 
 # Salts that a careless concatenation or normalisation would mix up.
 SALTS = (
@@ -41,9 +41,9 @@ def prompts(rng: random.Random, count: int, pages: int) -> list[list[int]]:
 
 
 def chain(keys: KeyChain, tokens: list[int], salt: str) -> list[Page]:
-    names: list[bytes] = []
-    keys.extend(names, tokens, salt)
-    return [Page(k, "global", i, names[i - 1] if i else None, tenant_tag(salt)) for i, k in enumerate(names)]
+    names, found = keys.names("", salt), list[bytes]()
+    names.extend(found, tokens)
+    return [Page(k, "global", i, found[i - 1] if i else None, names.tag) for i, k in enumerate(found)]
 
 
 def test_names_of_one_tenant_are_never_names_of_another() -> None:
@@ -59,13 +59,13 @@ def test_names_of_one_tenant_are_never_names_of_another() -> None:
                 probes += len(held[other])
                 hits += len(held[salt] & held[other])
     assert probes > 85_000 and hits == 0
-    assert len({tenant_tag(salt) for salt in SALTS}) == len(SALTS)
+    assert len({keys.names("", salt).tag for salt in SALTS}) == len(SALTS)
 
 
 def test_parts_sealed_for_one_tenant_open_for_no_other() -> None:
     """Even one who knows the page's name and all its numbers, and holds the master key's process."""
     rng = random.Random(os.urandom(8))
-    cipher, tags = AesGcmPageCipher(os.urandom(32)), [tenant_tag(salt) for salt in SALTS]
+    cipher, tags = AesGcmPageCipher(os.urandom(32)), [KeyChain("engine", 4).names("", salt).tag for salt in SALTS]
     opened = 0
     for i in range(1000):
         owner, data = rng.choice(tags), rng.randbytes(64)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from campaign import SLOT, Shape, Stack
 
-from wicore_trt.kv.page import tenant_tag
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
@@ -20,14 +19,14 @@ SHARED = 16
 
 def names(stack: Stack, tokens: list[int], salt: str) -> list[bytes]:
     """What a tenant's pages of a prompt are called."""
-    pages = SequencePages(salt)
+    pages = SequencePages(stack.manager.names("", salt))
     stack.manager.lookup(pages, [*tokens, 2])
     return pages.keys
 
 
 def usable(stack: Stack, tokens: list[int], salt: str) -> int:
     """Tokens that a request would find on the device or be planned to load."""
-    pages = SequencePages(salt)
+    pages = SequencePages(stack.manager.names("", salt))
     hit = stack.manager.lookup(pages, [*tokens, 2])
     scheduler = stack.core.scheduler
     plan = scheduler.loader.plan(pages, len(tokens) + 1, hit, scheduler._compute_rate())
@@ -162,13 +161,14 @@ def test_a_flood_takes_no_more_than_its_quota(tmp_path: Path, policy: str) -> No
     owned = fill(stack, ["victim"], 3)
     had = {name: {copy.page.name for copy in index.copies()} for name, index in stack.tiers.indexes.items()}
     assert all(len(pages) > 20 for pages in had.values())
+    flood = stack.manager.names("", "flood").tag
     for _ in range(15):
         for _ in range(4):
             stack.add(stack.tokens(60), answer=4, cache_salt="flood")
         stack.settle()
         stack.settle_transfers()
         for index in stack.tiers.indexes.values():
-            used = sum(len(copy.slots) for copy in index.copies() if copy.page.tenant == tenant_tag("flood"))
+            used = sum(len(copy.slots) for copy in index.copies() if copy.page.tenant == flood)
             assert used <= index.num_slots // 2
     for name, index in stack.tiers.indexes.items():
         assert index.evictions["quota"] > 0, name

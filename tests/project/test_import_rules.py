@@ -23,6 +23,7 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "files": ("errors",),
+    "scratch": ("errors", "files"),
     "types": ("errors",),
     "model.spec": ("errors", "model.hf_config"),
     "model.hf_config": ("errors", "model.spec"),
@@ -49,14 +50,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint.calibrate": (
         "errors",
         "files",
+        "scratch",
         "model",
         "checkpoint",
         "runtime",
         "text",
     ),  # calibrating is running the model
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
-    "checkpoint": ("errors", "files", "model", "checkpoint"),
-    "engine": ("errors", "files", "model", "checkpoint", "engine", "plugins"),
+    "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
+    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "plugins"),
     "text": ("errors", "files", "types", "text"),
     "runtime": ("errors", "files", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
     "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),

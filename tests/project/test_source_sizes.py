@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from repository import GENERATED, ROOT, SOURCES, python_sources, tracked
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 CODE = (".py", ".cpp", ".cu", ".h", ".proto", ".yaml")
 

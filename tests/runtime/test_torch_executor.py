@@ -13,7 +13,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor, torch_kernels
 
 PAGES = {"global": 20, "local": 20}
 
@@ -81,7 +81,14 @@ def test_native_kernels_are_refused_with_the_reason_and_auto_falls_back() -> Non
     model = tiny_model(21, head_dim=20)
     with pytest.raises(EnvironmentUnfitError, match="head_dim 20"):
         executor_of(model, kernels="native")
-    assert executor_of(model, kernels="auto").kernels == "torch"
+    assert executor_of(model, kernels="auto").kernels.startswith(f"torch-{torch.__version__}-cpu-")
+
+
+def test_torch_operators_on_another_device_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their KV values differ in the last bits, and `kernels` is what keeps caches apart."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    names = {torch_kernels(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1", "meta")}
+    assert len(names) == 4 and f"torch-{torch.__version__}-cuda-GPU 1" in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from wicore_trt.checkpoint.convert import fresh_directory
 from wicore_trt.checkpoint.format import (
+    CHECKPOINT,
     KV_FP8,
     QUANT_FP8_STATIC,
     Checkpoint,
@@ -47,6 +47,7 @@ from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.scratch import replacing
 from wicore_trt.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 2048
@@ -94,7 +95,7 @@ def calibrate_checkpoint(
     """Write the unified checkpoint `path` with static scales of `calibration` as `output`, which may be the same.
 
     An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier calibration
-    are dropped. Raises what `calibrate_source` and `convert.fresh_directory` raise, and ConfigError when the checkpoint
+    are dropped. Raises what `calibrate_source` and `scratch.replacing` raise, and ConfigError when the checkpoint
     is not FP8 and no KV scales are asked for.
     """
     checkpoint = open_checkpoint(path)
@@ -103,11 +104,14 @@ def calibrate_checkpoint(
             f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
             fix="Convert its source with --dtype fp8.",
         )
-    with fresh_directory(output, force) as partial:
+    same = os.path.realpath(path) == os.path.realpath(output)
+    with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
         files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
         tokenizer = Tokenizer.from_files(files, checkpoint.path)
         found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
-        _rewrite(checkpoint, partial, found, calibration.kv_scales, progress)
+        _rewrite(checkpoint, scratch.directory, found, calibration.kv_scales, progress)
+        open_checkpoint(scratch.directory)
+        scratch.publish()
     return open_checkpoint(output)
 
 

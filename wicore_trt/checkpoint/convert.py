@@ -1,16 +1,15 @@
 """From a source to a unified checkpoint, a few rows at a time.
 
-Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name in one
-rename when everything is on disk. Knows no file format but through `source` and `safetensors_io`. Invariant: an
-interrupted run leaves nothing that open_checkpoint accepts.
+Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name when
+everything is on disk (`wicore_trt.scratch`). Knows no file format but through `source` and `safetensors_io`.
+Invariant: an interrupted run leaves nothing that open_checkpoint accepts.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 
 from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite
 from wicore_trt.checkpoint.format import (
+    CHECKPOINT,
     FP8_TAG,
     QUANT_FP8,
     QUANT_FP8_STATIC,
@@ -40,7 +40,8 @@ from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.files import present
+from wicore_trt.files import present, printable
+from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -88,38 +89,16 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         return calibrate_checkpoint(source, output, calibration, force=force, progress=progress)
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
-    _check_output(Path(output), force)  # before a download of many gigabytes
-    opened = open_source(source, revision=revision)
-    check_tp(opened.spec, tp_size)
-    with fresh_directory(output, force) as partial:
-        lost = _Conversion(opened, partial, dtype, tp_size, calibration, progress).run()
+    with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
+        opened = open_source(source, revision=revision)
+        check_tp(opened.spec, tp_size)
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
+        scratch.publish()
     if note:
         for line in lost:
             note(line)
     return open_checkpoint(output)
-
-
-@contextmanager
-def fresh_directory(output: str | Path, force: bool) -> Iterator[Path]:
-    """A directory to fill, which gets the name `output` when the block ends well and vanishes when it does not.
-
-    Raises ConfigError when `output` is in the way, EnvironmentUnfitError in place of an OSError of the block.
-    """
-    output = Path(os.path.abspath(output))
-    _check_output(output, force)
-    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
-    try:
-        _remove_stale(output)
-        partial.mkdir(parents=True)
-        yield partial
-        _publish(partial, output)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise EnvironmentUnfitError(
-                f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
-            ) from error
-        raise
 
 
 class _Conversion:
@@ -167,7 +146,7 @@ class _Conversion:
             check_template(self._source.chat_template, self._source.name)
         elif not self._source.makes_tokenizer:
             check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
-        origin = Origin(self._source.name, self._source.revision)
+        origin = Origin(printable(self._source.name), self._source.revision)
         if self._calibration:
             from wicore_trt.checkpoint.calibrate import calibrate_source
 
@@ -279,46 +258,3 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
 
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:
     return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]
-
-
-def _check_output(output: Path, force: bool) -> None:
-    """Nothing is replaced unasked, and nothing but a checkpoint is ever replaced."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / "rank0.safetensors").is_file():
-        raise ConfigError(f"{output} exists and is not a checkpoint.", fix="Choose another directory.")
-    if not force:
-        raise ConfigError(f"{output} exists.", fix="Choose another directory or pass --force.")
-
-
-def _publish(partial: Path, output: Path) -> None:
-    """Give the finished directory its name, aside of which an old one stands until then."""
-    old = output.with_name(f"{output.name}.old-{os.getpid()}")
-    if output.exists():
-        os.replace(output, old)
-    os.replace(partial, output)
-    shutil.rmtree(old, ignore_errors=True)
-    parent = os.open(output.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-
-
-def _remove_stale(output: Path) -> None:
-    """Delete what runs that are no longer alive have left beside `output`."""
-    for kind in ("partial", "old"):
-        for left in output.parent.glob(f"{output.name}.{kind}-*"):
-            pid = left.name.rpartition("-")[2]
-            if pid.isdigit() and not _alive(int(pid)):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()

@@ -32,6 +32,7 @@ from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.scratch import Product
 
 FORMAT_VERSION = 2
 CONFIG = "config.json"
@@ -234,6 +235,21 @@ def window_pattern(spec: Gemma3Spec) -> int | None:
     globals_ = spec.layers_of(GLOBAL)
     pattern = globals_[0] + 1 if globals_ else spec.num_layers + 1
     return pattern if globals_ == tuple(range(pattern - 1, spec.num_layers, pattern)) else None
+
+
+def _listed(path: Path) -> set[str] | None:
+    """Names of the files of a checkpoint, damaged or not; None when the directory is none."""
+    try:
+        config = Door(path).json(path / CONFIG)
+    except CheckpointError:
+        return None
+    block = config.get("wicore")
+    files = block.get("files") if isinstance(block, dict) else None
+    return {CONFIG, *files} if isinstance(files, dict) and "architecture" in config else None
+
+
+CHECKPOINT = Product("checkpoint", _listed)
+"""What `wicore convert --force` may replace."""
 
 
 def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:

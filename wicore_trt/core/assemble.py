@@ -84,6 +84,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         max_sequences=settings.scheduler.max_sequences,
         max_context=settings.scheduler.max_context,
         batch_invariant=settings.executor.batch_invariant,
+        loads=settings.kv.host_bytes > 0,
     )
     if engine.manifest.backend == "torch":
         return TorchExecutor(engine, values)

@@ -23,6 +23,7 @@ from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheMana
 from wicore_trt.kv.policies import make_policy
 from wicore_trt.kv.prefix_loader import PrefixLoader
 from wicore_trt.kv.retention import Retention
+from wicore_trt.kv.secret import secret_of
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
 from wicore_trt.kv.tiers import LowerTiers
 from wicore_trt.kv.transfers import PageStore, Transfers
@@ -49,19 +50,19 @@ def make_cache(
     """
     events = KVEventLog(MAX_EVENT_LOG_PAGES)
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
-    tiers = None
+    tiers, kept = None, None
     if settings.host_bytes and settings.prefix_cache:
         namespace = Namespace(
             engine, kernels, layout.page_tokens, {g: layout.page_bytes[g] for g in layout.num_pages}, layout.kv_dtype
         )
-        tiers = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
+        tiers, kept = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
     policy = None
     if GLOBAL in layout.num_pages:
         policy = make_policy(settings.policy, layout.num_pages[GLOBAL], page_tokens=layout.page_tokens)
     manager = KVCacheManager(
         layout.num_pages,
         window,
-        KeyChain(f"{engine}/{kernels}", layout.page_tokens, salt=settings.salt or ""),
+        KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret_of(settings.salt) if settings.salt else kept),
         options=CacheOptions(
             prefix_cache=settings.prefix_cache,
             write_policy=settings.write_policy,
@@ -88,7 +89,8 @@ def _make_tiers(
     copier: PageCopier,
     events: KVEventLog,
     files: Files | None,
-) -> LowerTiers:
+) -> tuple[LowerTiers, bytes | None]:
+    """The tiers, and the secret that the disk tier keeps."""
     slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
@@ -127,7 +129,7 @@ def _make_tiers(
         save_early=settings.write_policy == "through",
         stored=events.append_stored,
     )
-    return LowerTiers(transfers, threshold=settings.host_threshold)
+    return LowerTiers(transfers, threshold=settings.host_threshold), store.secret if store is not None else None
 
 
 def _open_store(settings: KVSettings, namespace: Namespace, slot_bytes: int, files: Files | None) -> DiskStore:

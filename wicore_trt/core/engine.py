@@ -9,6 +9,7 @@ page is given back while a step that writes into it runs.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from wicore_trt.core.engine_stats import engine_stats
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
@@ -31,6 +32,8 @@ from wicore_trt.types import (
     TokenOutput,
     Usage,
 )
+
+log = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.005
 """How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
@@ -122,6 +125,7 @@ class EngineCore:
         arrival = self._clock()
         params = request.params
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+        names = self.scheduler.manager.names(request.tenant, request.cache_salt)
         sequences = []
         for index in range(params.n):
             sequence = Sequence(
@@ -131,7 +135,7 @@ class EngineCore:
                 seed=sequence_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids),
                 arrival=arrival,
-                pages=SequencePages(request.cache_salt, request.cache, who=request.tenant),
+                pages=SequencePages(names, request.cache),
                 stop_ids=stop_ids,
             )
             self._next_id += 1
@@ -209,9 +213,15 @@ class EngineCore:
             if error is not None:
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=error))
                 continue
-            self.scheduler.computed(sequence, count)
-            if sequence.seq_id in tokens:
-                outputs.append(self._append(sequence, tokens[sequence.seq_id]))
+            token = tokens.get(sequence.seq_id)
+            try:
+                self.scheduler.computed(sequence, count, finite=token is not None)
+            except UnwrittenPageError as unwritten:
+                log.exception("sequence %d of a request read pages that nobody wrote", sequence.index)
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
+                continue
+            if token is not None:
+                outputs.append(self._append(sequence, token))
             mass = result.attention.get(sequence.seq_id)
             if mass is not None and manager.attention is not None:
                 manager.attention.measured(sequence.pages.keys, mass)
@@ -231,7 +241,7 @@ class EngineCore:
         manager = self.scheduler.manager
         manager.housekeep()
         manager.events.publish()
-        return manager.tiers is not None and manager.tiers.transfers.busy
+        return manager.busy
 
     def _idle(self, plan: Plan) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
@@ -306,6 +316,9 @@ class EngineCore:
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
+        if reason is FinishReason.ERROR:
+            # KV values that led to bad logits would make every later request with this prefix fail too.
+            self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight
         if flight is not None and any(member is sequence for member, _ in flight.plan.slices):
             flight.ended.append(sequence)  # that step still writes into its pages
@@ -322,8 +335,7 @@ class EngineCore:
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
-        # KV values that led to bad logits would make every later request with this prefix fail too.
-        self.scheduler.finish(sequence, keep=sequence.finish_reason is not FinishReason.ERROR)
+        self.scheduler.finish(sequence)
         self.executor.release(sequence.seq_id)
 
     def _output(
@@ -355,9 +367,7 @@ class EngineCore:
             if flight is not None:
                 self._land(flight)
         finally:
-            tiers = self.scheduler.manager.tiers
-            if tiers is not None:
-                tiers.transfers.close(timeout_s)
+            self.scheduler.manager.close(timeout_s)
             self.executor.close()
 
     def is_live(self, request_id: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -21,13 +20,11 @@ from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.checkpoint.sharding import MAX_TP
 from wicore_trt.engine.directory import (
+    ENGINE,
     EngineDir,
     Progress,
-    check_output,
     describe_files,
     open_engine,
-    partial_directory,
-    replace_engine,
 )
 from wicore_trt.engine.dummy import dummy_checkpoint, write_tokenizer
 from wicore_trt.engine.manifest import (
@@ -40,8 +37,9 @@ from wicore_trt.engine.manifest import (
 )
 from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import WeightFile, has_tensor, hash_weights, place_weights
-from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError, EnvironmentUnfitError
-from wicore_trt.files import present
+from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
+from wicore_trt.files import present, printable
+from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -89,9 +87,9 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
     KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
     limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
-    way; `revision` is the commit, branch or tag of a hub id. An existing engine is replaced only with `force`. The
-    manifest's `created` is the time in the environment variable SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
-    `note` gets a sentence for every kind of loss that converting the source brought.
+    way; `revision` is the commit, branch or tag of a hub id. An existing engine is replaced only with `force`. `note`
+    gets a sentence for every kind of loss that converting the source brought. The manifest's `created` is the time in
+    the environment variable SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
     for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or a full disk.
@@ -111,29 +109,21 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         revision,
     )
     created = _created()
-    output = Path(os.path.abspath(output))
     _check_options(options, source)
     compiler = find_backend(options.backend)
-    check_output(output, force=force)
-    options = replace(options, targets=tuple(compiler.targets(options)))
-    try:
-        with ExitStack() as stack:
-            checkpoint = _checkpoint_of(source, output, options, stack, progress, note)
-            _check_fit(checkpoint, options)
-            partial = stack.enter_context(partial_directory(output))
-            limit = checkpoint.spec.max_position_embeddings
-            options = replace(options, max_context=options.max_context or compiler.default_context(limit))
-            name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else str(source)
-            manifest = _lay_out(checkpoint, partial, options, compiler, name, progress)
-            manifest = replace(manifest, created=created)
-            (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-            _check_opens(partial, output, name)
-            replace_engine(partial, output, force=force)
-    except OSError as error:
-        raise EnvironmentUnfitError(
-            f"building {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
-        ) from error
-    return open_engine(output, verify=False)
+    with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
+        options = replace(options, targets=tuple(compiler.targets(options)))
+        checkpoint = _checkpoint_of(source, scratch.work, options, progress, note)
+        _check_fit(checkpoint, options)
+        limit = checkpoint.spec.max_position_embeddings
+        options = replace(options, max_context=options.max_context or compiler.default_context(limit))
+        name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else printable(str(source))
+        manifest = _lay_out(checkpoint, scratch.directory, options, compiler, name, progress)
+        manifest = replace(manifest, created=created)
+        (scratch.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        engine = _open(scratch.directory, scratch.output, name)
+        scratch.publish()
+    return replace(engine, path=scratch.output)
 
 
 def is_unified_checkpoint(path: Path) -> bool:
@@ -146,7 +136,7 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
-    if options.revision and (Path(source).exists() or not is_hub_id(str(source))):
+    if options.revision and (present(Path(source)) or not is_hub_id(str(source))):
         raise ConfigError(
             f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."
         )
@@ -156,13 +146,13 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"tp must be 1 to {MAX_TP}, got {options.tp_size}.")
 
 
-def _check_opens(partial: Path, output: Path, source: str) -> None:
+def _open(directory: Path, output: Path, source: str) -> EngineDir:
     """Open the finished engine where it was made: nothing that does not open gets the output's name. Weights are not
     read again, their digests were computed while they were written."""
     try:
-        open_engine(partial, verify=False)
+        return open_engine(directory, verify=False)
     except EngineFormatError as error:
-        said = error.message.replace(str(partial), output.name)
+        said = error.message.replace(str(directory), output.name)
         raise CheckpointError(
             f"{source} makes no engine that opens: {said}", fix=f"{output} was left as it was. Check the model's files."
         ) from error
@@ -182,13 +172,12 @@ def _created() -> str:
 
 def _checkpoint_of(
     source: str | Path,
-    output: Path,
+    work: Path,
     options: BuildOptions,
-    stack: ExitStack,
     progress: Progress | None,
     note: Callable[[str], None] | None,
 ) -> Checkpoint:
-    """Open the checkpoint, or make one beside the output that lives as long as `stack`."""
+    """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
     if options.dummy:
@@ -198,10 +187,9 @@ def _checkpoint_of(
         return open_checkpoint(Path(source))
     from wicore_trt.checkpoint.convert import convert
 
-    scratch = stack.enter_context(partial_directory(output, "checkpoint")) / "checkpoint"
     return convert(
         source,
-        scratch,
+        work,
         dtype="bfloat16" if options.dtype == "auto" and not unified else options.dtype,
         tp_size=options.tp_size,
         revision=options.revision,
@@ -303,7 +291,7 @@ def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
 
 def model_id(source: str) -> str:
     """The model's name for clients: a hub id as it is, else the file or directory name without `.gguf`."""
-    return source if is_hub_id(source) and not Path(source).exists() else Path(source).name.removesuffix(".gguf")
+    return source if is_hub_id(source) and not present(Path(source)) else Path(source).name.removesuffix(".gguf")
 
 
 def _tools() -> dict[str, str]:

@@ -1,27 +1,25 @@
-"""Open an engine directory, verified; write one, atomically.
+"""Open an engine directory, verified, and describe one for its manifest.
 
 Knows files, sizes and digests, and nothing of what files mean. Invariants: an `EngineDir` that was opened with
 `verify=True` has exactly the files and bytes that were built; what `EngineDir.read` returns is what was built, and a
-file that the manifest does not list is never read; at every moment the output path holds a whole engine or none.
+file that the manifest does not list is never read.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.digest import hash_bytes
 from wicore_trt.checkpoint.records import WEIGHTS, record_of
-from wicore_trt.engine.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
+from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
-from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
+from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import Door
+from wicore_trt.scratch import Product
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
@@ -153,56 +151,18 @@ def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str
         return ""
 
 
-def check_output(output: Path, *, force: bool) -> None:
-    """Refuse an output that exists, unless `force` is set and it is an engine or an empty directory.
-
-    Raises ConfigError. Called before the long work, and again by `replace_engine`.
-    """
-    if not output.exists() and not output.is_symlink():
-        return
-    if output.is_symlink() or not output.is_dir():
-        raise ConfigError(f"{output} is not a directory.", fix="Choose another output.")
-    if not any(output.iterdir()):
-        return
-    if not (output / MANIFEST_NAME).is_file():
-        raise ConfigError(f"{output} exists and is not an engine, so it is left alone.", fix="Choose another output.")
-    if not force:
-        raise ConfigError(f"engine {output} already exists.", fix="Add --force to replace it.")
-
-
-@contextmanager
-def partial_directory(output: Path, kind: str = "partial") -> Iterator[Path]:
-    """A scratch directory beside `output`, removed at the end if it is still there.
-
-    Left-overs of dead processes for the same output are removed first.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(output, kind)
-    partial = output.parent / f".{output.name}.{kind}-{os.getpid()}"
-    partial.mkdir()
+def _listed(path: Path) -> set[str] | None:
+    """Names of the files of an engine, damaged or not; None when the directory is none."""
     try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME)
+    except EngineFormatError:
+        return None
+    files = data.get("files")
+    return {MANIFEST_NAME, *files} if data.get("kind") == KIND and isinstance(files, dict) else None
 
 
-def replace_engine(partial: Path, output: Path, *, force: bool) -> None:
-    """Make `partial` the engine at `output`: all of it reaches the disk, then it is renamed into place."""
-    check_output(output, force=force)
-    for path in [*sorted(p for p in partial.rglob("*") if p.is_file()), partial]:
-        _fsync(path)
-    if not output.exists():
-        os.rename(partial, output)
-    else:
-        retired = output.parent / f".{output.name}.partial-{os.getpid()}-old"
-        os.rename(output, retired)
-        try:
-            os.rename(partial, output)
-        except OSError:
-            os.rename(retired, output)
-            raise
-        shutil.rmtree(retired, ignore_errors=True)
-    _fsync(output.parent)
+ENGINE = Product("engine", _listed)
+"""What `wicore build --force` may replace."""
 
 
 def describe_files(partial: Path, weights: Mapping[str, WeightFile] | None = None) -> dict[str, FileEntry]:
@@ -214,19 +174,3 @@ def describe_files(partial: Path, weights: Mapping[str, WeightFile] | None = Non
             record = record_of(path)
             entries[name] = FileEntry(record.bytes, record.blake2b)
     return dict(sorted(entries.items()))
-
-
-def _remove_stale(output: Path, kind: str) -> None:
-    pattern = re.compile(re.escape(f".{output.name}.{kind}-") + r"(\d+)")
-    for entry in output.parent.iterdir():
-        match = pattern.fullmatch(entry.name)
-        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,8 +27,8 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.integrations.trtllm_fingerprint import EngineIdentity
 from wicore_trt.integrations.trtllm_tiers import GROUP, BlockTiers
 from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.hashing import KeyChain, TenantNames
+from wicore_trt.kv.page import Page
 from wicore_trt.kv.tier_copy import TierCopy
 
 CONNECTOR = {
@@ -54,7 +54,7 @@ class _Sequence:
     """A request. `start`: tokens on the device before its first pass, of which the last `promised` are to be loaded
     from `matched`; `saved`: pages that were looked at for saving."""
 
-    salt: str
+    names: TenantNames
     start: int
     promised: int
     matched: list[TierCopy]
@@ -100,10 +100,11 @@ class _Hub:
         shape, dtype = tuple(tensor.shape[1:]), str(tensor.dtype)
         fingerprint = f"{self.identity.fingerprint}/{dtype}/{'x'.join(map(str, shape))}"
         page_bytes = {GROUP: per_block * tensor.element_size()}
-        namespace = Namespace(fingerprint, self.identity.kernels, self.page_tokens, page_bytes, dtype, 0, 1)
-        name, salt = f"{fingerprint}/{self.identity.kernels}", self.settings.salt or ""
-        self.chain = KeyChain(name, self.page_tokens, rank=0, world=1, salt=salt)
+        kernels = f"{self.identity.kernels}/{torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else 'cpu'}"
+        namespace = Namespace(fingerprint, kernels, self.page_tokens, page_bytes, dtype, 0, 1)
         self.tiers = BlockTiers(self.settings, namespace, TorchPageCopier({GROUP: tensor}))
+        name, secret = f"{fingerprint}/{kernels}", self.tiers.secret
+        self.chain = KeyChain(name, self.page_tokens, rank=0, world=1, secret=secret)
         atexit.register(self.close)
 
     def unpin(self, request_id: int) -> None:
@@ -175,16 +176,16 @@ class TieredScheduler:
             self._ignored.add(request.request_id)
             return 0, False
         salt = "" if request.cache_salt_id is None else str(request.cache_salt_id)
-        keys: list[bytes] = []
-        hub.chain.extend(keys, tokens, salt)
+        names, keys = hub.chain.names("", salt), list[bytes]()
+        names.extend(keys, tokens)
         first, matched = num_computed_tokens // size, list[TierCopy]()
         if num_computed_tokens % size == 0:
-            pages = [_page(keys, i, salt) for i in range(first, (len(tokens) - 1) // size)]
+            pages = [_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
             matched = hub.tiers.match(keys, pages, MATCH_S)
         promised = len(matched) * size
         hub.matched[request.request_id] = matched
         start = num_computed_tokens + promised
-        self._sequences[request.request_id] = _Sequence(salt, start, promised, matched, keys)
+        self._sequences[request.request_id] = _Sequence(names, start, promised, matched, keys)
         return promised, False
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
@@ -228,13 +229,13 @@ class TieredScheduler:
     def _advance(self, data: Any, sequence: _Sequence, computed: int, moves: StepMoves) -> None:
         """Pages that are full when the pass has computed tokens below `computed` are to be saved."""
         hub = self.hub
-        assert hub.chain is not None and hub.tiers is not None
+        assert hub.tiers is not None
         sequence.tokens.extend(data.new_tokens)
         sequence.blocks.extend(data.new_block_ids)
-        hub.chain.extend(sequence.keys, sequence.tokens, sequence.salt)
+        sequence.names.extend(sequence.keys, sequence.tokens)
         full = min(computed // hub.page_tokens, len(sequence.keys), len(sequence.blocks))
         for i in range(sequence.saved, full):  # the engine's own reuse may have found pages that our tiers lost
-            page = _page(sequence.keys, i, sequence.salt)
+            page = _page(sequence.keys, i, sequence.names)
             if not hub.tiers.known(page):
                 moves.saves.append((data.request_id, page, sequence.blocks[i]))
         sequence.saved = max(sequence.saved, full)
@@ -324,8 +325,8 @@ def __getattr__(name: str) -> Any:
     return type(name, (TieredWorker, theirs.KvCacheConnectorWorker), {"__module__": __name__})
 
 
-def _page(keys: list[bytes], i: int, salt: str) -> Page:
-    return Page(keys[i], GROUP, i, keys[i - 1] if i else None, tenant_tag(salt))
+def _page(keys: list[bytes], i: int, names: TenantNames) -> Page:
+    return Page(keys[i], GROUP, i, keys[i - 1] if i else None, names.tag)
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:

@@ -21,6 +21,7 @@ from wicore_trt.kv.disk_store import DiskStore
 from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.secret import secret_of
 from wicore_trt.kv.tier_copy import CopyState, TierCopy
 from wicore_trt.kv.tier_index import TierIndex
 from wicore_trt.kv.tiers import IN_FLIGHT, LowerTiers
@@ -35,7 +36,7 @@ _WAIT_S = 0.02
 
 class BlockTiers:
     """Tiers for pages of `namespace`, which has the one group GROUP; `copier` moves them to and from the pool. All
-    calls come from one thread.
+    calls come from one thread. `secret` is the operator's, None where neither a setting nor a disk tier keeps one.
 
     Raises ConfigError for sizes that hold no page, EnvironmentUnfitError for a disk directory that cannot be used.
     """
@@ -49,6 +50,7 @@ class BlockTiers:
                 fix="Raise WICORE_KV__HOST_BYTES.",
             )
         store = None
+        self.secret = secret_of(settings.salt) if settings.salt else None
         if settings.disk_path is not None:
             key = settings.disk_key_file
             store = DiskStore(
@@ -62,6 +64,8 @@ class BlockTiers:
                 timeout_s=settings.disk_timeout_s,
                 cipher=AesGcmPageCipher(load_key_file(key)) if key is not None else None,
             )
+
+            self.secret = self.secret or store.secret
 
         def index(slots: int, store: DiskStore | None) -> TierIndex:
             policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)

@@ -1,22 +1,26 @@
 """When pages of the device are copied to the host: the write policies.
 
 "through": when a page is finished. "selective": when a second request uses it. "back": when more than `threshold` of a
-pool's pages are in use or exist on the device alone, the coldest first, and at the latest when the page is evicted. It
-must not know tokens or windows. Invariant: a slot in `_unsaved` holds a published page that no lower tier was given.
+pool's pages are in use or exist on the device alone, the coldest first, and at the latest when the page is evicted.
+Whatever the policy, only trusted pages are copied: those that a step with finite logits has read, so that what a
+broken step wrote stays on the device. It must not know tokens or windows. Invariant: a slot in `_unsaved` holds a
+published page that no lower tier was given, and a slot in `_due` a published page that is trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from typing import Literal
 
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import HYSTERESIS, LowerTiers
-from wicore_trt.types import CachePriority
 
 WritePolicy = Literal["through", "selective", "back"]
+
+COPIES_AT_ONCE = 256
+"""Copies begun between two steps: a long prompt's pages become trusted all at once."""
 
 
 class CopyDown:
@@ -30,59 +34,96 @@ class CopyDown:
         self._policy = policy
         self._threshold = threshold
         self._unsaved: dict[str, set[int]] = {group: set() for group in pools}
+        self._due: dict[tuple[str, int], None] = {}
+        self._budget = COPIES_AT_ONCE
 
     def published(self, group: str, slot: int) -> None:
         """A page became findable that no lower tier has."""
         if self._tiers is not None:
             self._unsaved[group].add(slot)
 
-    def finished(self, pages: SequencePages, group: str, index: int) -> None:
-        """A published page that later requests may want."""
-        if self._policy == "through":
-            self._copy(pages, group, index)
+    def saved(self, group: str, slot: int) -> bool:
+        """Whether a lower tier was given this page."""
+        return slot not in self._unsaved[group]
 
-    def used_again(self, pages: SequencePages, group: str, indices: Iterable[int]) -> None:
-        """A second request uses these pages."""
+    def finished(self, group: str, slot: int) -> None:
+        """A trusted page that later requests may want."""
+        if self._policy == "through":
+            self._copy_soon(group, slot)
+
+    def used_again(self, group: str, slot: int) -> None:
+        """A second request uses this trusted page."""
         if self._policy == "selective":
-            for index in indices:
-                self._copy(pages, group, index)
+            self._copy_soon(group, slot)
 
     def evicted(self, group: str, page: Page, slot: int) -> None:
         """A cached page is about to lose its slot."""
-        if self._tiers is not None and self._policy == "back" and slot in self._unsaved[group]:
+        last_chance = (group, slot) in self._due or (self._policy == "back" and slot in self._unsaved[group])
+        if self._tiers is not None and last_chance and self._pools[group].trusted(slot):
             self._tiers.store(page, slot)
         self.forget(group, slot)
 
     def forget(self, group: str, slot: int) -> None:
         """A slot holds no published page any more."""
         self._unsaved[group].discard(slot)
+        self._due.pop((group, slot), None)
 
     def cleared(self, group: str) -> None:
         """All cached pages of a pool went."""
-        self._unsaved[group] = {slot for slot in self._unsaved[group] if self._pools[group].page(slot) is not None}
+        pool = self._pools[group]
+        gone = [slot for slot in self._unsaved[group] if pool.page(slot) is None]
+        gone += [slot for name, slot in self._due if name == group and pool.page(slot) is None]
+        for slot in gone:
+            self.forget(group, slot)
 
     def relieve(self) -> None:
-        """Between steps: below the threshold again, if the policy is "back"."""
-        if self._tiers is None or self._policy != "back":
+        """Between steps: begin the copies that are due, and be below the threshold again if the policy is "back"."""
+        if self._tiers is None:
             return
-        for group, pool in self._pools.items():
-            unsaved = self._unsaved[group]
-            surplus = pool.used + len(unsaved) - self._threshold * pool.num_pages
-            if surplus <= 0 or not unsaved:
-                continue
-            for slot in pool.coldest(min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)):
-                page = pool.page(slot)
-                if slot in unsaved and page is not None:
-                    unsaved.discard(slot)
-                    self._tiers.store(page, slot)
+        self._budget = COPIES_AT_ONCE
+        self.begin_due(self._budget)
+        if self._policy == "back":
+            for group, pool in self._pools.items():
+                self._relieve(group, pool)
 
-    def _copy(self, pages: SequencePages, group: str, index: int) -> None:
-        slot = pages.tables[group][index]
-        if self._tiers is not None and slot >= 0 and pages.hints.priority is not CachePriority.LOW:
-            self._unsaved[group].discard(slot)
-            self._tiers.store(pages.page(group, index), slot)
+    @property
+    def due(self) -> bool:
+        """Whether copies are due that have not begun."""
+        return bool(self._due)
+
+    def begin_due(self, count: int | None = None) -> None:
+        """Begin copies that are due, `count` at most."""
+        for group, slot in list(islice(self._due, count)):
+            self._copy(group, slot)
+
+    def _relieve(self, group: str, pool: PagePool) -> None:
+        unsaved = self._unsaved[group]
+        surplus = pool.used + len(unsaved) - self._threshold * pool.num_pages
+        if surplus <= 0 or not unsaved:
+            return
+        for slot in pool.coldest(min(pool.cached, int(surplus + HYSTERESIS * pool.num_pages) + 1)):
+            if slot in unsaved and pool.trusted(slot):
+                self._copy(group, slot)
+
+    def _copy_soon(self, group: str, slot: int) -> None:
+        pool = self._pools[group]
+        if self._tiers is not None and pool.page(slot) is not None and pool.trusted(slot):
+            self._due[group, slot] = None
+            if self._budget > 0:
+                self._copy(group, slot)
+
+    def _copy(self, group: str, slot: int) -> None:
+        """Copy a trusted page to the host."""
+        page = self._pools[group].page(slot)
+        assert self._tiers is not None and page is not None
+        self.forget(group, slot)
+        self._budget -= 1
+        self._tiers.store(page, slot)
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
         for group, slots in self._unsaved.items():
             assert all(self._pools[group].page(slot) is not None for slot in slots), "an unsaved slot has no page"
+        for group, slot in self._due:
+            pool = self._pools[group]
+            assert pool.page(slot) is not None and pool.trusted(slot), "a page is due that must not go"

@@ -7,25 +7,51 @@ process that died holds none.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_files import Files, read_all, write_all
+from wicore_trt.kv.disk_files import Files, NotOursError, check_directory, check_file, read_all, write_all
+from wicore_trt.kv.secret import SECRET
 
 LOCK = "LOCK"
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
+OURS = re.compile(r"namespace\.json(\.new)?|index|slab-\d{5}")
+"""Names of namespace directories, and of the files in them."""
 
 
 def claim_directory(files: Files, path: Path) -> None:
-    """Make the directory, or check that it is ours, and close it to others."""
-    files.makedirs(path, 0o700)
-    found = files.stat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise EnvironmentUnfitError(
-            f"{path} is not a directory of this user.", fix="Give kv.disk_path a directory that this user owns."
-        )
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        files.chmod(path, 0o700)
+    """Make the directory, or check that it is ours, and close it to others. NotOursError when it is not."""
+    files.makedirs(path)
+    files.close_directory(path)
+
+
+def root_directory(files: Files, path: Path) -> Path:
+    """The directory that kv.disk_path names. A link there is followed if this user or root made it, once and for all:
+    whoever moves it later moves nothing. NotOursError for another's link."""
+    try:
+        found = files.lstat(path)
+    except FileNotFoundError:
+        return path
+    if not stat.S_ISLNK(found.st_mode):
+        return path
+    if found.st_uid not in (0, os.geteuid()):
+        raise NotOursError(path, f"a symbolic link of user {found.st_uid}")
+    return Path(os.path.realpath(path))
+
+
+def check_contents(files: Files, path: Path) -> None:
+    """Raise NotOursError when anything under a directory has a name of ours and is not what we put there: links, pipes,
+    devices, sockets, files of other users or with a second name, and what others may write. Other names are theirs to
+    use; they are counted and left alone."""
+    for name in files.listdir(path):
+        if name in (LOCK, SECRET, f"{SECRET}.new"):
+            check_file(path / name, files.lstat(path / name), files.owner)
+        elif NAMESPACE.fullmatch(name):
+            check_directory(path / name, files.lstat(path / name), files.owner)
+            for inner in filter(OURS.fullmatch, files.listdir(path / name)):
+                check_file(path / name / inner, files.lstat(path / name / inner), files.owner)
 
 
 def lock_directory(files: Files, path: Path) -> int:

@@ -1,7 +1,8 @@
 """The operating system as the disk tier sees it: everything it does to files goes through `Files`.
 
-It must not know pages, slots or limits. Tests put another `Files` in its place and so inject every fault. Invariant:
-`read_all` and `write_all` move all bytes or raise; a short transfer is never taken for a whole one.
+It must not know pages, slots or limits. Tests put another `Files` in its place and so inject every fault. Invariants:
+`read_all` and `write_all` move all bytes or raise; a short transfer is never taken for a whole one. What `Files` opens
+is a regular file with one name that belongs to this user, and after that nobody else may open it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ALIGN = 4096
@@ -23,14 +26,57 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
+class NotOursError(OSError):
+    """Something lies where a file or directory of ours should: `filename` says where, `strerror` what it is."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(errno.EPERM, what, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def check_file(path: Path, found: os.stat_result, owner: int) -> None:
+    """Raise NotOursError unless `found` is a regular file with one name, of user `owner`, which no other may write."""
+    if stat.S_ISLNK(found.st_mode):
+        raise NotOursError(path, "a symbolic link")
+    if not stat.S_ISREG(found.st_mode):
+        raise NotOursError(path, "not a regular file")
+    if found.st_nlink > 1:
+        raise NotOursError(path, f"a file with {found.st_nlink} names (hard links)")
+    _check_owner(path, found, owner)
+
+
+def check_directory(path: Path, found: os.stat_result, owner: int, *, writable_by_others: bool = False) -> None:
+    """Raise NotOursError unless `found` is a directory of user `owner`, which no other may write."""
+    if stat.S_ISLNK(found.st_mode):
+        raise NotOursError(path, "a symbolic link")
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotOursError(path, "not a directory")
+    _check_owner(path, found, owner, writable_by_others=writable_by_others)
+
+
+def _check_owner(path: Path, found: os.stat_result, owner: int, *, writable_by_others: bool = False) -> None:
+    if found.st_uid != owner:
+        raise NotOursError(path, f"owned by user {found.st_uid}, not by user {owner}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not writable_by_others:
+        raise NotOursError(path, f"open to writes by others (mode {stat.S_IMODE(found.st_mode):o})")
+
+
 class Files:
-    """Thin calls; each raises OSError as the system does."""
+    """Thin calls; each raises OSError as the system does. `owner` is the user whose files may be opened."""
 
-    def makedirs(self, path: Path, mode: int) -> None:
-        os.makedirs(path, mode, exist_ok=True)
+    owner = os.geteuid()
 
-    def stat(self, path: Path) -> os.stat_result:
-        return os.stat(path)
+    def makedirs(self, path: Path) -> None:
+        """A directory and those above it that are missing, for this user alone whatever the umask is."""
+        missing = [path]
+        while not os.path.lexists(missing[-1].parent):
+            missing.append(missing[-1].parent)
+        for directory in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+                os.chmod(directory, 0o700)
 
     def lstat(self, path: Path) -> os.stat_result:
         return os.lstat(path)
@@ -38,8 +84,18 @@ class Files:
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
-    def chmod(self, path: Path, mode: int) -> None:
-        os.chmod(path, mode)
+    def close_directory(self, path: Path) -> None:
+        """Give a directory mode 0700. NotOursError, and no change, unless it is a directory of this user."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            check_directory(path, self.lstat(path), self.owner, writable_by_others=True)  # says what it is
+            raise
+        try:
+            check_directory(path, os.fstat(fd), self.owner, writable_by_others=True)
+            os.fchmod(fd, 0o700)
+        finally:
+            os.close(fd)
 
     def listdir(self, path: Path) -> list[str]:
         return os.listdir(path)
@@ -54,8 +110,30 @@ class Files:
         os.replace(source, target)
 
     def open(self, path: Path, flags: int) -> int:
-        """A file descriptor; new files have mode 0600, links are not followed."""
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        """A file descriptor. What is opened for writing then has mode 0600. NotOursError for anything but a file of
+        ours, which is left as it is; nothing that lies there can make this wait."""
+        try:
+            check_file(path, os.lstat(path), self.owner)  # first: opening a device can do something to it
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        try:
+            found = os.fstat(fd)
+            check_file(path, found, self.owner)
+            if flags & (os.O_WRONLY | os.O_RDWR) and stat.S_IMODE(found.st_mode) != 0o600:
+                os.fchmod(fd, 0o600)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def create(self, path: Path) -> int:
+        """A descriptor to write a new file; what was left there by a process that died goes."""
+        with suppress(FileNotFoundError):
+            check_file(path, self.lstat(path), self.owner)
+            self.unlink(path)
+        return self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_slab(self, path: Path) -> int:
         """An existing file for reading and writing, past the page cache where the file system allows it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +26,9 @@ from wicore_trt.kv.disk_format import (
     SlotFormat,
     record_check,
 )
-from wicore_trt.kv.disk_tools import StoredNamespace, namespace_homes
+from wicore_trt.kv.disk_tools import StoredNamespace, namespace_homes, owned_files
 from wicore_trt.kv.page import Page
+from wicore_trt.kv.secret import SECRET
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total)"""
@@ -206,8 +207,8 @@ def _scrub(
 
 
 def purge(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
-    """Remove all pages; or those of one namespace (its name, or how it begins); or those of one tenant (its tag),
-    whose slots are then overwritten with zeros, also those of pages evicted before.
+    """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
+    those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
 
     EnvironmentUnfitError when a server holds the directory; NotFoundError when there is no disk tier or no such
     namespace; OSError when the file system refuses.
@@ -233,6 +234,9 @@ def purge(path: Path, *, namespace: str | None = None, tenant: bytes | None = No
                 _delete(home, files)
             elif stored is not None:
                 _purge_tenant(stored, tenant, report, files)
+        if namespace is None and tenant is None:
+            with suppress(FileNotFoundError):  # nothing has a name of it any more
+                files.unlink(path / SECRET)
     return report
 
 
@@ -270,8 +274,8 @@ def _delete(home: Path, files: Files) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[Files]:
     """The directory's lock, so that no server works on it meanwhile."""
-    files = Files()
     namespace_homes(path)  # or lock_directory would make a lock file in any directory
+    files = owned_files(path)
     try:
         fd = lock_directory(files, path)
     except EnvironmentUnfitError as error:
@@ -279,7 +283,7 @@ def _locked(path: Path) -> Iterator[Files]:
             error.message, fix="Stop the server first; `wicore kv inspect` works meanwhile."
         ) from error
     except OSError as error:
-        fix = "Run this as the user of the server."
+        fix = "Run this as the user of the server, and remove what is not the server's."
         raise EnvironmentUnfitError(f"{path} cannot be locked: {error.strerror}.", fix=fix) from error
     try:
         yield files

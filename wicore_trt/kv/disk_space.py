@@ -1,6 +1,7 @@
 """The disk tier's directory: who owns it, what lies in it, and how far it may grow.
 
     <path>/LOCK                     held by the one process that uses <path>; names its pid
+    <path>/secret                   keys the names of pages where no setting does
     <path>/<namespace>/namespace.json   what the pages depend on, and the geometry of the slabs
     <path>/<namespace>/index        one record per slot
     <path>/<namespace>/slab-00000   slots; all slabs but the last are full
@@ -15,7 +16,6 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 import threading
 from collections.abc import Callable
@@ -23,9 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_claim import claim_directory, disk_bytes, lock_directory, tree_bytes
+from wicore_trt.kv.disk_claim import (
+    NAMESPACE,
+    OURS,
+    check_contents,
+    claim_directory,
+    disk_bytes,
+    lock_directory,
+    root_directory,
+    tree_bytes,
+)
 from wicore_trt.kv.disk_files import Files, read_all, write_all
 from wicore_trt.kv.disk_format import BLOCK_BYTES, FORMAT_VERSION, RECORD_BYTES, Namespace
+from wicore_trt.kv.secret import kept_secret
 
 SLAB_BYTES = 1 << 30
 MAX_SLABS = 512
@@ -36,8 +46,6 @@ _NOTES_PER_SLAB = 16 << 10
 _FIXED_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _JSON, _INDEX = "namespace.json", "index"
-_OURS = re.compile(r"namespace\.json(\.new)?|index|slab-\d{5}")
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +70,8 @@ class Space:
 
 
 class DiskSpace:
-    """The directory, opened, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`.
+    """The directory, opened, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`; `secret`
+    is what lies there for the operator.
 
     EnvironmentUnfitError when another process or user has the directory, or the limit is too small for one slot;
     OSError when the file system refuses something.
@@ -79,7 +88,7 @@ class DiskSpace:
         slab_bytes: int,
         files: Files,
     ) -> None:
-        self._path = path
+        self._path = path = root_directory(files, path)
         self._home = path / namespace.digest.hex()
         self._limit = limit_bytes
         self._free = free_bytes
@@ -90,6 +99,8 @@ class DiskSpace:
         claim_directory(files, path)
         self._lock_fd = lock_directory(files, path)
         try:
+            check_contents(files, path)
+            self.secret = kept_secret(files, path)
             while not self._has_room_to_begin() and self._delete_stale():
                 pass
             claim_directory(files, self._home)
@@ -209,7 +220,7 @@ class DiskSpace:
 
     def _stale(self) -> list[Path]:
         """Other namespaces, the one written longest ago first."""
-        homes = (self._path / name for name in self._files.listdir(self._path) if _NAMESPACE.fullmatch(name))
+        homes = (self._path / name for name in self._files.listdir(self._path) if NAMESPACE.fullmatch(name))
         found = [home for home in homes if home != self._home and _is_namespace(self._files, home)]
         return sorted(found, key=lambda home: max(found.st_mtime_ns for _, found in _own_files(self._files, home)))
 
@@ -237,7 +248,7 @@ class DiskSpace:
         _empty(self._files, self._home)
         text = json.dumps({**facts, "slab_slots": slab_slots}, indent=1, sort_keys=True) + "\n"
         new = self._home / f"{_JSON}.new"
-        fd = self._files.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = self._files.create(new)
         try:
             write_all(self._files, fd, [text.encode()], 0)
         finally:
@@ -282,7 +293,7 @@ def _own_files(files: Files, home: Path) -> list[tuple[Path, os.stat_result]]:
         names = files.listdir(home)
     except FileNotFoundError:
         return []
-    return [(home / name, files.lstat(home / name)) for name in sorted(names) if _OURS.fullmatch(name)]
+    return [(home / name, files.lstat(home / name)) for name in sorted(names) if OURS.fullmatch(name)]
 
 
 def _empty(files: Files, home: Path) -> None:

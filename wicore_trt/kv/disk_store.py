@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk_files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk_files import Files, NotOursError, aligned_buffer, read_all, write_all
 from wicore_trt.kv.disk_format import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -81,6 +81,11 @@ class DiskStore:
             except BaseException:
                 self._space.close()
                 raise
+        except NotOursError as error:
+            raise EnvironmentUnfitError(
+                f"The disk tier does not use {error.filename}: it is {error.strerror}.",
+                fix="Remove it, or give kv.disk_path a directory that this user owns and no other may write to.",
+            ) from error
         except OSError as error:
             raise EnvironmentUnfitError(
                 f"The disk tier cannot use {path}: {error.strerror or error}.",
@@ -96,6 +101,11 @@ class DiskStore:
         self._scratch = threading.local()
         self._logged: set[tuple[str, int | None]] = set()
         self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._index.flush, end=self._end)
+
+    @property
+    def secret(self) -> bytes:
+        """The operator's secret as this directory keeps it: `secret.kept_secret`."""
+        return self._space.secret
 
     @property
     def usable_slots(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wicore_trt.errors import NotFoundError
-from wicore_trt.kv.disk_claim import LOCK, tree_bytes
-from wicore_trt.kv.disk_files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk_claim import LOCK, NAMESPACE, tree_bytes
+from wicore_trt.kv.disk_files import Files, aligned_buffer, check_file, read_all, write_all
 from wicore_trt.kv.disk_format import (
     BLOCK_BYTES,
     FLAG_SEALED,
@@ -28,8 +29,8 @@ from wicore_trt.kv.disk_format import (
 )
 from wicore_trt.kv.disk_index import RECORD, FoundPages
 
-_HOME = re.compile(r"[0-9a-f]{32}")
 _SLAB = re.compile(r"slab-\d{5}")
+_JSON_BYTES = 1 << 16  # of a namespace.json, at most
 
 
 @dataclass
@@ -82,7 +83,7 @@ class StoredNamespace:
 
     def __init__(self, home: Path, files: Files) -> None:
         self.home, self._files = home, files
-        facts = json.loads((home / "namespace.json").read_bytes())
+        facts = json.loads(_small_file(files, home / "namespace.json"))
         try:
             if facts["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {facts['format']}, not {FORMAT_VERSION}")
@@ -95,8 +96,12 @@ class StoredNamespace:
         if self.slot_bytes <= 0 or self.slot_bytes % BLOCK_BYTES or self.slab_slots < 1:
             raise ValueError("namespace.json has a geometry that cannot be")
         self.stride = BLOCK_BYTES + self.slot_bytes
-        self.slabs = sorted(path for path in home.iterdir() if _SLAB.fullmatch(path.name))
-        self.allocated_slots = sum(min(path.stat().st_size // self.stride, self.slab_slots) for path in self.slabs)
+        self.slabs = sorted(home / name for name in files.listdir(home) if _SLAB.fullmatch(name))
+        self.allocated_slots = 0
+        for path in self.slabs:
+            found = files.lstat(path)
+            check_file(path, found, files.owner)
+            self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
         self.records = self._load()
 
     def found(self, *, sealed: bool) -> FoundPages:
@@ -140,13 +145,14 @@ def inspect(path: Path) -> DirectoryReport:
 
     NotFoundError when there is no disk tier.
     """
+    homes, files = namespace_homes(path), owned_files(path)
     reports = []
-    for home in namespace_homes(path):
+    for home in homes:
         try:
-            reports.append(_describe(StoredNamespace(home, Files())))
+            reports.append(_describe(StoredNamespace(home, files)))
         except (ValueError, OSError, EOFError) as error:
             reports.append(NamespaceReport(home.name, problem=str(error)))
-    return DirectoryReport(str(path), _holder(path), tree_bytes(Files(), path), reports)
+    return DirectoryReport(str(path), _holder(path), tree_bytes(files, path), reports)
 
 
 def _describe(stored: StoredNamespace) -> NamespaceReport:
@@ -173,19 +179,40 @@ def _describe(stored: StoredNamespace) -> NamespaceReport:
 def namespace_homes(path: Path) -> list[Path]:
     """The namespace directories under a path. NotFoundError when it is no disk tier's directory."""
     try:
-        homes = sorted(home for home in path.iterdir() if _HOME.fullmatch(home.name) and home.is_dir())
+        names = sorted(name for name in os.listdir(path) if NAMESPACE.fullmatch(name))
+        homes = [path / name for name in names if stat.S_ISDIR(os.lstat(path / name).st_mode)]
     except OSError as error:
         raise NotFoundError(f"{path}: {error.strerror}.", fix="Give the directory in kv.disk_path.") from error
-    if not homes and not (path / LOCK).exists():
+    if not homes and not os.path.lexists(path / LOCK):
         raise NotFoundError(f"{path} holds no disk cache.", fix="Give the directory in kv.disk_path.")
     return homes
+
+
+def owned_files(path: Path) -> Files:
+    """The system for a look at a server's directory: root takes the files of the directory's owner, others their own.
+    OSError when there is nothing at `path`."""
+    files = Files()
+    if os.geteuid() == 0:
+        files.owner = os.stat(path).st_uid
+    return files
+
+
+def _small_file(files: Files, path: Path) -> bytes:
+    """What a file of ours holds, cut at _JSON_BYTES. OSError when it cannot be read, or is not ours."""
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _JSON_BYTES)))
+        read_all(files, fd, [buffer], 0)
+        return bytes(buffer)
+    finally:
+        files.close(fd)
 
 
 def _holder(path: Path) -> int | None:
     """The process that holds the directory's lock, by the kernel's list. Asking with flock would disturb a server that
     starts just then. 0 when the kernel does not say which one (another container's)."""
     try:
-        inode = (path / LOCK).stat().st_ino
+        inode = os.lstat(path / LOCK).st_ino
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None

@@ -1,18 +1,19 @@
 """What the KV tiers gained and lost, numbered, for routers and observers.
 
 The engine thread tells the log of pages as they come and go and calls `publish` between steps; other threads read. The
-log must not know who listens, and nobody who listens can hold up the engine: the log keeps a bounded tail of events and
-the set of pages that all events together make, and who fell behind the tail starts again from that set. Invariants:
-sequence numbers have no gaps and start at 1; a snapshot with all events after its `sequence` applied is exactly the
+log must not know who listens, and nobody who listens can hold up the engine: a feed keeps a bounded tail of events and
+the set of pages that all events together make, and who fell behind the tail starts again from that set. The log is the
+feed of all pages, for the operator; `KVEventLog.of` gives one tenant a feed of its own pages. Invariants: sequence
+numbers of a feed have no gaps and start at 1; a snapshot with all events after its `sequence` applied is exactly the
 pages that the tiers hold. An event is idempotent: storing a page that is there, or removing one that is not, changes
-nothing.
+nothing. A tenant's feed is what it would be if nobody else used the server, evictions apart.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from wicore_trt.kv.page import Page
 
 MAX_EVENT_PAGES = 1024
 """Pages that one event names at most, so that an event fits into one message of any transport."""
+TENANT_SHARE = 16
+"""A tenant's feed keeps one in so many of the pages' events that the log of all keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ Entry = tuple[str, Page]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All pages, by (tier, layer group), after event `sequence` of the process that drew `epoch`."""
+    """All pages, by (tier, layer group), after event `sequence` of the feed that drew `epoch`."""
 
     sequence: int
     epoch: int
@@ -83,25 +86,131 @@ class _Batch:
         return Removed(sequence, self.tier, self.group, tuple(self.items), self.cause)
 
 
-class KVEventLog:
-    """`limit` is the number of pages that the kept events may name together; older events are dropped.
+class EventFeed:
+    """Events of some pages, with numbers and an epoch of their own, and the pages that they make. For any thread.
+
+    `limit` is the number of pages that the kept events may name together; older events are dropped. `pages`, by tier
+    and group, are those before the first event.
+    """
+
+    def __init__(self, limit: int, pages: Mapping[tuple[str, str], dict[bytes, Page]] | None = None) -> None:
+        self.epoch = 1 + secrets.randbelow(2**64 - 1)  # 0 is left to mean "none seen"
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._kept_pages = 0
+        self._sequence = 0
+        self._pages = dict(pages or {})
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def sequence(self) -> int:
+        """Number of the newest event; 0 before the first."""
+        return self._sequence
+
+    def since(self, sequence: int) -> list[Event] | None:
+        """Events after number `sequence`, oldest first. None when some of them were dropped, or `sequence` is beyond
+        the newest (it is of another epoch): take a snapshot."""
+        with self._changed:
+            if not self._reaches(sequence):
+                return None
+            found = []
+            for event in reversed(self._events):
+                if event.sequence <= sequence:
+                    break
+                found.append(event)
+        found.reverse()
+        return found
+
+    def wait(self, sequence: int, timeout: float) -> bool:
+        """Sleep until there is an event after number `sequence`; false after `timeout` seconds without one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._sequence > sequence, timeout)
+
+    def snapshot(self) -> Snapshot:
+        """All pages now; `since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million pages."""
+        with self._changed:
+            pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
+            return Snapshot(self._sequence, self.epoch, pages)
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Have `listener` called on the engine thread after each new event; it must return at once and not raise.
+        Returns the function that ends this."""
+        with self._changed:
+            self._listeners.append(listener)
+
+        def end() -> None:
+            with self._changed:
+                self._listeners.remove(listener)
+
+        return end
+
+    def has_pages(self, tier: str) -> bool:
+        """Whether there is a page in a tier."""
+        return any(pages for (name, _), pages in self._pages.items() if name == tier)
+
+    def _reaches(self, sequence: int) -> bool:
+        """Whether all events after `sequence` are kept."""
+        return self._sequence - len(self._events) <= sequence <= self._sequence
+
+    def append(self, batches: list[_Batch]) -> None:
+        """Number and show a step's changes, and tell the listeners. The engine thread's alone."""
+        events = [batch.event(number) for number, batch in enumerate(batches, self._sequence + 1)]
+        with self._changed:
+            self._events.extend(events)
+            self._sequence += len(events)
+            self._kept_pages += sum(map(_size, events))
+            while self._kept_pages > self._limit:
+                self._kept_pages -= _size(self._events.popleft())
+            for event in events:
+                self._apply(event)
+            listeners = list(self._listeners)
+            self._changed.notify_all()
+        for listener in listeners:
+            listener()
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Stored):
+            self._pages.setdefault((event.tier, event.group), {}).update((page.key, page) for page in event.pages)
+        elif isinstance(event, Removed):
+            pages = self._pages.get((event.tier, event.group), {})
+            for key in event.keys:
+                pages.pop(key, None)
+        else:
+            self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
+
+
+class KVEventLog(EventFeed):
+    """The feed of all pages, and where the engine tells of them.
 
     `append_*` and `publish` belong to the engine thread, all else to any thread. The first `publish` calls
     `snapshot_source`, if it is set, for all pages of all tiers: what an earlier process left on disk.
     """
 
     def __init__(self, limit: int) -> None:
-        self.epoch = 1 + secrets.randbelow(2**64 - 1)  # 0 is left to mean "none seen"
+        super().__init__(limit)
         self.snapshot_source: Callable[[], Iterable[Entry]] | None = None
-        self._limit = limit
         self._pending: list[_Batch] = []
         self._open: dict[tuple[str, str], _Batch] = {}  # the newest batch of each tier and group in this step
-        self._changed = threading.Condition()
-        self._events: deque[Event] = deque()
-        self._kept_pages = 0
-        self._sequence = 0
-        self._pages: dict[tuple[str, str], dict[bytes, Page]] = {}  # by tier and group
-        self._listeners: list[Callable[[], None]] = []
+        self._tenants: dict[bytes, EventFeed] = {}
+        self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
+
+    def of(self, tenant: bytes) -> EventFeed:
+        """The feed of the pages that one tenant made; `tenant` is its tag: `manager.names(who, salt).tag`.
+
+        Numbers, epoch and the tail that is kept are this feed's own, so that neither gaps nor order nor the way events
+        are cut tell of other tenants. A feed is made when it is first asked for and then stays: ask for tenants that
+        the server knows, not for whatever a client names.
+        """
+        with self._showing, self._changed:
+            feed = self._tenants.get(tenant)
+            if feed is None:
+                pages: dict[tuple[str, str], dict[bytes, Page]] = {}
+                for name, held in sorted(self._pages.items()):
+                    mine = {key: page for key, page in held.items() if page.tenant == tenant}
+                    pages |= {name: mine} if mine else {}
+                feed = self._tenants[tenant] = EventFeed(self._limit // TENANT_SHARE, pages)
+            return feed
 
     # --- engine thread -------------------------------------------------------------------------------------------
 
@@ -146,78 +255,55 @@ class KVEventLog:
     def _show(self) -> None:
         pending, self._pending = self._pending, []
         self._open.clear()
-        first = self._sequence + 1  # only this thread writes it
-        events = [batch.event(number) for number, batch in enumerate(pending, first)]
-        with self._changed:
-            self._events.extend(events)
-            self._sequence += len(events)
-            self._kept_pages += sum(map(_size, events))
-            while self._kept_pages > self._limit:
-                self._kept_pages -= _size(self._events.popleft())
-            for event in events:
-                self._apply(event)
-            listeners = list(self._listeners)
-            self._changed.notify_all()
-        for listener in listeners:
-            listener()
+        with self._showing:
+            shares = self._shares(pending) if self._tenants else {}
+            self.append(pending)
+            for tenant, batches in shares.items():
+                self._tenants[tenant].append(batches)
 
-    def _apply(self, event: Event) -> None:
-        if isinstance(event, Stored):
-            self._pages.setdefault((event.tier, event.group), {}).update((page.key, page) for page in event.pages)
-        elif isinstance(event, Removed):
-            pages = self._pages.get((event.tier, event.group), {})
-            for key in event.keys:
-                pages.pop(key, None)
-        else:
-            self._pages = {name: pages for name, pages in self._pages.items() if name[0] != event.tier}
+    def _shares(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
+        """What a step's changes are to each tenant that has a feed and pages among them.
 
-    # --- any thread ----------------------------------------------------------------------------------------------
+        Its batches follow tiers and groups, and are cut where its own changes make it so: the order in which all
+        tenants' changes came would show that there were others.
+        """
+        owners = {page.key: page.tenant for batch in pending if batch.cause is None for page in batch.items}
+        shares: dict[bytes, list[_Batch]] = {}
+        for batch in _by_set(pending):
+            if batch.group is None:
+                for tenant, feed in self._tenants.items():
+                    if feed.has_pages(batch.tier) or any(mine.tier == batch.tier for mine in shares.get(tenant, ())):
+                        shares.setdefault(tenant, []).append(batch)
+                continue
+            held = self._pages.get((batch.tier, batch.group), {})
+            for item in batch.items:
+                page = item if batch.cause is None else held.get(item)
+                owner = page.tenant if page is not None else owners.get(item)
+                if owner in self._tenants:
+                    _add(shares.setdefault(owner, []), batch, item)
+        return shares
 
-    @property
-    def sequence(self) -> int:
-        """Number of the newest event; 0 before the first."""
-        return self._sequence
 
-    def since(self, sequence: int) -> list[Event] | None:
-        """Events after number `sequence`, oldest first. None when some of them were dropped, or `sequence` is beyond
-        the newest (it is of another epoch): take a snapshot."""
-        with self._changed:
-            if not self._reaches(sequence):
-                return None
-            found = []
-            for event in reversed(self._events):
-                if event.sequence <= sequence:
-                    break
-                found.append(event)
-        found.reverse()
-        return found
+def _by_set(pending: list[_Batch]) -> list[_Batch]:
+    """Batches by tier and group. Those of one set keep their order, and so does a tier's being cleared."""
+    cleared: Counter[str] = Counter()
+    order = []
+    for number, batch in enumerate(pending):
+        cleared[batch.tier] += batch.group is None
+        order.append((batch.tier, cleared[batch.tier], batch.group or "", number))
+    return [pending[number] for *_, number in sorted(order)]
 
-    def wait(self, sequence: int, timeout: float) -> bool:
-        """Sleep until there is an event after number `sequence`; false after `timeout` seconds without one."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._sequence > sequence, timeout)
 
-    def snapshot(self) -> Snapshot:
-        """All pages now; `since(snapshot.sequence)` goes on from there without a gap. Some 20 ms per million pages."""
-        with self._changed:
-            pages = {name: tuple(found.values()) for name, found in self._pages.items() if found}
-            return Snapshot(self._sequence, self.epoch, pages)
-
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Have `listener` called on the engine thread after each new event; it must return at once and not raise.
-        Returns the function that ends this."""
-        with self._changed:
-            self._listeners.append(listener)
-
-        def end() -> None:
-            with self._changed:
-                self._listeners.remove(listener)
-
-        return end
-
-    def _reaches(self, sequence: int) -> bool:
-        """Whether all events after `sequence` are kept."""
-        return self._sequence - len(self._events) <= sequence <= self._sequence
+def _add(batches: list[_Batch], kind: _Batch, item: Any) -> None:
+    """Put one change behind others of one tenant."""
+    last = batches[-1] if batches else None
+    if (
+        last is None
+        or (last.tier, last.group, last.cause) != (kind.tier, kind.group, kind.cause)
+        or len(last.items) >= MAX_EVENT_PAGES
+    ):
+        batches.append(last := _Batch(kind.tier, kind.group, kind.cause, []))
+    last.items.append(item)
 
 
 def _size(event: Event) -> int:

@@ -4,8 +4,9 @@ Decides on plain data and imports no torch: slots, keys and token counts. Global
 Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay
 cached only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can
 start. With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix_loader` brings them back.
-Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at, and a page
-is findable only after the step that filled it has run.
+Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at; a page is
+findable only when all its tokens were written by steps of the sequence that publishes it or by a verified load; a
+lower tier gets a page only after a step with finite logits has read it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
-from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.hashing import KeyChain, TenantNames
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policy import ChainPolicy
 from wicore_trt.kv.pool import PagePool
@@ -67,7 +68,9 @@ class KVCacheManager:
         options = options or CacheOptions()
         self.chain_group = GLOBAL if GLOBAL in num_pages else LOCAL
         self.pools = {
-            group: PagePool(count, policy if group == GLOBAL else None, partial(self._evicted, group))
+            group: PagePool(
+                count, chain.page_tokens, policy if group == GLOBAL else None, partial(self._evicted, group)
+            )
             for group, count in num_pages.items()
         }
         self.tiers = tiers
@@ -85,6 +88,11 @@ class KVCacheManager:
         self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
 
+    def names(self, who: str, salt: str) -> TenantNames:
+        """What pages of tenant `who` are called that were made with this cache_salt; `.tag` stands for the tenant in
+        events, quotas and disk headers. For any thread; see `KeyChain.names`."""
+        return self._chain.names(who, salt)
+
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
         return max(0, position - self.window + 1) // self.page_tokens
@@ -93,9 +101,13 @@ class KVCacheManager:
         return -(-tokens // self.page_tokens)
 
     def fits(self, tokens: int, chunk: int) -> bool:
-        """Whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools."""
-        local = self.pages_for(min(tokens, self.window + chunk)) + 1
-        need = {GLOBAL: self.pages_for(tokens), LOCAL: min(local, self.pages_for(tokens))}
+        """Whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
+        tiers, beside the window of a prefix that is being loaded for it."""
+        whole = self.pages_for(tokens)
+        local = min(self.pages_for(self.window + chunk) + 1, whole)
+        if self.tiers is not None:
+            local += min(self.pages_for(self.window) + 1, whole)
+        need = {GLOBAL: whole, LOCAL: local}
         return all(need[group] <= pool.num_pages for group, pool in self.pools.items())
 
     def lookup(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
@@ -103,7 +115,7 @@ class KVCacheManager:
         `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
-        self._chain.extend(pages.keys, tokens, pages.salt)
+        pages.names.extend(pages.keys, tokens)
         limit = min(len(pages.keys), (len(tokens) - 1) // self.page_tokens)
         reachable = limit
         if GLOBAL in self.pools:
@@ -143,9 +155,7 @@ class KVCacheManager:
                 pool.acquire(slot)
                 table.append(slot)
         pages.first_local = first
-        pages.published = count
-        for group in self.pools:
-            self._copies.used_again(pages, group, range(first if group == LOCAL else 0, count))
+        pages.published = pages.attached = count
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
@@ -159,7 +169,18 @@ class KVCacheManager:
             self._policy.touch(pages.keys, signal)
         if self.tiers is not None:
             self.tiers.touch(pages.keys, signal)
-        self.retention.used(pages.keys, pages.hints, pages.tenant)
+        self.retention.used(pages.keys, pages.hints, pages.names.scope)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any page is on its way to a tier or is to go there."""
+        return self.tiers is not None and (self.tiers.transfers.busy or self._copies.due)
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is on its way to the tiers arrive, for at most `timeout_s` seconds. The end of it."""
+        if self.tiers is not None:
+            self._copies.begin_due()
+            self.tiers.transfers.close(timeout_s)
 
     def housekeep(self) -> None:
         """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
@@ -196,30 +217,73 @@ class KVCacheManager:
                 pages.tables[group].extend(slots)
         return True
 
-    def commit(self, pages: SequencePages, tokens: Sequence[int], computed: int, owner: int) -> None:
-        """Record that positions below `computed` are written: publish full pages, let local pages slide out."""
-        full = computed // self.page_tokens
+    def commit(
+        self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, owner: int, *, finite: bool
+    ) -> None:
+        """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: it
+        had logits, and they were finite, which vouches for all pages that it read.
+
+        Raises UnwrittenPageError when positions before `begin` were never written.
+        """
+        self.wrote(pages, begin, end)
+        full = end // self.page_tokens
         if self._prefix_cache and full > pages.published:
-            self._chain.extend(pages.keys, tokens, pages.salt)
+            pages.names.extend(pages.keys, tokens)
             for i in range(pages.published, full):
                 for group in self.pools:
                     slot = pages.tables[group][i]
                     if slot >= 0:
                         self.publish(pages, group, i, slot)
-                    if group == self.chain_group:
-                        self._copies.finished(pages, group, i)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
+        if pages.load is not None:
+            pages.load.floor = full
+        if finite and self.tiers is not None:
+            self._trust(pages)
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
 
+    def wrote(self, pages: SequencePages, begin: int, end: int) -> None:
+        """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
+        size = self.page_tokens
+        for group, pool in self.pools.items():
+            table = pages.tables[group]
+            for i in range(begin // size, self.pages_for(end)):
+                if table[i] >= 0:
+                    pool.wrote(table[i], max(begin - i * size, 0), min(end - i * size, size))
+
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
-        """Make a full, written page findable, unless another slot holds it already. `saved`: a lower tier has it."""
+        """Make a full page findable, unless another slot holds it already. `saved`: a lower tier has it. Raises
+        UnwrittenPageError."""
         page = pages.page(group, index)
         if self.pools[group].publish(slot, page):
-            if not saved:
+            if not saved and pages.hints.priority is not CachePriority.LOW:
                 self._copies.published(group, slot)
             self.events.append_stored("device", page)
+
+    def _trust(self, pages: SequencePages) -> None:
+        """A step with finite logits has read the sequence's pages: they may be copied down."""
+        low = pages.hints.priority is CachePriority.LOW
+        for group, pool in self.pools.items():
+            table = pages.tables[group]
+            for i in range(pages.trusted, pages.published):
+                slot = table[i]
+                if slot < 0 or pool.page(slot) is None:
+                    continue
+                pool.trust(slot)
+                if low:
+                    continue
+                if i < pages.attached:
+                    self._copies.used_again(group, slot)
+                elif group == self.chain_group and not self._copies.saved(group, slot):
+                    self._copies.finished(group, slot)
+        for i, slot in pages.left.items():
+            page = self.pools[LOCAL].page(slot)
+            if page is not None and page.key == pages.keys[i]:
+                self.pools[LOCAL].trust(slot)
+                self._copies.finished(LOCAL, slot)
+        pages.left.clear()
+        pages.trusted = pages.published
 
     def _evicted(self, group: str, page: Page, slot: int) -> None:
         self._copies.evicted(group, page, slot)
@@ -240,10 +304,14 @@ class KVCacheManager:
         for i in range(stop - 1, start - 1, -1):
             if table[i] >= 0:
                 durable = self.near(pages.resume_points, i)
-                if durable and i < pages.published:
-                    self._copies.finished(pages, LOCAL, i)
+                if durable and i < pages.published and pages.hints.priority is not CachePriority.LOW:
+                    if self.pools[LOCAL].trusted(table[i]):
+                        self._copies.finished(LOCAL, table[i])
+                    else:
+                        pages.left[i] = table[i]
                 checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
-                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i))
+                # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
+                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i), spare=not durable)
                 table[i] = -1
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
@@ -254,40 +322,54 @@ class KVCacheManager:
         table.extend([-1] * (first - len(table)))
         table.extend(slots)
         pages.first_local = first
+        pages.trusted = min(pages.trusted, first)
 
     def near(self, points: Iterable[int], page: int) -> bool:
         """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
         return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
 
-    def _release(self, group: str, slots: list[int], *, keep: bool) -> None:
+    def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
         before = [pool.page(slot) for slot in slots]
-        pool.release(slots, keep=keep)
+        pool.release(slots, keep=keep, spare=spare)
         if not keep:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
                     self._copies.forget(group, slot)
                     self.events.append_removed("device", group, page.key, "released")
 
-    def free(self, pages: SequencePages, owner: int, *, keep: bool = True) -> None:
-        """Release everything the sequence holds; published pages stay cached if `keep`. The tables become empty."""
+    def free(self, pages: SequencePages, owner: int) -> None:
+        """Release everything the sequence holds; published pages stay cached. The tables become empty."""
         for key in pages.keys[pages.published :]:
             self.done_computing(key, owner)
         for group in self.pools:
-            self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=keep)
+            self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
         pages.tables = empty_tables()
-        pages.published = pages.first_local = 0
+        pages.published = pages.trusted = pages.attached = pages.first_local = 0
+        pages.left.clear()
+
+    def condemn(self, pages: SequencePages) -> None:
+        """A step of this sequence had logits that are not finite, and any page that it read may be why: no tier keeps
+        one. Sequences that share them go on, and nobody finds them again."""
+        for key in pages.keys[: pages.published]:
+            for group, pool in self.pools.items():
+                slot = pool.condemn(key)
+                if slot is not None:
+                    self._copies.forget(group, slot)
+                    self.events.append_removed("device", group, key, "failed")
+            if self.tiers is not None:
+                self.tiers.condemn(key, "failed")
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
         """A request ended, its pages still held: the next one of its conversation starts at its end. The first
         `found_tokens` of its prompt had been cached."""
         indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
-        self.retention.finished(keys, pages.hints, pages.tenant, indexes, found=found)
+        self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
         if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW or pages.load:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
-            self._copies.finished(pages, LOCAL, i)
+            self._copies.finished(LOCAL, pages.tables[LOCAL][i])
         if self.chain_group == LOCAL:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.

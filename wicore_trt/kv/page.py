@@ -7,7 +7,6 @@ Plain data; it must not know where pages are kept. Invariant: two pages with equ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 TENANT_BYTES = 16
 
@@ -16,7 +15,7 @@ TENANT_BYTES = 16
 class Page:
     """`key` is the 32-byte chain key, `group` the layer group, `index` the page's place in its chain (it holds
     positions [index * page_tokens, (index + 1) * page_tokens)), `parent` the key of the page before it (None for the
-    first), `tenant` the tag of the salt it was made under."""
+    first), `tenant` the tag of whom it was made for (`hashing.tenant_tag`)."""
 
     key: bytes
     group: str
@@ -27,8 +26,3 @@ class Page:
     @property
     def name(self) -> tuple[str, bytes]:
         return (self.group, self.key)
-
-
-def tenant_tag(salt: str) -> bytes:
-    """A tenant's tag in headers, quotas and statistics. It reveals equality of salts, not the salt."""
-    return blake2b(salt.encode(), digest_size=TENANT_BYTES, person=b"wicore-kv-tenant").digest()

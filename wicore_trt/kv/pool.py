@@ -2,50 +2,60 @@
 
 Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. It must not know requests
 or other groups. Invariant (`check_integrity`): every slot is in exactly one of three states, free (no references, no
-page), used (references > 0) or cached (no references, indexed under its key), and the index names each key once.
+page), used (references > 0) or cached (no references, indexed under its key), the index names each key once, and what
+it names is written: a slot knows how many of its tokens its holder has written, and only a full one is published.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
+from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.page import Page
 from wicore_trt.kv.policy import ChainPolicy
 
 
 class PagePool:
-    """Slots 0..num_pages-1 of one layer group with reference counts and a key index.
+    """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
 
-    Cached slots are taken back in the order of `policy`, or least recently released first without one. A sequence
-    releases its pages tail first, so that the pages of a chain leave before their parents and what is left stays
-    reachable. `on_evict` is told of a cached page and its slot just before the slot is taken.
+    Cached slots are taken back in the order of `policy`, or least recently released first without one, and before all
+    others those released as `spare`. A sequence releases its pages tail first, so that the pages of a chain leave
+    before their parents and what is left stays reachable. `on_evict` is told of a cached page and its slot just before
+    the slot is taken.
     """
 
     def __init__(
         self,
         num_pages: int,
+        page_tokens: int,
         policy: ChainPolicy | None = None,
         on_evict: Callable[[Page, int], None] = lambda page, slot: None,
     ) -> None:
         self.num_pages = num_pages
+        self.page_tokens = page_tokens
         self.evictions = 0
         self.policy = policy
         self._on_evict = on_evict
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
+        self._written = array("i", [0]) * num_pages
+        self._trusted = bytearray(num_pages)
         self._page_of: list[Page | None] = [None] * num_pages
         self._slot_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._spare: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Slots that `allocate` can hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._spare)
 
     @property
     def used(self) -> int:
@@ -69,16 +79,40 @@ class PagePool:
         slots = [self._free.pop() for _ in range(count)]
         for slot in slots:
             self._references[slot] = 1
+            self._written[slot] = self._trusted[slot] = 0
         return slots
 
     def acquire(self, slot: int) -> None:
         """Add a reference to a used or cached slot."""
         if self._references[slot] == 0:
-            del self._cached[slot]
+            self._uncache(slot)
             page = self._page_of[slot]
             if self.policy is not None and page is not None:
                 self.policy.pin([page.key])
         self._references[slot] += 1
+
+    def wrote(self, slot: int, begin: int, end: int) -> None:
+        """The holder of a slot wrote tokens [begin, end) of its page: by a step of its own or by a verified load.
+
+        Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
+        published, so that others may read it.
+        """
+        if begin > self._written[slot] or self._page_of[slot] is not None:
+            state = f"has {self._written[slot]} tokens" if self._page_of[slot] is None else "is published"
+            raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
+        self._written[slot] = max(self._written[slot], end)
+
+    def full(self, slot: int) -> bool:
+        """Whether all tokens of the slot's page are written."""
+        return self._written[slot] == self.page_tokens
+
+    def trust(self, slot: int) -> None:
+        """A step that read this page had finite logits."""
+        self._trusted[slot] = 1
+
+    def trusted(self, slot: int) -> bool:
+        """Whether any step that read this page had finite logits, since it came into its slot."""
+        return bool(self._trusted[slot])
 
     def page(self, slot: int) -> Page | None:
         """What a slot was published as, or None."""
@@ -89,9 +123,13 @@ class PagePool:
         return [page for page in self._page_of if page is not None]
 
     def publish(self, slot: int, page: Page) -> bool:
-        """Make a used, fully written slot findable. False, and no change, if the key is held elsewhere or the slot was
-        published before."""
+        """Make a used slot findable. False, and no change, if the key is held elsewhere or the slot was published
+        before. Raises UnwrittenPageError, and changes nothing, unless all its tokens are written."""
         assert self._references[slot] > 0, "only a used page can be published"
+        if not self.full(slot):
+            raise UnwrittenPageError(
+                f"Page {page.index} was to be published with {self._written[slot]} tokens written."
+            )
         if page.key in self._slot_of or self._page_of[slot] is not None:
             return False
         self._slot_of[page.key] = slot
@@ -101,9 +139,9 @@ class PagePool:
             self.policy.pin([page.key])
         return True
 
-    def release(self, slots: Iterable[int], *, keep: bool = True) -> None:
+    def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
-        `keep` is set, else free. Callers pass a chain's tail first."""
+        `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
             self._references[slot] -= 1
@@ -111,7 +149,7 @@ class PagePool:
                 continue
             page = self._page_of[slot]
             if keep and page is not None:
-                self._cached[slot] = None
+                (self._spare if spare else self._cached)[slot] = None
                 if self.policy is not None:
                     self.policy.unpin([page.key])
             else:
@@ -121,24 +159,35 @@ class PagePool:
     def drop(self, key: bytes) -> None:
         """Free the cached slot of `key`, if there is one."""
         slot = self._slot_of.get(key)
-        if slot is not None and slot in self._cached:
-            del self._cached[slot]
+        if slot is not None and not self._references[slot]:
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
+
+    def condemn(self, key: bytes) -> int | None:
+        """Make a page unfindable, also one in use, whose slot is then free after its last user. Returns the slot."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        self._forget(slot)
+        if not self._references[slot]:
+            self._uncache(slot)
+            self._free.append(slot)
+        return slot
 
     def coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""
         if self.policy is None:
-            return [slot for slot, _ in zip(self._cached, range(count), strict=False)]
+            return list(islice(chain(self._spare, self._cached), count))
         keys = self.policy.victims(min(count, len(self._cached)))
         slots = [self._slot_of[key] for key in keys] if keys is not None else list(self._cached)  # type: ignore[index]
         return slots[:count]
 
     def clear(self) -> int:
         """Free every cached slot; returns how many."""
-        count = len(self._cached)
-        for slot in list(self._cached):
-            del self._cached[slot]
+        count = self.cached
+        for slot in [*self._spare, *self._cached]:
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
         return count
@@ -149,10 +198,13 @@ class PagePool:
             page = self._page_of[slot]
             assert page is not None
             self._on_evict(page, slot)
-            del self._cached[slot]
+            self._uncache(slot)
             self._forget(slot)
             self._free.append(slot)
             self.evictions += 1
+
+    def _uncache(self, slot: int) -> None:
+        del (self._spare if slot in self._spare else self._cached)[slot]
 
     def _forget(self, slot: int) -> None:
         page = self._page_of[slot]
@@ -164,13 +216,16 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), set(self._cached) | set(self._spare)
+        assert self.policy is None or not self._spare, "a policy orders all that is cached"
+        assert len(cached) == self.cached, "a slot is cached twice"
         used = {slot for slot, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a slot is free twice"
         assert not (free & cached or free & used or cached & used), "a slot is in two states"
         assert len(free) + len(cached) + len(used) == self.num_pages, "a slot is lost"
         assert all(self._page_of[slot] is None for slot in free), "a free slot has a page"
         assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
+        assert all(self.full(slot) for slot in self._slot_of.values()), "a findable page is not written"
         named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}
         assert named == self._slot_of, "the index is wrong"
         assert len(named) == sum(page is not None for page in self._page_of), "a key is indexed twice"

@@ -2,17 +2,19 @@
 
 Pages of the local window at the end come first, then global pages from the back to the front; so what has arrived is
 always a suffix of the prefix, and the sequence may compute from the front at the same time until the two meet. Plain
-data: slots, page indices and names. Invariant: a sequence jumps over the loaded part only when every local page of
-the window and every global page from the meeting point on has arrived.
+data: slots, page indices and names; it must not know pools or tiers. Invariant: every global page from
+`meeting_page()` to `stop` is here, fetched or found on the device; pages that nobody asked for are not, however many
+of those that were asked for have arrived.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from wicore_trt.kv.page import Page
+from wicore_trt.model.spec import GLOBAL, LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,10 @@ class LoadItem:
 
 
 class PrefixLoad:
-    """`tokens` is where the sequence goes on when all has arrived; `stop` its page count. `window` are the device
-    slots of local pages [window_first, stop). `chain_group` is the group that the sequence can compute from the front
-    while pages arrive. Pages below `floor` are no longer wanted."""
+    """`tokens` is where the sequence goes on when all has arrived, `stop` its page count. Global pages from `first` on
+    are asked for; those before it the sequence computes. `window` are the device slots of local pages
+    [window_first, stop). `found` maps global pages that the device had to their slots, which are held for the jump.
+    `here` are group and index of all pages that the device had. Global pages below `floor` are no longer wanted."""
 
     def __init__(
         self,
@@ -34,24 +37,29 @@ class PrefixLoad:
         stop: int,
         items: Iterable[LoadItem],
         *,
+        first: int = 0,
         window_first: int = 0,
         window: Iterable[int] = (),
-        chain_group: str = "global",
+        found: Mapping[int, int] | None = None,
+        here: Iterable[tuple[str, int]] = (),
     ) -> None:
         self.tokens = tokens
+        self.first = first
         self.stop = stop
         self.window_first = window_first
         self.window = list(window)
+        self.found = dict(found or {})
         self.floor = 0
         self.todo = deque(items)
         self.in_flight = 0
-        self.arrived: Counter[str] = Counter()
-        """Chain pages that arrived, by the tier they were in; those that the device had count as well."""
+        self.here = set(here)
+        self.arrived = Counter[str]()
+        """Global pages that arrived, by the tier they were in, and those found on the device."""
+        self.arrived["device"] = len(self.found)
         self.cancelled = False
         self.broken = False
-        self._chain = chain_group
         self._missing = {item.page.name: item.page.index for item in self.todo}
-        self._windows = sum(item.page.group != chain_group for item in self.todo)
+        self._windows = sum(item.page.group == LOCAL for item in self.todo)
         self._failed_from = 0
 
     @property
@@ -60,9 +68,9 @@ class PrefixLoad:
         return self.cancelled or (not self.in_flight and not self.todo)
 
     def meeting_page(self) -> int:
-        """The sequence must compute the pages before this one; from here to `stop` all global pages are there."""
-        waiting = [index for (group, _), index in self._missing.items() if group == self._chain]
-        return max([self._failed_from, *(index + 1 for index in waiting)], default=0)
+        """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
+        waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]
+        return max([self.first, self._failed_from, *(index + 1 for index in waiting)])
 
     @property
     def window_here(self) -> bool:
@@ -79,31 +87,42 @@ class PrefixLoad:
         """Whether every page has arrived."""
         return not self.failed and not self._missing
 
+    def wanted(self, item: LoadItem) -> bool:
+        """Whether the page is still of use: the sequence lives and has not computed it meanwhile."""
+        return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
+
     def next_item(self) -> LoadItem | None:
         """The next page worth fetching; global pages that the sequence has computed meanwhile are passed over."""
         while self.todo:
             item = self.todo.popleft()
-            if item.page.group == self._chain and item.page.index < self.floor:
-                self._missing.pop(item.page.name)
-                continue
-            return item
+            if self.wanted(item):
+                return item
+            self._missing.pop(item.page.name)
         return None
 
     def arrive(self, item: LoadItem, tier: str) -> None:
-        self.in_flight -= 1
-        self.arrived[tier] += item.page.group == self._chain
-        self._missing.pop(item.page.name)
-        self._windows -= item.page.group != self._chain
+        """The page is in its device slot (a prefetch: in host memory); it was in `tier`."""
+        self._settle(item)
+        self.here.add((item.page.group, item.page.index))
+        self.arrived[tier] += item.page.group == GLOBAL
+        self._windows -= item.page.group == LOCAL
+
+    def pass_over(self, item: LoadItem) -> None:
+        """The page came to host memory when it was not `wanted` any more."""
+        self._settle(item)
 
     def fail(self, item: LoadItem) -> None:
         """A page cannot be had. A global one is computed by the sequence, with all before it; without a local one of
         the window there is no place to jump to."""
-        self.in_flight -= 1
-        self._missing.pop(item.page.name)
-        if item.page.group != self._chain:
+        self._settle(item)
+        if item.page.group == LOCAL:
             self.broken = True
         else:
             self._failed_from = max(self._failed_from, item.page.index + 1)
+
+    def _settle(self, item: LoadItem) -> None:
+        self.in_flight -= 1
+        self._missing.pop(item.page.name)
 
     def cancel(self) -> None:
         """The sequence does not want it any more; what is in flight will be dropped on arrival."""

@@ -2,15 +2,17 @@
 
 Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant:
 slots of a load belong to the sequence from `begin` until `jump` or `cancel`; pages become findable at the jump, not
-before, and a sequence whose load fails computes what is missing.
+before; a jump passes over no token whose page was neither written by the sequence nor brought by the load, and a
+sequence whose load fails computes what is missing.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -21,6 +23,8 @@ from wicore_trt.kv.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
+
+log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 4
 """Resume points that a plan chooses among, the longest first."""
@@ -53,7 +57,7 @@ class PrefixLoader:
     ) -> None:
         self.tiers = tiers
         self.decisions: Counter[str] = Counter()
-        self.parked = self.resumed = 0
+        self.parked = self.resumed = self.refused = 0
         self._manager = manager
         self._page_bytes = page_bytes
         self._clock = clock
@@ -110,7 +114,7 @@ class PrefixLoader:
         items = [LoadItem(page, -1) for page in self._wanted(pages, hit.tokens, stop)]
         items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
         if items:
-            self.tiers.begin(PrefixLoad(0, stop, items, chain_group=self._manager.chain_group))
+            self.tiers.begin(PrefixLoad(0, stop, items))
 
     def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
         """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
@@ -126,35 +130,34 @@ class PrefixLoader:
 
     # --- load ----------------------------------------------------------------------------------------------------
 
-    def begin(self, pages: SequencePages, chosen: LoadPlan) -> bool:
+    def begin(self, pages: SequencePages, chosen: LoadPlan, *, spare: int = 0) -> bool:
         """Start a planned load for a sequence whose tables hold the device hit and all global pages of the prompt.
-        False, and no change, when the local pool has no room for the window."""
-        manager, stop = self._manager, chosen.stop // self._manager.page_tokens
-        window, items = self._window_slots(pages, stop)
+        False, and no change, unless the local pool has room for the window and `spare` pages more."""
+        manager, size = self._manager, self._manager.page_tokens
+        first, stop = chosen.start // size, chosen.stop // size
+        window, items = self._window_slots(pages, stop, spare)
         if window is None:
             return False
-        found = 0
+        found: dict[int, int] = {}
         if manager.chain_group == GLOBAL:
             pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
-            for i in range(stop - 1, chosen.start // manager.page_tokens - 1, -1):
+            for i in range(stop - 1, first - 1, -1):
                 slot = pool.find(pages.keys[i])
                 if slot is None:
                     items.append(LoadItem(pages.page(GLOBAL, i), table[i]))
-                    continue
-                found += 1
-                if slot != table[i]:
+                else:  # held beside the table's own slot, which the sequence may write until it jumps
                     pool.acquire(slot)
-                    pool.release([table[i]])
-                    table[i] = slot
+                    found[i] = slot
         pages.load = load = PrefixLoad(
             chosen.stop,
             stop,
             items,
+            first=first if manager.chain_group == GLOBAL else 0,
             window_first=manager.first_visible_page(chosen.stop) if window else stop,
             window=window,
-            chain_group=manager.chain_group,
+            found=found,
+            here=self._on_device(items, window, stop, found),
         )
-        load.arrived["device"] = found
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
@@ -162,7 +165,16 @@ class PrefixLoader:
         self.tiers.begin(load)
         return True
 
-    def _window_slots(self, pages: SequencePages, stop: int) -> tuple[list[int] | None, list[LoadItem]]:
+    @staticmethod
+    def _on_device(
+        items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
+    ) -> set[tuple[str, int]]:
+        """The pages of a load that no item brings."""
+        lacking = {item.page.index for item in items if item.page.group == LOCAL}
+        local = set(range(stop - len(window), stop)) - lacking
+        return {(GLOBAL, i) for i in found} | {(LOCAL, i) for i in local}
+
+    def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
         """Slots of the local window before page `stop`, and the items that fill those that the device lacks."""
         manager = self._manager
         if LOCAL not in manager.pools:
@@ -172,11 +184,11 @@ class PrefixLoader:
         held = {i: slot for i in wanted if (slot := pool.find(pages.keys[i])) is not None}
         for slot in held.values():
             pool.acquire(slot)
-        fresh = pool.allocate(len(wanted) - len(held))
+        lacking = [i for i in wanted if i not in held]
+        fresh = pool.allocate(len(lacking)) if len(lacking) + spare <= pool.available else None
         if fresh is None:
             pool.release(held.values())
             return None, []
-        lacking = [i for i in wanted if i not in held]
         items = [LoadItem(pages.page(LOCAL, i), slot) for i, slot in zip(lacking, fresh, strict=True)]
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
@@ -203,23 +215,30 @@ class PrefixLoader:
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
-    def jump(self, pages: SequencePages, owner: int) -> int:
-        """Everything has arrived: put the window into the table, make the pages findable; returns the tokens that are
-        now computed."""
-        load, manager = pages.load, self._manager
+    def jump(self, pages: SequencePages, owner: int, computed: int) -> int:
+        """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
+        the tokens that are now computed. A load that would pass over an unwritten page is given up instead, and
+        `computed` stays."""
+        load, manager, parked = pages.load, self._manager, pages.parked
         assert load is not None
-        if LOCAL in manager.pools:
-            manager.replace_window(pages, load.window_first, load.window)
+        missing = self._unwritten(pages, load, computed)
+        if missing:
+            log.error("a load to token %d passes over pages %s that nobody wrote; it is dropped", load.tokens, missing)
+            self.refused += 1
+            self.cancel(pages)
+            return computed
+        self._place(pages, load, computed)
         full = min(load.stop, load.tokens // manager.page_tokens)
+        private = parked.private if parked is not None else ()
         for i in range(pages.published, full):
             for group in manager.pools:
                 slot = pages.tables[group][i]
                 if slot >= 0:
-                    manager.publish(pages, group, i, slot, saved=True)
+                    manager.publish(pages, group, i, slot, saved=(group, i) not in private)
             manager.done_computing(pages.keys[i], owner)
         pages.published = max(pages.published, full)
         self._measure_host()
-        if pages.parked is not None:
+        if parked is not None:
             self.let_go(pages)
         else:
             for tier, count in load.arrived.items():
@@ -228,11 +247,40 @@ class PrefixLoader:
         self._forget(pages)
         return load.tokens
 
+    def _unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
+        """Pages that the tokens before the end of a load need and that are neither written nor here."""
+        manager = self._manager
+        needed = (
+            [(GLOBAL, i) for i in range(computed // manager.page_tokens, load.stop)] if GLOBAL in manager.pools else []
+        )
+        needed += [(LOCAL, i) for i in range(load.window_first, load.stop)] if LOCAL in manager.pools else []
+        return [place for place in needed if place not in load.here]
+
+    def _place(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
+        """Put the pages of a load into the tables, and mark as written what it filled."""
+        manager, size = self._manager, self._manager.page_tokens
+        if GLOBAL in manager.pools:
+            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
+            for i, slot in load.found.items():
+                pool.release([table[i]])
+                table[i] = slot
+            load.found.clear()
+            for i in range(computed // size, load.stop):
+                if pool.page(table[i]) is None:
+                    pool.wrote(table[i], 0, min(size, load.tokens - i * size))
+        if LOCAL in manager.pools:
+            manager.replace_window(pages, load.window_first, load.window)
+            for i, slot in enumerate(load.window, load.window_first):
+                if manager.pools[LOCAL].page(slot) is None:
+                    manager.pools[LOCAL].wrote(slot, 0, min(size, load.tokens - i * size))
+            load.window.clear()
+
     def cancel(self, pages: SequencePages) -> None:
-        """Give up a load, if there is one: its window's slots go back; what is in flight is dropped on arrival."""
+        """Give up a load, if there is one: its slots go back; what is in flight is dropped on arrival."""
         if pages.load is not None:
-            if pages.load.window:
-                self._manager.pools[LOCAL].release(reversed(pages.load.window))
+            for group, slots in ((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values())):
+                if slots:
+                    self._manager.pools[group].release(reversed(list(slots)))
             self._forget(pages)
 
     def _forget(self, pages: SequencePages) -> None:
@@ -263,16 +311,17 @@ class PrefixLoader:
         has no room for all of them."""
         manager, size = self._manager, self._manager.page_tokens
         parked = ParkedPages(computed)
-        full, count = computed // size, manager.pages_for(computed)
-        private = secrets.token_bytes(32)  # the last, partly filled page has no name that others could ask for
-        for group in manager.pools:
-            first = manager.first_visible_page(computed) if group == LOCAL else 0
-            parked.pages[group] = {
-                i: pages.page(group, i) if i < full else Page(private, group, i, None, pages.tenant)
-                for i in range(first, count)
-            }
-            for i, page in parked.pages[group].items():
-                copy = self.tiers.store(page, pages.tables[group][i], private=i >= full)
+        trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
+        for group, pool in manager.pools.items():
+            held = parked.pages[group] = {}
+            for i in range(manager.first_visible_page(computed) if group == LOCAL else 0, manager.pages_for(computed)):
+                slot = pages.tables[group][i]
+                if i < trusted and pool.page(slot) is not None:
+                    held[i] = pages.page(group, i)
+                else:
+                    held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
+                    parked.private.add((group, i))
+                copy = self.tiers.store(held[i], slot, private=(group, i) in parked.private)
                 if copy is not None:
                     parked.copies.append(copy)
         pages.parked = parked
@@ -284,47 +333,44 @@ class PrefixLoader:
         return True
 
     def let_go(self, pages: SequencePages) -> None:
-        """Let go of the host copies of a parked sequence; the one that only it can use leaves at once."""
+        """Let go of the host copies of a parked sequence; those that only it can use leave at once."""
         parked = pages.parked
         if parked is None:
             return
         for copy in parked.copies:
             self.tiers.host.release(copy)
-        if parked.tokens % self._manager.page_tokens:
-            last = self._manager.pages_for(parked.tokens) - 1
-            for group in parked.pages:
-                self.tiers.drop_private(parked.pages[group][last])
+        for group, i in parked.private:
+            self.tiers.drop_private(parked.pages[group][i])
         pages.parked = None
 
     def resume(self, pages: SequencePages) -> bool:
         """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
         parked, manager = pages.parked, self._manager
         assert parked is not None
+        full = parked.tokens // manager.page_tokens
         slots: dict[str, dict[int, int]] = {}
         items: list[LoadItem] = []
+        here: set[tuple[str, int]] = set()
         for group, pool in manager.pools.items():
-            slots[group] = {i: s for i, page in parked.pages[group].items() if (s := pool.find(page.key)) is not None}
-            for slot in slots[group].values():
+            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find(pages.keys[i])) is not None}
+            for slot in held.values():
                 pool.acquire(slot)
-            lacking = [i for i in parked.pages[group] if i not in slots[group]]
+            slots[group] = held
+            here |= {(group, i) for i in held}
+            lacking = [i for i in parked.pages[group] if i not in held]
             fresh = pool.allocate(len(lacking))
             if fresh is None:
-                for name, held in slots.items():
-                    manager.pools[name].release(held.values())
+                for name, taken in slots.items():
+                    manager.pools[name].release(taken.values())
                 return False
-            slots[group].update(zip(lacking, fresh, strict=True))
-            items += [LoadItem(parked.pages[group][i], slots[group][i]) for i in lacking]
+            held.update(zip(lacking, fresh, strict=True))
+            items += [LoadItem(parked.pages[group][i], held[i]) for i in lacking]
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
         first = min(slots[LOCAL], default=0) if LOCAL in slots else 0
         if GLOBAL in slots:
             pages.tables[GLOBAL].extend(slots[GLOBAL][i] for i in sorted(slots[GLOBAL]))
         pages.load = PrefixLoad(
-            parked.tokens,
-            manager.pages_for(parked.tokens),
-            items,
-            window_first=first,
-            window=window,
-            chain_group=manager.chain_group,
+            parked.tokens, manager.pages_for(parked.tokens), items, window_first=first, window=window, here=here
         )
         self.tiers.begin(pages.load)
         self.resumed += 1

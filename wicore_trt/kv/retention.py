@@ -17,7 +17,8 @@ from wicore_trt.kv.tier_index import TierIndex
 from wicore_trt.types import CacheHints, CachePriority
 
 SessionName = tuple[bytes, str | bytes]
-"""Tenant and session; a request of high priority without a session goes by the last key of its chain."""
+"""Scope (`TenantNames.scope`) and session; a request of high priority without a session goes by the last key of its
+chain."""
 _MAX_KEYS = 1 << 18
 
 
@@ -38,7 +39,7 @@ class Retention:
         """The clock's time, in seconds."""
         return self._clock()
 
-    def used(self, keys: Sequence[bytes], hints: CacheHints, tenant: bytes) -> None:
+    def used(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
         """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
         live ends those that its keys had."""
         now = self._clock()
@@ -47,24 +48,24 @@ class Retention:
                 self._ends.discard(key)
             elif key in self._ends:
                 self._ends.extend(key, now, hints.ttl_s)
-        name = (tenant, hints.session)
+        name = (scope, hints.session)
         if name in self._held:
             self._session_ends.extend(name, now, self._hold_s(hints))
 
     def finished(
-        self, keys: Sequence[bytes], hints: CacheHints, tenant: bytes, tiers: Sequence[TierIndex], *, found: int = 0
+        self, keys: Sequence[bytes], hints: CacheHints, scope: bytes, tiers: Sequence[TierIndex], *, found: int = 0
     ) -> None:
         """A request ended, in whatever way, and `keys` is its whole chain. The first `found` of them were cached when
         it was admitted: those it did not make, and it gives no time to live to them."""
-        self.used(keys, hints, tenant)
+        self.used(keys, hints, scope)
         if hints.ttl_s is not None:
             now = self._clock()
             for key in keys[found:]:
                 self._ends.extend(key, now, hints.ttl_s)
         if hints.session:
-            self._replace((tenant, hints.session), keys, tiers, self._hold_s(hints))
+            self._replace((scope, hints.session), keys, tiers, self._hold_s(hints))
         elif hints.priority is CachePriority.HIGH and keys:
-            self._replace((tenant, keys[-1]), keys, tiers, self._hold_s(hints))
+            self._replace((scope, keys[-1]), keys, tiers, self._hold_s(hints))
 
     def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
         """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every

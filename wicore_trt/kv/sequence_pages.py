@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from wicore_trt.kv.page import Page, tenant_tag
+from wicore_trt.kv.hashing import TenantNames
+from wicore_trt.kv.page import Page
 from wicore_trt.kv.prefix_load import PrefixLoad
 from wicore_trt.kv.tier_copy import TierCopy
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -19,10 +20,12 @@ from wicore_trt.types import CacheHints
 @dataclass(slots=True)
 class ParkedPages:
     """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
-    `copies` keeps them in host memory."""
+    `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can make: the
+    last page may be partly filled, and pages that no step with finite logits has read are for this sequence alone."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
+    private: set[tuple[str, int]] = field(default_factory=set)
     copies: list[TierCopy] = field(default_factory=list)
 
 
@@ -35,30 +38,30 @@ def empty_tables() -> dict[str, array[int]]:
 class SequencePages:
     """Page tables of one sequence.
 
-    `who` is the tenant that asks, "" where the server knows none. `tables[group][i]` is the slot of page i, -1 where a
-    local page slid out. `keys[i]` names page i. `published` pages are findable. `first_local` is the first page index
-    still held in the local table. `resume_points` are page counts whose local windows stay cached when they slide out.
-    `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
+    slid out. `keys[i]` names page i. `published` pages are findable; of those the first `trusted` were read by a step
+    of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local` is the
+    first page index still held in the local table. `resume_points` are page counts whose local windows stay cached when
+    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `load` brings the
+    prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
-    salt: str
+    names: TenantNames
     hints: CacheHints = CacheHints()
-    who: str = ""
     keys: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
     published: int = 0
+    trusted: int = 0
+    attached: int = 0
     first_local: int = 0
     resume_points: set[int] = field(default_factory=set)
+    left: dict[int, int] = field(default_factory=dict)
     load: PrefixLoad | None = None
     parked: ParkedPages | None = None
-    tenant: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.tenant = tenant_tag(self.salt)
 
     def page(self, group: str, index: int) -> Page:
         """The identity of a full page; its key must be there."""
-        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.tenant)
+        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.names.tag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,12 +91,12 @@ class Geometry:
         slab_bytes = max(SLAB_BYTES, limit // (MAX_SLABS // 2))
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)))
 
-    def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int) -> int:
+    def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
         """A budget from which `runtime.pool_plan` makes pools for so many sequences of `tokens` tokens, when
-        scheduler.max_sequences is `sessions`."""
+        scheduler.max_sequences is `sessions`; `loads` as there."""
         whole = -(-tokens // self.page_tokens)
         window = min(whole, -(-self.spec.sliding_window // self.page_tokens) + 1)
-        spare = min(-(-max_batch_tokens // self.page_tokens), whole - window)
+        spare = min(-(-max_batch_tokens // self.page_tokens), whole - window) + window * loads
         more = sessions > 1  # a page for each, as admission leaves one for each that runs
         return (
             sessions * (whole + more) * self.page_bytes.get(GLOBAL, 0)

@@ -193,6 +193,13 @@ class TierIndex:
             if copy.ready:
                 self.drop(copy, cause)
 
+    def condemn(self, key: bytes, cause: str) -> None:
+        """Drop all copies of a page, also those that are being written, whose buffers may change until `reclaim`."""
+        self.drop_key(key, cause)
+        node = self._nodes.get(key)
+        for copy in list(node.copies.values()) if node is not None else ():
+            self._remove(copy, cause, lost=True)
+
     def spare(self, group: str, key: bytes) -> None:
         """No request is expected to need this local copy: it leaves before any other page."""
         if group != self.primary and self.get(group, key) is not None:

@@ -19,8 +19,10 @@ from wicore_trt.kv.traffic import Traffic
 from wicore_trt.kv.transfers import Transfers
 from wicore_trt.types import TierStats
 
-IN_FLIGHT = 32
-"""Pages of one load that are under way at the same time: enough for the disk's queue, few enough to stop soon."""
+IN_FLIGHT = 64
+"""Pages of one load that come from disk at the same time: enough for the disk's queue, few enough to stop soon."""
+IN_MEMORY = 1024
+"""The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 RETAIN_S = 0.1
 """How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
 RELIEVE_S = 0.05
@@ -96,6 +98,12 @@ class LowerTiers:
         for index in self.indexes.values():
             index.drop_key(key, cause)
 
+    def condemn(self, key: bytes, cause: str) -> None:
+        """Forget a page everywhere below the device, on its way there too; who waits for it does not get it."""
+        for index in self.indexes.values():
+            index.condemn(key, cause)
+        self.transfers.refuse(key)
+
     def drop_private(self, page: Page) -> None:
         """Forget a `private` page in host memory, also one that is still being stored: nobody waits for it."""
         copy = self.host.get(*page.name)
@@ -133,9 +141,12 @@ class LowerTiers:
 
     def _pump(self) -> None:
         for load in self._loads:
-            while load.in_flight < IN_FLIGHT and not load.cancelled:
+            while load.in_flight < IN_MEMORY and not load.cancelled:
                 item = load.next_item()
                 if item is None:
+                    break
+                if load.in_flight >= IN_FLIGHT and self.host.get(*item.page.name) is None:
+                    load.todo.appendleft(item)
                     break
                 load.in_flight += 1
                 if self.transfers.fetch(item.page, partial(self._arrived, load, item)):
@@ -151,15 +162,21 @@ class LowerTiers:
     def _arrived(self, load: PrefixLoad, item: LoadItem, copy: TierCopy | None) -> None:
         if copy is None:
             load.fail(item)
-        elif load.cancelled or item.slot < 0:
+        elif item.slot < 0:
             load.arrive(item, "host")
+            self.host.release(copy)
+        elif not load.wanted(item):
+            load.pass_over(item)
             self.host.release(copy)
         else:
             self.transfers.to_device(copy, item.slot, partial(self._on_device, load, item, copy))
 
     def _on_device(self, load: PrefixLoad, item: LoadItem, copy: TierCopy) -> None:
         self.host.release(copy)
-        load.arrive(item, copy.origin or "host")
+        if load.wanted(item):
+            load.arrive(item, copy.origin or "host")
+        else:
+            load.pass_over(item)
         copy.origin = ""
 
     def _relieve(self) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.host_tier import HostTier, checksum
 from wicore_trt.kv.page import Page
-from wicore_trt.kv.tier_index import TierCopy, TierIndex
+from wicore_trt.kv.tier_index import CopyState, TierCopy, TierIndex
 from wicore_trt.kv.traffic import Clocked, Traffic, at_home
 from wicore_trt.runtime.executor import PageCopier
 
@@ -185,6 +185,8 @@ class Transfers:
         self.outstanding -= 1
         copy.checksum = digest
         self.host.index.commit(copy)
+        if not copy.ready:
+            return  # it was dropped meanwhile
         if not copy.saved:
             self._stored("host", copy.page)
             if self.disk is None:
@@ -192,6 +194,12 @@ class Transfers:
             elif self._save_early:
                 self.save(copy)
         self._answer(copy)
+
+    def refuse(self, key: bytes) -> None:
+        """Tell those who wait for the copies of a page, which were dropped, that it cannot be had."""
+        for group in self.host.index.slots_per_page:
+            for arrival in self._waiters.pop((group, key), ()):
+                arrival(None)
 
     def _answer(self, copy: TierCopy) -> None:
         """Tell those who wait for a page that was just written or read, and so needs no second check."""
@@ -254,6 +262,9 @@ class Transfers:
         self.host.index.release(copy)
         if outcome is Outcome.RETURNED:
             store.erase(target.slots)
+            index.reclaim(target)
+        elif outcome is Outcome.OK and target.state is CopyState.LOST:
+            store.erase(target.slots)  # it was dropped meanwhile, and the store has just acknowledged it
             index.reclaim(target)
         elif outcome is Outcome.OK:
             self._bad_writes = 0
@@ -382,19 +393,22 @@ class Transfers:
             self.disk_traffic.read_seconds += seconds
             host.mark_saved(copy)
             host.commit(copy)
-            self._stored("host", copy.page)
-            self._answer(copy)
+            if copy.ready:
+                self._stored("host", copy.page)
+                self._answer(copy)
             return
         late = outcome is Outcome.TIMEOUT
         self.disk_traffic.failures["read timeout" if late else outcome.name.lower()] += 1
+        waited_for = copy.state is CopyState.WRITING
         host.abort(copy, outcome.name.lower(), touched=late)
         if not late:
             self.outstanding -= 1
             if source.ready:
                 index.drop(source, outcome.name.lower())
             index.release(source)
-        for arrival in self._waiters.pop(copy.page.name, ()):
-            arrival(None)
+        if waited_for:
+            for arrival in self._waiters.pop(copy.page.name, ()):
+                arrival(None)
 
     def _post(self, event: Callable[[], None]) -> None:
         self._events.put(event)

@@ -30,8 +30,10 @@ def plan_pools(
     *,
     max_batch_tokens: int,
     max_sequences: int,
+    loads: bool = False,
 ) -> dict[str, int]:
-    """Pages per layer group of `spec` within `budget_bytes`.
+    """Pages per layer group of `spec` within `budget_bytes`. `loads`: there are lower tiers, so a sequence may hold the
+    window of a prefix that is being loaded beside its own.
 
     Most sequences are far shorter than the longest one, and a short one needs as many local pages as a long one. So
     the local pool gets the windows of as many sequences of TYPICAL_WINDOWS windows as the budget holds, at most
@@ -45,7 +47,7 @@ def plan_pools(
     whole = -(-max_context // page_tokens)
     window = pages_per_sequence(spec, LOCAL, page_tokens, max_context)
     # a step's chunk needs local pages beyond the windows, but never more than a whole sequence in all
-    spare = min(-(-max_batch_tokens // page_tokens), whole - window)
+    spare = min(-(-max_batch_tokens // page_tokens), whole - window) + window * loads
     smallest = whole * page_bytes[GLOBAL] + (window + spare) * page_bytes[LOCAL]
     if budget_bytes < smallest:
         raise ConfigError(

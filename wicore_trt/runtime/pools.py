@@ -48,6 +48,7 @@ def layout_of(
         max_context,
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,
+        loads=settings.loads,
     )
     return sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__)
 

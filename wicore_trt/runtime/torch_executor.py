@@ -49,7 +49,8 @@ class ExecutorSettings:
     step, 0 for PyTorch's choice. `kv_pages` gives the pages of each layer group outright; otherwise `kv_bytes` is
     divided between the groups. With neither, backend triton takes what memory is left, up to `kv_fraction` of the GPU,
     and the others DEFAULT_KV_BYTES. Else None takes the engine's own value. `batch_invariant`: kernels that do not
-    change with the size of a step; backend triton alone has a choice.
+    change with the size of a step; backend triton alone has a choice. `loads`: prefixes will be loaded from lower
+    tiers, which takes KV pages of its own.
     """
 
     device: str = "auto"
@@ -63,11 +64,12 @@ class ExecutorSettings:
     max_sequences: int = 64
     max_context: int | None = None
     batch_invariant: bool = False
+    loads: bool = False
 
 
 class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
-    the page first; `kernels` is "torch", or "native-" and the instruction set."""
+    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on."""
 
     def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
         """Load `engine` from disk, or run the tensors of one that is in memory.
@@ -154,7 +156,7 @@ def _operators(
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return "torch", lambda inputs, probe: TorchOps(model, inputs, probe)
+        return torch_kernels(device), lambda inputs, probe: TorchOps(model, inputs, probe)
     if settings.threads:
         library.set_threads(settings.threads)
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
@@ -165,6 +167,15 @@ def _operators(
         return ops
 
     return f"native-{library.isa}", begin
+
+
+def torch_kernels(device: torch.device) -> str:
+    """The name of the torch operators on a device, like "torch-2.9.1-cpu-avx2" or "torch-2.9.1+cu130-cuda-NVIDIA H200":
+    its libraries choose their order of summation by their version and the processor, so KV values differ."""
+    if device.type == "cpu":
+        return f"torch-{torch.__version__}-cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return f"torch-{torch.__version__}-{device.type}-{name}".rstrip("-")
 
 
 def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:

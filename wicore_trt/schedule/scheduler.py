@@ -10,7 +10,7 @@ lives, the plan is empty only while something is being loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -22,6 +22,7 @@ from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.schedule.state import SequenceState
+from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
 MAX_PASSED_OVER = 64
@@ -89,24 +90,24 @@ class Scheduler:
             hit = self.manager.lookup(sequence.pages, sequence.tokens)
             self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
 
-    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """End a waiting or running sequence and release its pages; unless `keep`, what only it used is forgotten."""
+    def finish(self, sequence: Sequence) -> None:
+        """End a waiting or running sequence and release its pages."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-            if keep:
+            if sequence.finish_reason is not FinishReason.ERROR:
                 self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
-        self._release(sequence, keep=keep)
+        self._release(sequence)
         if self.loader is not None:
             self.loader.let_go(sequence.pages)
         sequence.move(SequenceState.FINISHED)
 
-    def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Give back every slot of a sequence."""
         if self.loader is not None:
             self.loader.cancel(sequence.pages)
-        self.manager.free(sequence.pages, sequence.seq_id, keep=keep)
+        self.manager.free(sequence.pages, sequence.seq_id)
         self._too_few = []
 
     def schedule(self) -> Plan:
@@ -154,6 +155,10 @@ class Scheduler:
                 if self.manager.slide(sequence.pages, sequence.computed):
                     continue  # what was kept for later requests made room
                 victim = max(self.running, key=order_key)
+                if victim is sequence and sequence.pages.load is not None:
+                    # Preempted, it would be admitted again with the same load in the same pools, for ever.
+                    self._drop_load(sequence)
+                    continue
                 budget += self._preempt(victim, plan)
                 if victim is sequence:
                     break
@@ -172,9 +177,9 @@ class Scheduler:
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
-            sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id)
-            if not parked:
-                if not sequence.output_len:
+            sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id, computed)
+            if not parked and sequence.computed > computed:
+                if not sequence.requeued:  # later it finds what it has computed itself
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
                 self._load_more(sequence)
         elif step.action == "drop":
@@ -183,8 +188,13 @@ class Scheduler:
                 self.loader.let_go(sequence.pages)
                 self._requeue(sequence)
                 return 0
-            self.loader.cancel(sequence.pages)
+            self._drop_load(sequence)
         return 0 if sequence.pages.load is not None else sequence.remaining
+
+    def _drop_load(self, sequence: Sequence) -> None:
+        assert self.loader is not None
+        self.loader.cancel(sequence.pages)
+        self._too_few = []
 
     def _load_more(self, sequence: Sequence) -> None:
         """After a jump: a later resume point may be worth a load of its own."""
@@ -192,7 +202,13 @@ class Scheduler:
         here = PrefixHit(sequence.computed, 0, in_flight=False)
         chosen = self.loader.plan(sequence.pages, len(sequence.tokens), here, self._compute_rate())
         if chosen is not None and chosen.stop:
-            self.loader.begin(sequence.pages, chosen)
+            self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
+
+    def _load_spare(self, sequence: Sequence) -> int:
+        """Local pages to leave when a load takes its window: those of the chunk that the sequence may compute
+        meanwhile, and a page more for each that runs, or one of them would be preempted at once."""
+        chunk = min(sequence.remaining, self.max_batch_tokens)
+        return self.manager.pages_for(chunk) + 1 + len(self.running)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
         """Send `victim` back to the queue; returns the tokens it had in this plan."""
@@ -209,6 +225,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.computed = 0
+        sequence.requeued = True
         self.running.remove(sequence)
         sequence.move(SequenceState.WAITING)
         self.waiting.push(sequence)
@@ -267,7 +284,7 @@ class Scheduler:
             sequence.cached = hit.tokens
             self.manager.touch(pages, hit.tokens)
         if self.loader is not None and chosen is not None:
-            begun = load is not None and self.loader.begin(pages, load)
+            begun = load is not None and self.loader.begin(pages, load, spare=self._load_spare(sequence))
             self.loader.decisions[chosen.decision if begun else "compute"] += 1
         return count
 
@@ -280,22 +297,26 @@ class Scheduler:
         return self.loader.resume(sequence.pages)
 
     def _compute_rate(self) -> ComputeRate:
-        """What a newcomer's prefill gets: its turn comes after what is being prefilled, and what it computes delays all
-        that run, which loading does not; so its share of the device is one among them."""
+        """What a newcomer's prefill gets: its turn comes after what is being prefilled, and each step gives a token to
+        every sequence that decodes. More than that must not count for a load, or its request waits longer for it than
+        computing takes."""
         busy = [s for s in self.running if s.pages.load is None]
         ahead = sum(s.remaining for s in busy if s.remaining > 1)
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
-        rate = self.prefill.rate(slice_tokens=slice_tokens)
-        delay_s = rate.alone(0, ahead) if ahead else 0.0
-        return self.prefill.rate(share=1 / (1 + len(busy)), delay_s=delay_s, slice_tokens=slice_tokens)
+        share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
+        rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
+        return replace(rate, delay_s=rate.seconds(0, ahead))
 
     def _available(self) -> list[int]:
         return [pool.available for pool in self.manager.pools.values()]
 
-    def computed(self, sequence: Sequence, count: int) -> None:
-        """Record that a step computed `count` more tokens of a running sequence."""
+    def computed(self, sequence: Sequence, count: int, *, finite: bool) -> None:
+        """Record that a step computed `count` more tokens of a running sequence; `finite`: it had logits, and they were
+        finite. Raises UnwrittenPageError when the tokens before them are in no page."""
+        begin = sequence.computed
         sequence.computed += count
-        self.manager.commit(sequence.pages, sequence.tokens, sequence.computed, sequence.seq_id)
+        pages, end = sequence.pages, sequence.computed
+        self.manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""
@@ -305,6 +326,6 @@ class Scheduler:
         self.manager.check_integrity()
         for group, pool in self.manager.pools.items():
             held = {slot for s in self.running for slot in s.pages.tables[group] if slot >= 0}
-            if group == LOCAL:
-                held |= {slot for s in self.running if s.pages.load is not None for slot in s.pages.load.window}
+            for load in [s.pages.load for s in self.running if s.pages.load is not None]:
+                held |= set(load.window if group == LOCAL else load.found.values())
             assert len(held) == pool.used, f"{group}: {pool.used} pages used, {len(held)} held by running sequences"

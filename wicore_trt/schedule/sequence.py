@@ -16,8 +16,8 @@ from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
-    cache at first admission (None before it). `arrival` is a time.monotonic() stamp. `prefetched`: what it will need
-    from disk was asked for."""
+    cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
+    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for."""
 
     seq_id: int
     request: GenerateRequest
@@ -33,6 +33,7 @@ class Sequence:
     stop_reason: int | str | None = None
     stop_ids: tuple[int, ...] = field(default=())
     prefetched: bool = False
+    requeued: bool = False
 
     @property
     def params(self) -> SamplingParams:
