@@ -138,7 +138,8 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
         raise door.refusal(
             path, f"is not a readable safetensors file: {where} is {shown(first['input'])}: {first['msg']}"
         ) from error
-    entries, end = {}, 0
+    entries: dict[str, _Entry] = {}
+    end = 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
         first_byte, last = item.data_offsets
         if item.dtype not in ITEM_BYTES:
