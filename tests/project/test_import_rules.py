@@ -22,9 +22,10 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "checks": ("errors",),
     "files": ("errors",),
     "scratch": ("errors", "files"),
-    "types": ("errors",),
+    "types": ("errors", "checks"),
     "model.spec": ("errors", "model.hf_config"),
     "model.hf_config": ("errors", "model.spec"),
     "model.ops": (),
