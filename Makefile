@@ -4,7 +4,7 @@ PY := .venv/bin/python
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long demo bench-cpu bench-gpu bench-kv proto clean
+.PHONY: setup lint format test test-targets test-long test-mutants demo bench-cpu bench-gpu bench-kv proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -27,6 +27,9 @@ test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU neede
 
 test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
+
+test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 40 ways; each must be caught, an hour at most
+	$(PY) tests/mutants/run.py
 
 demo: setup  ## fetch Gemma 3 270M, build, serve, ask
 	$(PY) examples/demo.py

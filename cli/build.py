@@ -29,7 +29,7 @@ def command(
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = None,
     page_tokens: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Tokens per KV page, a power of two. Default 32.")
+        int | None, typer.Option(min=1, max=65536, help="Tokens per KV page, a power of two. Default 32.")
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence in tokens. Default: the model's.")

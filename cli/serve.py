@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"
 
@@ -33,6 +33,9 @@ def command(
     api_key: Annotated[
         str | None,
         typer.Option(help="Key that calls must present; better set WICORE_SERVER__API_KEY.", rich_help_panel=_NETWORK),
+    ] = None,
+    keys_file: Annotated[
+        str | None, typer.Option(help="File of API keys, a line TENANT:KEY each.", rich_help_panel=_NETWORK)
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate chain, PEM.", rich_help_panel=_NETWORK)] = None,
     tls_key: Annotated[str | None, typer.Option(help="Private key, PEM.", rich_help_panel=_NETWORK)] = None,
@@ -92,6 +95,7 @@ def command(
         "server.host": host,
         "server.port": port,
         "server.api_key": api_key,
+        "server.keys_file": keys_file,
         "server.tls_cert": tls_cert,
         "server.tls_key": tls_key,
         "server.tls_client_ca": tls_client_ca,
@@ -131,10 +135,16 @@ def serve(settings: Any) -> int:
             f"Serving needs a package that is not installed ({error.name}).", fix="Run: pip install 'wicore-trt[serve]'"
         ) from error
 
-    if settings.engine is not None and not Path(settings.engine).is_dir():
+    max_context = None
+    if settings.engine is not None:
         from wicore_trt.engine.directory import open_engine
 
-        open_engine(Path(settings.engine))  # says what is missing, before the port is bound
+        try:
+            longest = open_engine(Path(settings.engine), verify=False).manifest.max_context
+            max_context = min(settings.scheduler.max_context or longest, longest)
+        except EngineFormatError:
+            if not Path(settings.engine).is_dir():
+                raise  # says what is missing, before the port is bound
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
 
     def load() -> Any:
@@ -144,4 +154,7 @@ def serve(settings: Any) -> int:
         engine = load_engine(settings)
         return TextEngine(engine.core, engine.tokenizer, engine.info, max_waiting=settings.scheduler.max_waiting)
 
-    return run_server(settings.server, load, announce=lambda address: print(f"listening on {address}", flush=True))
+    def announce(address: str) -> None:
+        print(f"listening on {address}", flush=True)
+
+    return run_server(settings.server, load, announce, max_context)

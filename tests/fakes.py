@@ -273,14 +273,15 @@ class FakeTokenizer:
     vocab_size = VOCAB
     has_chat = False
     byte_ids = frozenset()
+    longest_token = 1
 
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(c) - 32 for c in text]
 
     def decode(self, ids, *, skip_special: bool = True) -> str:
         return "".join(chr(32 + t) for t in ids if not (skip_special and t == EOS))
 
-    def apply_chat(self, messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat(self, messages, *, add_generation_prompt: bool = True, max_tokens=None) -> list[int]:
         return self.encode("".join(str(m["content"]) for m in messages))
 
 

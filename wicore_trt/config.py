@@ -125,7 +125,8 @@ class SchedulerSettings:
     max_sequences: Positive = 64
     """Sequences that run at the same time."""
     max_waiting: Positive = 1024
-    """Sequences that may wait for their first step; a request beyond that is refused with RESOURCE_EXHAUSTED."""
+    """Sequences that may wait for their first step (n of a request count n); a request beyond that is refused with
+    RESOURCE_EXHAUSTED. A tenant may have as many waiting as there is room left."""
     max_context: Positive | None = None
     """Longest sequence in tokens, prompt and output. Default: the engine's limit."""
 
@@ -133,13 +134,17 @@ class SchedulerSettings:
 @settings(config=_STRICT, frozen=True)
 class ServerSettings:
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 listens on every interface; then set api_key or TLS."""
+    """Address to listen on. 0.0.0.0 listens on every interface; then set api_key or keys_file, and TLS."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """gRPC port; 0 takes a free one and prints it."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     api_key: Annotated[str, Field(min_length=1)] | None = None
-    """Key that every call must present. Set it by WICORE_SERVER__API_KEY, so that it is in no file and no ps."""
+    """The operator's key. Set it by WICORE_SERVER__API_KEY, so that it is in no file and no ps. Without this and
+    keys_file everybody who reaches the server may use it, as one trusted user."""
+    keys_file: str | None = None
+    """File with a line TENANT:KEY for each API key, or TENANT:KEY:operator, readable by its owner alone. Tenants share
+    neither cached work nor request ids, and see the counts and KV events of their own requests; operators see all."""
     tls_cert: str | None = None
     """Server certificate chain, a PEM file."""
     tls_key: str | None = None
@@ -148,8 +153,8 @@ class ServerSettings:
     """CA that client certificates must be signed by, a PEM file; clients without one are refused."""
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
-    max_message_mb: Positive = 64
-    """Largest request message in MiB."""
+    max_message_mb: Positive | None = None
+    """Largest request message in MiB, unpacked. Default: 4 MiB, or 128 bytes for each token of the context."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

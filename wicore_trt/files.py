@@ -122,7 +122,7 @@ class Door:
                 done += len(data)
                 if done > limit:
                     raise self._too_large(path, done, limit)
-                _write_all(out, data)
+                write_all(out, data)
         return target
 
     def check(self, path: Path, *, limit: int | None = None) -> int:
@@ -229,7 +229,8 @@ def _read_at_most(file: BinaryIO, size: int) -> bytes:
     return parts.getvalue()
 
 
-def _write_all(out: io.FileIO, data: bytes) -> None:
+def write_all(out: io.FileIO, data: bytes) -> None:
+    """Write all of the bytes to an unbuffered file, which takes at most 2 GiB at a time."""
     view = memoryview(data)
     while view.nbytes:
         view = view[out.write(view) :]

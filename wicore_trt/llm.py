@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 
@@ -74,7 +75,7 @@ class LLM:
         `cache` says, of each prompt, how long its pages are worth keeping.
         Raises InvalidRequestError before anything runs when a prompt is wrong.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
         requests = [self._request(prompt, params, cache) for prompt in many]
         parts: dict[tuple[str, int], list[TextOutput]] = {}
@@ -125,9 +126,8 @@ class LLM:
         return self._tokenize(replace(text, prompt_token_ids=tuple(prompt)))
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
-        made = GenerateRequest(
-            request.request_id, encode_request(self.tokenizer, request), request.params, cache=request.cache
-        )
+        token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
+        made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
         self._core.validate(made)
         return made
 

@@ -82,6 +82,23 @@ class Scratch:
             ) from error
         _sync(self.output.parent)
 
+    def publish_file(self, file: Path) -> None:
+        """Give a finished file its name, which must be free. Raises ConfigError when it no longer is."""
+        _sync(file)
+        try:
+            try:
+                os.link(file, self.output)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                check_output(self.output, self.product, force=False)
+                os.rename(file, self.output)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
+            ) from error
+        _sync(self.output.parent)
+
 
 @contextmanager
 def replacing(output: Path, product: Product, *, force: bool, source: str | Path | None = None) -> Iterator[Scratch]:

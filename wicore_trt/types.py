@@ -1,16 +1,17 @@
 """Requests, sampling parameters and results as plain data.
 
-Shared by every layer from the scheduler to the clients; imports neither torch nor any transport. Invariant: a
-`SamplingParams` that was constructed is valid, so nothing behind the front door checks it again.
+Shared by every layer from the scheduler to the clients; imports neither torch nor any transport. Invariant: what a
+client sends (`SamplingParams`, `CacheHints`, `TextRequest`, `GenerateRequest`) is valid once it was constructed, in the
+thread of who asks, so nothing behind the front door checks it again but what depends on the engine.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from wicore_trt.checks import as_token_ids, check_finite, check_flag, check_integer, check_text
 from wicore_trt.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
@@ -19,6 +20,15 @@ MAX_LOGPROBS = 20
 MAX_N = 32
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MIN_TEMPERATURE = 1e-6
+"""Least temperature that is not greedy: below it, logits divided by it leave the range of float32."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_PRIORITY = 2
+"""Priorities are in [-MAX_PRIORITY, MAX_PRIORITY]: what waits for its turn is overtaken for a bounded time alone."""
+MAX_CACHE_SALT = 256
+MAX_SESSION = 256
+MAX_REQUEST_ID = 128
+MAX_TIMEOUT_S = 1e12
 
 
 class FinishReason(enum.Enum):
@@ -29,19 +39,6 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"  # client went away, Abort
     DEADLINE = "deadline"
     ERROR = "error"
-
-
-def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}.", field=name)
-    if value < low or value > high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}.", field=name)
-
-
-def _integer(name: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}.", field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class SamplingParams:
     `logprobs` is the number of alternatives reported per token (None: none at all, 0: the chosen token only),
     taken from the untempered, unfiltered distribution. `max_tokens=None` means up to the context limit.
 
-    Raises InvalidRequestError with the field's name for NaN, infinite, negative or oversized values.
+    Raises InvalidRequestError with the field's name for values of another type, NaN, infinite or out of range.
     """
 
     max_tokens: int | None = None
@@ -78,38 +75,60 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
-        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+            check_integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        check_integer("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", field="min_tokens")
-        _finite("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0, 1 << 31)
-        _finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _finite("min_p", self.min_p, 0.0, 1.0)
-        _finite("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_finite("temperature", self.temperature, 0.0, 100.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequestError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {self.temperature!r}.",
+                field="temperature",
+            )
+        check_integer("top_k", self.top_k, 0, 1 << 31)
+        check_finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_finite("min_p", self.min_p, 0.0, 1.0)
+        check_finite("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        check_finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        _integer("n", self.n, 1, MAX_N)
+            check_integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        check_integer("n", self.n, 1, MAX_N)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens.", field="logit_bias")
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("include_stop", self.include_stop)
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias maps token ids to numbers, at most {MAX_LOGIT_BIAS} of them.", field="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 1 << 31)
-            _finite("logit_bias", bias, -100.0, 100.0)
-        if len(self.stop) > MAX_STOP_STRINGS or any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
+            check_integer("logit_bias", token, 0, 1 << 31)
+            check_finite("logit_bias", bias, -100.0, 100.0)
+        stops = self.stop
+        if (
+            not isinstance(stops, (tuple, list))
+            or len(stops) > MAX_STOP_STRINGS
+            or any(not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops)
+        ):
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} non-empty strings of up to {MAX_STOP_LENGTH} characters.",
                 field="stop",
             )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        for stop in stops:
+            check_text("stop", stop, MAX_STOP_LENGTH)
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, (tuple, list)) or len(tokens) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens.", field="stop_token_ids"
             )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 1 << 31)
+        for token in tokens:
+            check_integer("stop_token_ids", token, 0, 1 << 31)
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
     @property
     def greedy(self) -> bool:
@@ -161,17 +180,23 @@ class CacheHints:
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_text("session", self.session, MAX_SESSION)
+        if not isinstance(self.priority, CachePriority):
+            raise InvalidRequestError(f"{self.priority!r:.80} is no CachePriority.", field="cache.priority")
         if self.ttl_s is not None:
-            _finite("ttl_s", self.ttl_s, 0.0, MAX_TTL_S, open_low=True)
+            check_finite("ttl_s", self.ttl_s, 0.0, MAX_TTL_S, open_low=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """What a client asks for, after validation and tokenization.
 
-    `deadline` is a time.monotonic() stamp or None. `priority`: lower runs first, 0 is normal. `tenant` is who asks, as
-    the server knows it; no client sets it. `cache_salt` is the client's own: two requests share pages only when their
-    tenants and their salts are equal.
+    `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
+    is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
+    requests share pages only when their tenants and their salts are equal.
+
+    Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy
+    among the token ids become plain ones.
     """
 
     request_id: str
@@ -182,6 +207,12 @@ class GenerateRequest:
     tenant: str = ""
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
+
+    def __post_init__(self) -> None:
+        _check_request(self)
+        object.__setattr__(self, "prompt_token_ids", as_token_ids("prompt_token_ids", self.prompt_token_ids))
+        if self.deadline is not None:
+            check_finite("deadline", self.deadline, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +256,9 @@ class TextRequest:
     """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
 
     `messages` are chat turns ({"role", "content"}), rendered by the model's own template. `timeout_s` counts
-    from submission. `add_bos` applies to `prompt` only. `tenant` and `cache_salt` as in GenerateRequest.
+    from submission. `add_bos` applies to `prompt` only. The rest is as in GenerateRequest, which checks the token ids.
+
+    Raises InvalidRequestError with the field's name for values of another type or out of range.
     """
 
     request_id: str
@@ -239,6 +272,28 @@ class TextRequest:
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
     add_bos: bool = True
+
+    def __post_init__(self) -> None:
+        _check_request(self)
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            raise InvalidRequestError(f"prompt must be text, got {type(self.prompt).__name__}.", field="prompt")
+        if self.timeout_s is not None:
+            check_finite("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
+        check_flag("add_bos", self.add_bos)
+
+
+def _check_request(request: GenerateRequest | TextRequest) -> None:
+    """The fields that both kinds of requests have."""
+    check_text("request_id", request.request_id, MAX_REQUEST_ID)
+    if not isinstance(request.params, SamplingParams):
+        raise InvalidRequestError(
+            f"params must be SamplingParams, got {type(request.params).__name__}.", field="params"
+        )
+    check_integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_text("tenant", request.tenant, MAX_CACHE_SALT)
+    check_text("cache_salt", request.cache_salt, MAX_CACHE_SALT)
+    if not isinstance(request.cache, CacheHints):
+        raise InvalidRequestError(f"cache must be CacheHints, got {type(request.cache).__name__}.", field="cache")
 
 
 @dataclass(frozen=True, slots=True)

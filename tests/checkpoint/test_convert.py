@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.checkpoint import convert as convert_module
 from wicore_trt.checkpoint.convert import convert
@@ -113,8 +114,8 @@ def test_vision_tensors_are_carried_along(tmp_path: Path) -> None:
 
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", random_tensors(SPEC, seed=3))
-    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
-        (source / name).write_text("{}")
+    write_tiny_tokenizer(source)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "README.md").write_text("no")
     checkpoint = convert(source, tmp_path / "c")
     assert {f.name for f in checkpoint.tokenizer_files} == {

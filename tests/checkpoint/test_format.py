@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import Origin, build_config, open_checkpoint, window_pattern, write_config
@@ -59,7 +60,7 @@ def test_window_pattern_is_found(layers: int, pattern: int) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("made")
     source = write_model(base / "m", random_tensors(SPEC, seed=1))
-    (source / "tokenizer.json").write_text('{"a": 1}')
+    write_tiny_tokenizer(source)
     return convert(source, base / "c", tp_size=2).path
 
 
@@ -76,7 +77,7 @@ def test_an_intact_copy_opens(copy: Path) -> None:
     checkpoint = open_checkpoint(copy, verify=True)
     assert checkpoint.spec == SPEC and checkpoint.tp_size == 2 and checkpoint.source.endswith("/m")
     assert [f.name for f in checkpoint.rank_files] == ["rank0.safetensors", "rank1.safetensors"]
-    assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json"]
+    assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json", "generation_config.json"]
 
 
 FILES = ["rank0.safetensors", "rank1.safetensors", "tokenizer.json"]

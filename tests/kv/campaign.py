@@ -15,6 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from disk_store_helpers import hurry
@@ -150,12 +151,12 @@ class Stack:
         executor.layout = replace(executor.layout, kv_dtype=shape.kv_dtype)
         ranked = partial(Namespace, rank=shape.rank, world=2)
         slabs = partial(DiskStore, slab_bytes=SLAB)  # several files, so that runs of slots end and slabs can be swapped
-        with mock.patch.multiple(assemble_kv, Namespace=ranked, DiskStore=slabs):
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
+        with mock.patch.multiple(assemble_kv, Namespace=ranked, DiskStore=slabs, time=clock):
             manager, loader = assemble_kv.make_cache(
                 self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,
                 copier=self.copier or executor.copier, files=self.files,
             )  # fmt: skip
-        manager._clock = manager.retention._clock = lambda: self.now
         scheduler = Scheduler(
             manager, max_batch_tokens=shape.max_batch_tokens, max_sequences=shape.max_sequences, loader=loader
         )

@@ -22,10 +22,12 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "checks": ("errors",),
     "files": ("errors",),
     "scratch": ("errors", "files"),
-    "types": ("errors",),
-    "model.spec": ("errors",),
+    "types": ("errors", "checks"),
+    "model.spec": ("errors", "model.hf_config"),
+    "model.hf_config": ("errors", "model.spec"),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
     "model.triton_table": ("model.spec", "plugins"),
@@ -55,6 +57,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime",
         "text",
     ),  # calibrating is running the model
+    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
     "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "plugins"),
     "text": ("errors", "files", "types", "text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.one_of(st.floats(0.05, 3.0), st.sampled_from([1.0, 1e-30, 100.0])),
+    temperature=st.one_of(st.floats(0.05, 3.0), st.sampled_from([1.0, 1e-6, 100.0])),
     top_k=st.one_of(st.just(0), st.integers(1, 80)),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
@@ -196,8 +197,7 @@ def test_top_k_keeps_exactly_k_of_ties() -> None:
 def test_extremes() -> None:
     logits = random_logits(9, 3000)
     best = int(logits.argmax())
-    assert one(logits, piece(SamplingParams(temperature=1e-30))) == best
-    assert one(logits, piece(SamplingParams(temperature=5e-324))) == best
+    assert one(logits, piece(SamplingParams(temperature=1e-6))) == best
     assert one(logits, piece(SamplingParams(top_k=1, temperature=100.0))) == best
     assert one(logits, piece(SamplingParams(top_p=1e-12, temperature=100.0))) == best
     assert one(logits, piece(SamplingParams(min_p=1.0))) == best
@@ -351,12 +351,36 @@ def test_rows_that_are_not_finite_fail_alone(params: SamplingParams) -> None:
     assert result.tokens == [fine.tokens[i] for i in (0, 2, 5)]
 
 
-def test_nothing_left_to_choose_fails() -> None:
+def test_stop_tokens_that_leave_nothing_to_choose_are_chosen_from_all_the_same() -> None:
     logits = torch.tensor([[1.0, 2.0]])
-    pieces = [piece(SamplingParams(), suppress_eos=True, stop_ids=(0, 1))]
-    assert Sampler().sample(logits, pieces).failed == {0: "logits are not finite"}
-    overflow = [piece(SamplingParams(repetition_penalty=1e-300), prompt=(0,))]
-    assert Sampler().sample(logits, overflow).failed == {0: "logits are not finite"}
+    for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=0.01)):
+        result = Sampler().sample(logits, [piece(params, suppress_eos=True, stop_ids=(0, 1))])
+        assert not result.failed and [token.token_id for token in result.tokens] == [1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_parameters_of_a_client_make_a_finite_row_fail(seed: int) -> None:
+    """Logits at the ends of float32, and every parameter at the ends of its range."""
+    rng, vocab = random.Random(seed), 50
+    ends = (1e-30, 1.0, 1e10, 3.4e38, -1.0, -1e10, -3.4e38, -np.inf)
+    for _ in range(100):
+        row = [rng.choice(ends) for _ in range(vocab)]
+        row[rng.randrange(vocab)] = 2.0
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 1e-6, 1.0, 100.0)),
+            top_k=rng.choice((0, 1, 1 << 31)),
+            top_p=rng.choice((5e-324, 0.5, 1.0)),
+            min_p=rng.choice((0.0, 5e-324, 1.0)),
+            repetition_penalty=rng.choice((0.01, 1.0, 100.0)),
+            presence_penalty=rng.choice((-2.0, 0.0, 2.0)),
+            frequency_penalty=rng.choice((-2.0, 0.0, 2.0)),
+            logit_bias={token: rng.choice((-100.0, 100.0)) for token in rng.sample(range(vocab), 5)},
+            logprobs=rng.choice((None, 20)),
+        )
+        history = tuple(rng.choices(range(vocab), k=80))
+        one_piece = piece(params, prompt=history[:40], output=history[40:], suppress_eos=True, stop_ids=tuple(range(9)))
+        result = Sampler().sample(torch.tensor([row]), [one_piece])
+        assert not result.failed and 0 <= result.tokens[0].token_id < vocab, (params, row)
 
 
 def test_no_rows() -> None:

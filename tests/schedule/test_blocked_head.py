@@ -29,7 +29,7 @@ def test_a_head_that_does_not_fit_costs_nothing_until_pages_are_freed():
     for _ in range(12):
         core.step()
     assert asked == [76] and len(core.scheduler.waiting) == 1
-    core.add(request("urgent", [5, 6, 7], 2, priority=-100))
+    core.add(request("urgent", [5, 6, 7], 2, priority=-2))
     core.step()
     assert asked == [76, 3, 76], "a newcomer that goes first is admitted, and the head is asked again"
     for _ in range(7):

@@ -15,7 +15,7 @@ from fakes import FAKE_INFO
 from google.protobuf.duration_pb2 import Duration
 from serving import TOKENIZER, failure, make_engine, request, rest_of, serving, steps_of, until
 
-from wicore_trt.core.text_engine import TextStream
+from wicore_trt.core.text_engine import Tally, TextStream
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.types import FinishReason, TextRequest, TokenLogprob, TokenOutput, Usage
 
@@ -149,6 +149,12 @@ class FloodEngine:
 
     async def close(self) -> None:
         self.task.cancel()
+
+    async def encode(self, message: TextRequest) -> TextRequest:
+        return message
+
+    def tally(self, tenant: str) -> Tally:
+        return Tally()
 
     def submit(self, message: TextRequest) -> TextStream:
         self.stream = TextStream(self, "0", message, TOKENIZER)

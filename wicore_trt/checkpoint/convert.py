@@ -140,6 +140,12 @@ class _Conversion:
                 fix="Free some space or choose another output.",
             )
         tokenizer = self._source.write_tokenizer(self._directory)
+        from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
+
+        if self._source.chat_template is not None:  # the tokenizer is our own work, the template is not
+            check_template(self._source.chat_template, self._source.name)
+        elif not self._source.makes_tokenizer:
+            check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
         origin = Origin(printable(self._source.name), self._source.revision)
         if self._calibration:
             from wicore_trt.checkpoint.calibrate import calibrate_source

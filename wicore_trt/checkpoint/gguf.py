@@ -76,6 +76,8 @@ _CARRIED = ("vision.", "mm.")  # of the vision tower, which lies in another file
 class GgufSource(Source):
     """An opened GGUF file of architecture gemma3."""
 
+    makes_tokenizer = True
+
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
         self.name, self.revision = str(path), None
@@ -93,6 +95,7 @@ class GgufSource(Source):
                 f"{path} uses {', '.join(odd)}, which WiCore does not read.", fix=f"It reads {', '.join(TYPES)}."
             )
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
+        self.chat_template = self._vocabulary.chat_template
         self.generation_config = {
             "bos_token_id": self._vocabulary.bos,
             "eos_token_id": self._vocabulary.ends,
@@ -223,11 +226,14 @@ class _Keys:
 
 
 def _rope_factor(keys: _Keys) -> float:
-    """llama.cpp's rule: the type is linear unless it says otherwise, and old files call the factor scale_linear."""
+    """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
+    converter always writes both, so such a file is not its work and refused."""
     kind = keys.get("rope.scaling.type")
     factor, old = keys.real("rope.scaling.factor", None), keys.real("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):
         raise keys.wrong("rope.scaling.type", kind, "'linear' or 'none' for Gemma 3")
+    if kind is None and factor is not None:
+        raise keys.wrong("rope.scaling.type", None, f"'linear' where rope.scaling.factor is {factor}")
     if kind == "none":
         return 1.0
     if None not in (factor, old) and factor != old:

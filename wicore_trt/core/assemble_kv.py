@@ -20,13 +20,14 @@ from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
 from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
+from wicore_trt.kv.page_store import PageStore
 from wicore_trt.kv.policies import make_policy
 from wicore_trt.kv.prefix_loader import PrefixLoader
 from wicore_trt.kv.retention import Retention
 from wicore_trt.kv.secret import secret_of
 from wicore_trt.kv.tier_index import TierCopy, TierIndex
 from wicore_trt.kv.tiers import LowerTiers
-from wicore_trt.kv.transfers import PageStore, Transfers
+from wicore_trt.kv.transfers import Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 
@@ -78,6 +79,7 @@ def make_cache(
     if tiers is not None:
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
         tiers.transfers.disk_rate = loader.disk_read
+        _keep_times(manager.retention, tiers.transfers)
     return manager, loader
 
 
@@ -147,6 +149,38 @@ def _open_store(settings: KVSettings, namespace: Namespace, slot_bytes: int, fil
         cipher=cipher,
         files=files,
     )
+
+
+def _keep_times(retention: Retention, transfers: Transfers) -> None:
+    """Have times to live written down with the pages on disk, and go on with those of an earlier process."""
+    if transfers.disk is None:
+        return
+    books, store = transfers.disk
+    now = time.time()
+    for key, end in store.ending.items():
+        retention.restore(key, end - now)
+
+    def expires(key: bytes) -> int:
+        left = retention.left(key)
+        return 0 if left is None else _unix(left)
+
+    def stamped(key: bytes, left: float | None) -> None:
+        end = 0 if left is None else _unix(left)
+        for group in books.slots_per_page:
+            copy = books.get(group, key)
+            if copy is not None and copy.ready:
+                known = store.expires(copy.slots)
+                # what is used all the time need not be written each time: an earlier end only costs a later restart
+                if not known or not end or end < known or known - time.time() < (left or 0.0) / 2:
+                    store.stamp(copy.page, copy.slots, end)
+
+    transfers.expires = expires
+    retention.stamped = stamped
+
+
+def _unix(left_s: float) -> int:
+    """Whole seconds since 1970, not later than in `left_s` seconds; more than 0, which is never."""
+    return max(1, int(time.time() + left_s))
 
 
 def _left(events: KVEventLog, tier: str, store: PageStore | None, copy: TierCopy, cause: str) -> None:

@@ -115,12 +115,12 @@ class EngineCore:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
         ):
-            bad = next((token for token in ids if not 0 <= token < vocab), None)
-            if bad is not None:
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                bad = next(token for token in ids if not 0 <= token < vocab)
                 raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a validated request with an id that is not live."""
+        """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
         assert request.request_id not in self._sequences
         arrival = self._clock()
         params = request.params
@@ -140,7 +140,14 @@ class EngineCore:
             )
             self._next_id += 1
             sequences.append(sequence)
-            self.scheduler.add(sequence)
+        try:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+        except Exception:
+            for sequence in sequences:
+                if sequence in self.scheduler.waiting:
+                    self.scheduler.finish(sequence)
+            raise
         self._sequences[request.request_id] = sequences
         self._counts["prompt"] += len(request.prompt_token_ids) * params.n
         if request.deadline is not None:
@@ -242,6 +249,10 @@ class EngineCore:
         manager.housekeep()
         manager.events.publish()
         return manager.busy
+
+    def rest_s(self) -> float | None:
+        """Seconds until `tidy` has something to do again although no request comes; None for never."""
+        return self.scheduler.manager.retention.rest_s()
 
     def _idle(self, plan: Plan) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""

@@ -1,19 +1,29 @@
 """The thread that steps the engine.
 
 Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
-one step. Outputs of a step leave through one callback. It must not know text or asyncio. Invariant: every request
-that `add` accepted gets its final output, also when the executor breaks; after that the loop refuses new ones.
+one step. Outputs of a step leave through one callback. It must not know text or asyncio. Invariants: every request
+that `add` accepted gets its final output, also when the executor breaks (after that the loop refuses new ones) or when
+the engine cannot take the request (which fails alone); no tenant fills the queue.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.errors import EngineDeadError, QueueFullError, UnavailableError
-from wicore_trt.kv.events import KVEventLog
+from wicore_trt.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+    WicoreError,
+)
+from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -26,7 +36,8 @@ Sink = Callable[[list[TokenOutput]], None]
 class EngineLoop:
     """Owns an EngineCore and the thread that steps it. `sink` is called on that thread, once per step.
 
-    `max_waiting` bounds the sequences that wait for their first step.
+    `max_waiting` bounds the sequences that wait for their first step. A named tenant may have as many waiting as there
+    is room left: one that floods gets half of the queue, and the next one finds room.
     """
 
     def __init__(self, core: EngineCore, sink: Sink, *, max_waiting: int) -> None:
@@ -35,12 +46,13 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._wake = threading.Condition()
         self._inbox: list[GenerateRequest | tuple[str, int | None]] = []  # in order: an abort follows its request
-        self._inbox_sequences = 0
+        self._inbox_sequences: Counter[str] = Counter()  # by tenant
         self._live: set[str] = set()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()  # sequences in the engine's queue, by tenant
+        self._running: Counter[str] = Counter()
         self._open = True
         self._dead: str | None = None
-        self._stats = core.stats()
+        self._stats, self._stats_time = core.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +62,10 @@ class EngineLoop:
     def kv_events(self) -> KVEventLog:
         """What the KV cache gains and loses; any thread may read it."""
         return self._core.scheduler.manager.events
+
+    def kv_events_of(self, tenant: str) -> EventFeed:
+        """The same of one tenant's pages alone."""
+        return self.kv_events.of(self._core.scheduler.manager.names(tenant, "").tag)
 
     @property
     def dead(self) -> str | None:
@@ -64,21 +80,27 @@ class EngineLoop:
     def add(self, request: GenerateRequest) -> None:
         """Accept a request, whose id must not be live.
 
-        Raises InvalidRequestError, QueueFullError when `max_waiting` sequences wait, UnavailableError after `stop`,
-        EngineDeadError when the loop broke.
+        Raises InvalidRequestError, QueueFullError when its sequences find no room among the waiting, UnavailableError
+        after `stop`, EngineDeadError when the loop broke.
         """
         self._core.validate(request)
+        n, tenant = request.params.n, request.tenant
+        if n > self._max_waiting:
+            raise InvalidRequestError(f"n must be at most {self._max_waiting}, which may wait here.", field="n")
         with self._wake:
             if self._dead is not None:
                 raise EngineDeadError(f"The engine stopped: {self._dead}")
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_id not in self._live
-            if self._waiting + self._inbox_sequences >= self._max_waiting:
-                raise QueueFullError(f"The queue is full: {self._max_waiting} sequences are waiting.")
+            free = self._max_waiting - self._waiting.total() - self._inbox_sequences.total()
+            if n > free:
+                raise QueueFullError("The queue is full.")
+            if tenant and n + self._waiting[tenant] + self._inbox_sequences[tenant] > free:
+                raise QueueFullError("Your share of the queue is full.")
             self._live.add(request.request_id)
             self._inbox.append(request)
-            self._inbox_sequences += request.params.n
+            self._inbox_sequences[tenant] += n
             self._wake.notify()
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -99,8 +121,16 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def stats(self) -> EngineStats:
-        """Counters as of the last step."""
-        return self._stats
+        """Counters as of the last step; uptime and the number of waiting sequences as of now."""
+        with self._wake:
+            waiting = self._waiting.total() + self._inbox_sequences.total()
+            uptime_s = self._stats.uptime_s + time.monotonic() - self._stats_time
+            return replace(self._stats, uptime_s=uptime_s, requests_waiting=waiting)
+
+    def load_of(self, tenant: str) -> tuple[int, int]:
+        """Sequences of one tenant that run and that wait."""
+        with self._wake:
+            return self._running[tenant], self._waiting[tenant] + self._inbox_sequences[tenant]
 
     def _run(self) -> None:
         try:
@@ -121,27 +151,44 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait(TIDY_S if self._core.tidy() else None)
+                self._wake.wait(TIDY_S if self._core.tidy() else self._core.rest_s())
+                self._look()
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences
-            self._inbox_sequences = 0
+            self._inbox_sequences.clear()
             keep_on = self._open
         outputs = []
         for item in inbox:
             if isinstance(item, GenerateRequest):
-                self._core.add(item)
+                outputs += self._add(item)
             else:
                 outputs += self._core.abort(*item)
         if outputs:
             self._emit(outputs)
         return keep_on
 
+    def _add(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Give a request to the engine, which goes on without it when it cannot take it."""
+        try:
+            self._core.add(request)
+        except Exception as error:
+            log.exception("request %s could not be queued", request.request_id)
+            why = str(error) if isinstance(error, WicoreError) else "The request could not be queued."
+            return [TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why)]
+        return []
+
+    def _look(self) -> None:
+        """Note the engine's present state for other threads; with the lock held."""
+        running = self._core.scheduler.running
+        self._waiting = Counter(self._core.scheduler.waiting.counts())
+        self._running = Counter(s.request.tenant for s in running if s.finish_reason is None)
+        self._stats, self._stats_time = self._core.stats(), time.monotonic()
+
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
             for output in outputs:
                 if output.finish_reason is not None and not self._core.is_live(output.request_id):
                     self._live.discard(output.request_id)
-            self._waiting = len(self._core.scheduler.waiting)
-            self._stats = self._core.stats()
+            self._look()
         if outputs:
             self._sink(outputs)

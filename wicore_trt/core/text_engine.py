@@ -1,8 +1,9 @@
 """The asyncio face of an engine: text requests in, streams of text out.
 
 Tokenizes, hands requests to the EngineLoop, turns its token outputs into text on the event loop's thread and ends
-sequences on stop strings. It must not know gRPC or HTTP. Invariant: an iterator that `submit` returned ends (with a
-finish reason or an exception) or its closing aborts the request; a slow reader costs memory bounded by its own output.
+sequences on stop strings. It must not know gRPC or HTTP. Invariants: an iterator that `submit` returned ends (with a
+finish reason or an exception) or its closing aborts the request; a slow reader costs memory bounded by its own output;
+request ids, `abort` and `stats` of a tenant know that tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import asyncio
 import itertools
 import logging
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
-from wicore_trt.kv.events import KVEventLog
+from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     EngineStats,
@@ -31,20 +36,28 @@ from wicore_trt.types import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def encode_request(tokenizer: Tokenizer, request: TextRequest) -> tuple[int, ...]:
-    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given."""
+TEXT_THREADS = 2
+"""Threads that tokenize. They are beside the engine's, and one text may take seconds."""
+INLINE_CHARS = 2048
+"""Texts of no more characters are tokenized on the event loop, in about a millisecond."""
+
+
+def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int) -> tuple[int, ...]:
+    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given, and for a
+    text that is longer than `max_context` tokens can be."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(tokenizer.apply_chat(request.messages))
+        return tuple(tokenizer.apply_chat(request.messages, max_tokens=max_context))
     assert request.prompt is not None
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
-    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos))
+    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
 
 
 def merge(outputs: list[TextOutput]) -> TextOutput:
@@ -69,6 +82,7 @@ class TextStream:
     def __init__(self, engine: TextEngine, key: str, request: TextRequest, tokenizer: Tokenizer) -> None:
         self.key = key
         self.request_id = request.request_id
+        self.tenant = request.tenant
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
         self._pending: dict[int, list[TextOutput]] = {}
@@ -83,11 +97,13 @@ class TextStream:
         """Take a token output from the engine; on the event loop's thread."""
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
+            self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
             self.fail(EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed."))
             return
         text = self._texts[output.index].push(output)
         if text is None:
             return
+        self._engine.tally(self.tenant).add(text)
         self._pending.setdefault(output.index, []).append(text)
         if self._texts[output.index].finished and output.finish_reason is None:
             self._engine.abort_engine(self.key, output.index)
@@ -117,6 +133,23 @@ class TextStream:
         self._engine.forget(self)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What one tenant's requests came to, since start."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+    def add(self, output: TextOutput) -> None:
+        self.generated += len(output.token_ids)
+        if output.finish_reason is not None:
+            self.finished[output.finish_reason.value] += 1
+        if output.usage is not None:
+            self.cached += output.usage.cached_tokens
+
+
 class TextEngine:
     """One engine served on one event loop.
 
@@ -129,7 +162,9 @@ class TextEngine:
         self.draining = False
         self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
         self._streams: dict[str, TextStream] = {}  # by key
-        self._keys: dict[str, str] = {}  # request id -> key
+        self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
+        self._tallies: dict[str, Tally] = {}
+        self._offload = Offload(TEXT_THREADS)
         self._serial = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,22 +184,44 @@ class TextEngine:
         """What the KV cache gains and loses."""
         return self._loop.kv_events
 
+    def kv_events_of(self, tenant: str) -> EventFeed:
+        """The same of the pages of one tenant."""
+        return self._loop.kv_events_of(tenant)
+
     async def start(self) -> None:
         """Start the step loop."""
         self._asyncio = asyncio.get_running_loop()
         self._loop.start()
 
+    async def work(self, tenant: str, function: Callable[[], T]) -> T:
+        """Run a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
+        return await self._offload.run(tenant, function)
+
+    async def encode(self, request: TextRequest) -> TextRequest:
+        """The request with a long text as token ids, made on a thread. Raises InvalidRequestError."""
+        started = time.monotonic()
+        if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
+            return request
+        token_ids = await self.work(
+            request.tenant, lambda: encode_request(self.tokenizer, request, self.info.max_context_tokens)
+        )
+        left = request.timeout_s
+        if left is not None:
+            left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
+        return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
+
     def submit(self, request: TextRequest) -> TextStream:
-        """Queue a request and return its stream.
+        """Queue a request and return its stream. A text is tokenized here, so pass long ones through `encode` first.
 
         Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError at
         once; the stream raises EngineDeadError when the engine breaks later.
         """
         if self.draining or self._asyncio is None:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
-        if request.request_id in self._keys:
+        name = (request.tenant, request.request_id)
+        if name in self._keys:
             raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
-        token_ids = encode_request(self.tokenizer, request)
+        token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, str(next(self._serial)), request, self.tokenizer)
         self._loop.add(
@@ -180,13 +237,18 @@ class TextEngine:
             )
         )
         self._streams[stream.key] = stream
-        self._keys[stream.request_id] = stream.key
+        self._keys[name] = stream.key
+        self.tally(request.tenant).prompt += len(token_ids) * request.params.n
         self._idle.clear()
         return stream
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with FinishReason.CANCELLED; false when it is not live."""
-        key = self._keys.get(request_id)
+    def tally(self, tenant: str) -> Tally:
+        """The counts of one tenant."""
+        return self._tallies.setdefault(tenant, Tally())
+
+    def abort(self, request_id: str, tenant: str = "") -> bool:
+        """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
+        key = self._keys.get((tenant, request_id))
         return key is not None and self._loop.abort(key)
 
     def abort_engine(self, key: str, index: int | None = None) -> None:
@@ -200,7 +262,26 @@ class TextEngine:
             self._remove(stream)
 
     def stats(self) -> EngineStats:
+        """Counters and gauges of the whole engine."""
         return self._loop.stats()
+
+    def stats_of(self, tenant: str) -> EngineStats:
+        """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
+        running, waiting = self._loop.load_of(tenant)
+        tally = self.tally(tenant)
+        return EngineStats(
+            uptime_s=self._loop.stats().uptime_s,
+            requests_running=running,
+            requests_waiting=waiting,
+            requests_finished=dict(tally.finished),
+            prompt_tokens=tally.prompt,
+            cached_prompt_tokens=tally.cached,
+            generated_tokens=tally.generated,
+            steps=0,
+            step_seconds=0.0,
+            preemptions=0,
+            pools=(),
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for the running ones, cancel what is left; true when none was cancelled."""
@@ -239,6 +320,6 @@ class TextEngine:
                 self._remove(stream)
 
     def _remove(self, stream: TextStream) -> None:
-        del self._streams[stream.key], self._keys[stream.request_id]
+        del self._streams[stream.key], self._keys[stream.tenant, stream.request_id]
         if not self._streams:
             self._idle.set()

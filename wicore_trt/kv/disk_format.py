@@ -20,7 +20,7 @@ import xxhash
 
 from wicore_trt.kv.page import TENANT_BYTES, Page
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK_BYTES = 4096
 """Size of a header block, and what offsets, lengths and addresses are multiples of (O_DIRECT on any common disk)."""
 RECORD_BYTES = 128
@@ -39,8 +39,8 @@ _IDENTITY = struct.Struct(f"<8sII16s{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}s{GROU
 _SEALED_AT = _IDENTITY.size
 _CHECK_AT = _SEALED_AT + SEALED_BYTES
 _HEADER_CHECK_AT = BLOCK_BYTES - CHECK_BYTES
-# magic, group number, flags, key, parent, tenant, index, write id, part, parts, slot; the check follows
-_RECORD = struct.Struct(f"<IHH{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}sQQHHI")
+# magic, group number, flags, key, parent, tenant, index, expires, write id, part, parts, slot; the check follows
+_RECORD = struct.Struct(f"<IHH{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}sIIQHHI")
 RECORD_BODY_BYTES = _RECORD.size
 RECORD_FIELDS = [
     ("magic", "<u4"),
@@ -49,7 +49,8 @@ RECORD_FIELDS = [
     ("key", f"V{KEY_BYTES}"),
     ("parent", f"V{KEY_BYTES}"),
     ("tenant", f"V{TENANT_BYTES}"),
-    ("index", "<u8"),
+    ("index", "<u4"),
+    ("expires", "<u4"),
     ("write_id", "<u8"),
     ("part", "<u2"),
     ("parts", "<u2"),
@@ -186,8 +187,9 @@ class SlotFormat:
             except ValueError as error:
                 raise CorruptSlotError(str(error)) from error
 
-    def record(self, page: Page, part: int, parts: int, slot: int, write_id: int) -> bytes:
-        """The index record (RECORD_BYTES) of a slot."""
+    def record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
+        """The index record (RECORD_BYTES) of a slot. `expires`: seconds since 1970 at which the page's time is over, 0
+        for never. `write_id` 0: the page is being written, and nobody finds it yet."""
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)
         group = self._group_numbers[page.group]
         body = _RECORD.pack(
@@ -198,6 +200,7 @@ class SlotFormat:
             page.parent or b"",
             page.tenant,
             page.index,
+            expires,
             write_id,
             part,
             parts,

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,14 +42,22 @@ _log = logging.getLogger(__name__)
 
 class FoundPages:
     """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
-    the other slots with records: parts of incomplete pages, pages written again elsewhere, and damage."""
+    the other slots with records: parts of incomplete pages, pages written again elsewhere, those whose time is over at
+    `now` (seconds since 1970), and damage. `expires[i]` is when a page's time is over, 0 for never; `passing` are the
+    stale slots whose record has such a time."""
 
-    def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int) -> None:
+    def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int, now: float = 0.0) -> None:
         parts, counts = _complete(records, _candidates(records, namespace, flags))
         first = np.cumsum(counts) - counts
         heads = parts[first]
         keep = _newest(records["key"][heads], records["group"][heads])
+        ends = _soonest(records["expires"], parts, first, counts)
+        if now and len(heads):
+            # write ids are times: a clock that was set back since must not lengthen anybody's time
+            now = max(now, int(records["write_id"][heads].max()) / 1e9)
+            keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
         self._records = records
+        self.expires: NDArray[np.uint32] = ends[keep]
         self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
         self._parts = parts
         self._groups = namespace.groups
@@ -56,19 +65,29 @@ class FoundPages:
         taken = np.zeros(len(records), dtype=bool)
         for column in range(int(self._counts.max(initial=0))):
             taken[parts[self._first[self._counts > column] + column]] = True
-        self.stale: list[int] = np.flatnonzero(~taken & (records["magic"] != 0)).tolist()
+        stale = ~taken & (records["magic"] != 0)
+        self.stale: list[int] = np.flatnonzero(stale).tolist()
+        self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
 
     def last_write(self) -> int:
         """The largest write id of a page found; 0 without any."""
         return int(self.write_ids.max(initial=0))
 
-    def slot_write_ids(self, num_slots: int) -> NDArray[np.uint64]:
-        """For each slot the write id of the page in it; 0 for none."""
-        ids = np.zeros(num_slots, dtype=np.uint64)
+    def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
+        """For each slot the value, such as `write_ids`, of the page in it; 0 for none."""
+        spread = np.zeros(num_slots, dtype=values.dtype)
         for column in range(int(self._counts.max(initial=0))):
             longer = self._counts > column
-            ids[self._parts[self._first[longer] + column]] = self.write_ids[longer]
-        return ids
+            spread[self._parts[self._first[longer] + column]] = values[longer]
+        return spread
+
+    def ending(self) -> dict[bytes, int]:
+        """By key, when the pages with a time to live end: seconds since 1970."""
+        at = np.flatnonzero(self.expires)
+        ends: dict[bytes, int] = {}
+        for key, end in zip(self._records["key"][self._heads[at]].tolist(), self.expires[at].tolist(), strict=True):
+            ends[key] = min(end, ends.get(key, end))
+        return ends
 
     def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
         groups, slots = self._groups, self._parts.tolist()
@@ -93,6 +112,7 @@ class SlotIndex:
         self._writing = threading.Lock()  # held during writes: a clear and a put of one slot keep their order
         self._mutex = threading.Lock()  # guards _forgotten; never held during I/O
         self._forgotten: set[int] = set()
+        self._stamped: dict[int, bytes] = {}  # records to be written anew
 
     def grow(self, num_records: int) -> None:
         """Room for records [0, num_records). OSError when there is none; then nothing changed."""
@@ -111,44 +131,71 @@ class SlotIndex:
             self._files.truncate(self._fd, num_records * RECORD_BYTES)
             self.num_records = num_records
 
-    def load(self) -> FoundPages:
-        """Read all records. OSError when that fails."""
+    def load(self, now: float = 0.0) -> FoundPages:
+        """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
         nbytes = self.num_records * RECORD_BYTES
         buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
         for at in range(0, nbytes, _READ_BYTES):
             read_all(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
-        return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags)
+        return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags, now)
 
-    def put(self, page: Page, slots: Sequence[int], write_id: int) -> None:
+    def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
         """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
-        parts = len(slots)
-        records = [self._format.record(page, part, parts, slot, write_id) for part, slot in enumerate(slots)]
+        records = self._records(page, slots, write_id, expires)
         with self._writing:
             with self._mutex:
                 self._forgotten.difference_update(slots)
-            for first, last in adjacent(slots):
-                write_all(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+                self._unstamp(slots)
+            self._write(slots, records)
 
-    def forget(self, slots: Iterable[int]) -> None:
+    def stamp(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
+        """The page's time is over at `expires`. Only noted: `flush` writes it."""
+        records = self._records(page, slots, write_id, expires)
+        with self._mutex:
+            self._stamped.update(zip(slots, records, strict=True))
+
+    def forget(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more. Only noted: `flush` writes it."""
         with self._mutex:
             self._forgotten.update(slots)
+            self._unstamp(slots)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """The records of these slots stay as they are on disk until `forget` or `put`."""
+        with self._mutex:
+            self._unstamp(slots)
 
     def flush(self) -> None:
-        """Clear the records of forgotten slots. OSError when that fails; they are then tried again."""
-        if not self._forgotten:
+        """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
+        again."""
+        if not self._forgotten and not self._stamped:
             return
         with self._writing:
             with self._mutex:
                 slots = sorted(slot for slot in self._forgotten if slot < self.num_records)
+                stamped = sorted(self._stamped.items())
                 self._forgotten.clear()
+                self._stamped.clear()
             try:
-                for first, last in adjacent(slots):
-                    blank = bytes((last - first) * RECORD_BYTES)
-                    write_all(self._files, self._fd, [blank], slots[first] * RECORD_BYTES)
+                self._write(slots, [bytes(RECORD_BYTES)] * len(slots))
+                self._write([slot for slot, _ in stamped], [record for _, record in stamped])
             except OSError:
-                self.forget(slots)
+                with self._mutex:
+                    again = {slot: record for slot, record in stamped if slot not in self._forgotten}
+                    self._stamped = again | self._stamped
+                    self._forgotten.update(slots)
                 raise
+
+    def _records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> list[bytes]:
+        return [self._format.record(page, i, len(slots), slot, write_id, expires) for i, slot in enumerate(slots)]
+
+    def _write(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
+        for first, last in adjacent(slots):
+            write_all(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+
+    def _unstamp(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._stamped.pop(slot, None)
 
     def close(self) -> None:
         """Flush, and close the file."""
@@ -202,6 +249,18 @@ def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDAr
         good &= column == column[first]
     whole = np.logical_and.reduceat(good, starts)
     return order[np.repeat(whole, counts)], counts[whole]
+
+
+def _soonest(
+    expires: NDArray[np.uint32], parts: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> NDArray[np.uint32]:
+    """When each page's time is over: the soonest of its parts, as a server may have died while it wrote them anew."""
+    if not len(first):
+        return np.zeros(0, dtype=np.uint32)
+    never = np.uint32(0xFFFFFFFF)
+    ends = expires[parts]
+    soonest = np.minimum.reduceat(np.where(ends == 0, never, ends), first)
+    return np.where(soonest == never, np.uint32(0), soonest).astype(np.uint32)
 
 
 def _newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+CHORE_WAIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,8 @@ class Operation:
 class IoPool:
     """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit`.
 
-    `chore` runs in a thread after `nudge` when nothing else waits; `end` runs in the last thread that leaves.
+    `chore` runs in a thread after `nudge` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs in the last
+    thread that leaves.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class IoPool:
         self._waiting: dict[Operation, None] = {}  # those that may still time out, in the order of deadlines
         self._running: set[Operation] = set()
         self._nudged = False
+        self._nudged_at = 0.0
         self._chore_runs = False
         self._closing = False
         self._threads = self._left = threads
@@ -122,7 +125,7 @@ class IoPool:
         """Run the chore soon."""
         with self._lock:
             if not self._nudged:
-                self._nudged = True
+                self._nudged, self._nudged_at = True, time.monotonic()
                 self._work.notify()
 
     def close(self, timeout_s: float) -> None:
@@ -172,13 +175,15 @@ class IoPool:
         """The next operation, with the chore as the last of them, or None when this thread is to leave."""
         with self._lock:
             while True:
-                if self._urgent or self._normal:
+                chore = self._nudged and not self._chore_runs and not self._closing
+                late = chore and time.monotonic() >= self._nudged_at + CHORE_WAIT_S
+                if (self._urgent or self._normal) and not late:
                     op = (self._urgent or self._normal).popleft()
                     self._running.add(op)
                     return op
                 if self._closing:
                     return None
-                if self._nudged and not self._chore_runs:
+                if chore:
                     self._nudged, self._chore_runs = False, True
                     op = self._start_clock(self._run_chore, lambda outcome: None)
                     self._running.add(op)

@@ -8,6 +8,7 @@ that a stop in between leaves no record of erased bytes; files that are not the 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +42,8 @@ _IDENTITY_BYTES = 512  # of a header block; the rest of it is zero but for a che
 class VerifyReport:
     """What a scrub found. `faults` counts by cause: pages, index records and namespaces that are damaged.
 
-    `leftovers`: index records of pages that were being written when a server died; harmless, and cleared like the rest.
+    `leftovers`: index records of pages that were being written when a server died, or whose time to live is over;
+    harmless, and cleared like the rest.
     `unopened`: encrypted pages whose checksum is right, but whose tag was not checked for want of the key.
     """
 
@@ -142,7 +144,8 @@ def verify(
     path: Path, *, cipher: PageCipher | None = None, dry_run: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Read every indexed page of every namespace, check header, identity, checksum and, with `cipher`, the encryption
-    tag, and clear the index records of what is damaged; `dry_run` only reports.
+    tag, and clear the index records of what is damaged; `dry_run` only reports. Pages whose time to live is over, and
+    what else has an end and is of no use, are overwritten with zeros.
 
     EnvironmentUnfitError when a server holds the directory, NotFoundError when there is no disk tier, ConfigError when
     `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared).
@@ -158,11 +161,13 @@ def verify(
             slots = _Slots(stored, files)
             try:
                 bad = _scrub(stored, slots, cipher, report, progress)
+                if bad and not dry_run:
+                    for slot in stored.passing(bad):
+                        slots.overwrite(slot)
+                    stored.erase(bad)
+                    report.erased_records += len(bad)
             finally:
                 slots.close()
-            if bad and not dry_run:
-                stored.erase(bad)
-                report.erased_records += len(bad)
     return report
 
 
@@ -173,7 +178,7 @@ def _scrub(
     bad: list[int] = []
     stale: set[int] | None = None
     for sealed in (False, True):
-        found = stored.found(sealed=sealed)
+        found = stored.found(sealed=sealed, now=time.time())
         stale = set(found.stale) if stale is None else stale & set(found.stale)
         slot_format = SlotFormat(stored.namespace, (cipher or _TagUnread()) if sealed else None)
         good, wrong_tags, total = 0, 0, len(found.write_ids)

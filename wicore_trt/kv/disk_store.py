@@ -2,17 +2,21 @@
 
 It decides nothing about eviction and must not know requests. Invariant: a read ends with OK only when the buffers hold
 exactly the bytes that the last acknowledged write put into these slots for this page, in this life of the process or
-one before.
+one before. The bytes of a page with a time to live are overwritten when it leaves, for whatever reason; until then an
+index record says when its time is over, also while it is being written, so that a restart ends it too.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -29,10 +33,24 @@ from wicore_trt.kv.disk_format import (
 from wicore_trt.kv.disk_index import SlotIndex, adjacent
 from wicore_trt.kv.disk_io import IoPool, Operation, Outcome
 from wicore_trt.kv.disk_space import SLAB_BYTES, DiskSpace
+from wicore_trt.kv.disk_wipe import Wiper
 from wicore_trt.kv.page import Page
 
+WIPE_BYTES = 8 << 20
+"""How much is overwritten at a time, so that reads and writes get their turn."""
 _MAX_PARTS = 65535
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """What `DiskStore.write` was asked to do."""
+
+    page: Page
+    slots: tuple[int, ...]
+    parts: tuple[memoryview, ...]
+    right: Callable[[], bool]
+    expires: int
 
 
 class DiskStore:
@@ -96,11 +114,14 @@ class DiskStore:
         # The write that each slot holds; 0 for none. A read is checked against it, so that an older version of a page,
         # left by a write that the disk lost, is not taken for the newest.
         self._written = array("Q", bytes(8 * self.num_slots))
+        self._expires = array("I", bytes(4 * self.num_slots))
+        self.ending: dict[bytes, int] = {}
+        self._wiper = Wiper(self._files, self._space, slot_bytes, lambda slot: self._index.forget((slot,)))
         self._numbering = threading.Lock()
         self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
         self._scratch = threading.local()
         self._logged: set[tuple[str, int | None]] = set()
-        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._index.flush, end=self._end)
+        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._tidy, end=self._end)
 
     @property
     def secret(self) -> bytes:
@@ -123,37 +144,56 @@ class DiskStore:
         return self._pool.stalled
 
     def recover(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
-        """Pages of this namespace that the index names, oldest write first. Call it once, before the first write.
+        """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
+        before the first write. `ending` then says by key when the time of those that have one is over, in seconds
+        since 1970; it counts on whether the server runs or not.
 
         Nothing is recovered from an index that cannot be read.
         """
         try:
-            found = self._index.load()
+            found = self._index.load(time.time())
         except (OSError, EOFError) as error:
             self._log_once("recover", error)
             return iter(())
         self._last_id = max(self._last_id, found.last_write())
-        ids = array("Q", found.slot_write_ids(self._space.allocated).tobytes())
-        self._written[: len(ids)] = ids
-        self._index.forget(found.stale)
+        allocated = self._space.allocated
+        self._written[:allocated] = array("Q", found.per_slot(found.write_ids, allocated).tobytes())
+        self._expires[:allocated] = array("I", found.per_slot(found.expires, allocated).tobytes())
+        self.ending = found.ending()
+        self._wiper.add(found.passing)
+        self._index.forget(sorted({*found.stale}.difference(found.passing)))
+        self._pool.nudge()
         return iter(found)
 
     def write(
-        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+        self,
+        page: Page,
+        slots: Sequence[int],
+        parts: Sequence[memoryview],
+        done: Callable[[Outcome], None],
+        *,
+        right: Callable[[], bool] = lambda: True,
+        expires: int = 0,
     ) -> bool:
         """Write the page's parts, one buffer per slot, each starting at a multiple of 4096.
 
         False, and nothing was done, when the queue is full or all threads hang. Else `done` is called from another
         thread: with OK, FAILED or NO_SPACE; or with TIMEOUT, and RETURNED when buffers and slots are free again.
+        `right` is asked, in that thread, whether the buffers are what they should be, after they were written and
+        before the page is acknowledged: CORRUPT when they are not. `expires`: seconds since 1970 at which the page's
+        time is over; 0 for never.
         """
         held, buffers = self._checked(slots, parts)
 
         def told(outcome: Outcome) -> None:
-            if outcome is Outcome.RETURNED:
-                self.erase(held)  # it may have succeeded after all, but was never acknowledged
+            if outcome is Outcome.RETURNED:  # it may have succeeded after all, but was never acknowledged
+                for slot in held:
+                    self._expires[slot] = expires
+                self.erase(held)
             done(outcome)
 
-        return self._pool.submit(lambda op: self._write(op, page, held, buffers), told)
+        write = _Write(page, held, buffers, right, expires)
+        return self._pool.submit(lambda op: self._write(op, write), told)
 
     def read(
         self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
@@ -164,11 +204,29 @@ class DiskStore:
         return self._pool.submit(lambda op: self._read(page, held, buffers), done, urgent=True)
 
     def erase(self, slots: Sequence[int]) -> None:
-        """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread."""
+        """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
+        bytes of a page with a time to live: they are overwritten before its record goes."""
+        passing = [slot for slot in slots if self._expires[slot] or slot in self._wiper]
         for slot in slots:
-            self._written[slot] = 0
-        self._index.forget(slots)
+            self._written[slot] = self._expires[slot] = 0
+        if passing:
+            self._index.leave(passing)
+            self._wiper.add(passing)
+        self._index.forget([slot for slot in slots if slot not in passing])
         self._pool.nudge()
+
+    def stamp(self, page: Page, slots: Sequence[int], expires: int) -> None:
+        """A written page has another end now: seconds since 1970, 0 for never. The index follows soon, in a thread."""
+        write_id = self._written[slots[0]]
+        if write_id and self._expires[slots[0]] != expires:
+            for slot in slots:
+                self._expires[slot] = expires
+            self._index.stamp(page, slots, write_id, expires)
+            self._pool.nudge()
+
+    def expires(self, slots: Sequence[int]) -> int:
+        """When the time of the page in these slots is over: seconds since 1970, 0 for never."""
+        return self._expires[slots[0]]
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish what was accepted and give the directory free, but return after `timeout_s` at the latest.
@@ -179,36 +237,45 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _write(self, op: Operation, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
+    def _write(self, op: Operation, write: _Write) -> Outcome:
+        slots = write.slots
         for slot in slots:
-            self._written[slot] = 0
+            self._written[slot], self._expires[slot] = 0, write.expires
+        self._index.forget(self._wiper.take(slots))
         try:
             if not self._space.reach(max(slots), self._index.grow):
                 return Outcome.NO_SPACE
             self._index.flush()  # before data changes: no record may name what was just overwritten
+            if write.expires:
+                self._index.put(write.page, slots, 0, write.expires)  # if we die now, the next life overwrites them
             write_id = self._next_id()
-            blocks, room = self._buffers(len(slots))
-            for first, last in self._runs(slots):
-                iov: list[memoryview] = []
-                for part in range(first, last):
-                    block, space = blocks[part], room[part]
-                    payload = self._format.seal(
-                        block, page, part, len(slots), slots[part], write_id, parts[part], space
-                    )
-                    iov += [block, payload]
-                fd, offset = self._space.locate(slots[first])
-                write_all(self._files, fd, iov, offset)
+            self._move(write, write_id)
             if op.timed_out:
                 return Outcome.FAILED
-            self._index.put(page, slots, write_id)
+            if not write.right():
+                self.erase(slots)
+                return Outcome.CORRUPT
+            self._index.put(write.page, slots, write_id, write.expires)
         except (OSError, EOFError) as error:
             self._log_once("write", error)
-            self._index.forget(slots)
+            self.erase(slots)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return Outcome.NO_SPACE if full else Outcome.FAILED
-        for slot in slots:
-            self._written[slot] = write_id
+        for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
+            self._written[slot], self._expires[slot] = write_id, write.expires
         return Outcome.OK
+
+    def _move(self, write: _Write, write_id: int) -> None:
+        """Seal a page's parts and write them into their slots."""
+        page, slots = write.page, write.slots
+        blocks, room = self._buffers(len(slots))
+        for first, last in self._runs(slots):
+            iov: list[memoryview] = []
+            for part in range(first, last):
+                block, data, space = blocks[part], write.parts[part], room[part]
+                iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
+            fd, offset = self._space.locate(slots[first])
+            write_all(self._files, fd, iov, offset)
 
     def _read(self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
         write_id = self._written[slots[0]]
@@ -230,8 +297,19 @@ class DiskStore:
             return Outcome.FAILED
         return Outcome.OK
 
+    def _tidy(self) -> None:
+        """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""
+        try:
+            self._wiper.run(WIPE_BYTES)
+        finally:
+            self._index.flush()
+        if self._wiper.pending:
+            self._pool.nudge()
+
     def _end(self) -> None:
         try:
+            with suppress(OSError):  # what is left has its record, and the next life overwrites it
+                self._wiper.run(math.inf)
             self._index.close()
         finally:
             self._space.close()

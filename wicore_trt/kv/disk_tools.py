@@ -104,9 +104,14 @@ class StoredNamespace:
             self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
         self.records = self._load()
 
-    def found(self, *, sealed: bool) -> FoundPages:
-        """The complete pages in the index: those written with encryption, or those without."""
-        return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0)
+    def found(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
+        """The complete pages in the index: those written with encryption, or those without; with `now` (seconds since
+        1970) none whose time is over."""
+        return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0, now)
+
+    def passing(self, slots: list[int]) -> list[int]:
+        """Those of the slots whose record says when the page's time is over, and that exist."""
+        return [slot for slot in slots if slot < self.allocated_slots and self.records["expires"][slot]]
 
     def records_of(self, tenant: bytes) -> list[int]:
         """Slots whose index record names the tenant, also those that are not part of a complete page."""

@@ -234,11 +234,12 @@ class KVCacheManager:
                     slot = pages.tables[group][i]
                     if slot >= 0:
                         self.publish(pages, group, i, slot)
+                self.retention.made(pages.keys[i], pages.hints)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
         if pages.load is not None:
             pages.load.floor = full
-        if finite and self.tiers is not None:
+        if finite:
             self._trust(pages)
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
@@ -281,7 +282,8 @@ class KVCacheManager:
             page = self.pools[LOCAL].page(slot)
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust(slot)
-                self._copies.finished(LOCAL, slot)
+                if not low and self.near(pages.resume_points, i):
+                    self._copies.finished(LOCAL, slot)
         pages.left.clear()
         pages.trusted = pages.published
 
@@ -304,14 +306,15 @@ class KVCacheManager:
         for i in range(stop - 1, start - 1, -1):
             if table[i] >= 0:
                 durable = self.near(pages.resume_points, i)
-                if durable and i < pages.published and pages.hints.priority is not CachePriority.LOW:
-                    if self.pools[LOCAL].trusted(table[i]):
-                        self._copies.finished(LOCAL, table[i])
-                    else:
-                        pages.left[i] = table[i]
                 checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
+                keep = durable or self.near([checkpoint], i)
+                if keep and i < pages.published:
+                    if not self.pools[LOCAL].trusted(table[i]):
+                        pages.left[i] = table[i]
+                    elif durable and pages.hints.priority is not CachePriority.LOW:
+                        self._copies.finished(LOCAL, table[i])
                 # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
-                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i), spare=not durable)
+                self._release(LOCAL, [table[i]], keep=keep, spare=not durable)
                 table[i] = -1
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
@@ -350,14 +353,16 @@ class KVCacheManager:
 
     def condemn(self, pages: SequencePages) -> None:
         """A step of this sequence had logits that are not finite, and any page that it read may be why: no tier keeps
-        one. Sequences that share them go on, and nobody finds them again."""
-        for key in pages.keys[: pages.published]:
-            for group, pool in self.pools.items():
+        one. Nor does the device keep a page that no other step has vouched for: it may have been computed from one of
+        those, by a request that was cut short. Sequences that share them go on, and nobody finds them again."""
+        for group, pool in self.pools.items():
+            for key in {*pages.keys[: pages.published], *pool.doubtful()}:
                 slot = pool.condemn(key)
                 if slot is not None:
                     self._copies.forget(group, slot)
                     self.events.append_removed("device", group, key, "failed")
-            if self.tiers is not None:
+        if self.tiers is not None:
+            for key in pages.keys[: pages.published]:
                 self.tiers.condemn(key, "failed")
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:

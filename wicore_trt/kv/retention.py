@@ -24,7 +24,8 @@ _MAX_KEYS = 1 << 18
 
 class Retention:
     """`pin_s` is how long a silent session is held when its request does not say; `clock` gives seconds and never goes
-    back. Nothing is written to disk: a restart forgets sessions and times to live."""
+    back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None): the
+    disk tier writes it down. A restart forgets sessions; `restore` brings times to live back."""
 
     def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
         self._pin_s = pin_s
@@ -34,6 +35,7 @@ class Retention:
         self._session_ends: _Deadlines[SessionName] = _Deadlines()
         self._held: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
         self._held_keys = 0
+        self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
 
     def now(self) -> float:
         """The clock's time, in seconds."""
@@ -44,10 +46,12 @@ class Retention:
         live ends those that its keys had."""
         now = self._clock()
         for key in keys:
-            if hints.ttl_s is None:
-                self._ends.discard(key)
-            elif key in self._ends:
-                self._ends.extend(key, now, hints.ttl_s)
+            if key in self._ends:
+                if hints.ttl_s is None:
+                    self._ends.discard(key)
+                    self.stamped(key, None)
+                else:
+                    self._extend(key, now, hints.ttl_s)
         name = (scope, hints.session)
         if name in self._held:
             self._session_ends.extend(name, now, self._hold_s(hints))
@@ -61,11 +65,30 @@ class Retention:
         if hints.ttl_s is not None:
             now = self._clock()
             for key in keys[found:]:
-                self._ends.extend(key, now, hints.ttl_s)
+                self._extend(key, now, hints.ttl_s)
         if hints.session:
             self._replace((scope, hints.session), keys, tiers, self._hold_s(hints))
         elif hints.priority is CachePriority.HIGH and keys:
             self._replace((scope, keys[-1]), keys, tiers, self._hold_s(hints))
+
+    def made(self, key: bytes, hints: CacheHints) -> None:
+        """A running request made this page: its time begins before any tier has it, so that none keeps it longer."""
+        if hints.ttl_s is not None:
+            self._extend(key, self._clock(), hints.ttl_s)
+
+    def restore(self, key: bytes, left_s: float) -> None:
+        """A page that an earlier process left on disk has so many seconds of its time left."""
+        self._ends.extend(key, self._clock(), max(0.0, left_s))
+
+    def left(self, key: bytes) -> float | None:
+        """Seconds until a key's time is over; None when it has none."""
+        end = self._ends.end(key)
+        return None if end is None else end - self._clock()
+
+    def rest_s(self) -> float | None:
+        """Seconds until something may be `due`; None when nothing has an end."""
+        ends = [end for end in (self._ends.soonest, self._session_ends.soonest) if end is not None]
+        return max(0.0, min(ends) - self._clock()) if ends else None
 
     def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
         """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
@@ -79,10 +102,14 @@ class Retention:
             if key is None:
                 return found
             if in_use(key) and not crowded:
-                self._ends.restart(key, now)
+                self._extend(key, now, max(self._ends.span(key), 1.0))  # at least a second, so that it does move
             else:
                 self._ends.discard(key)
                 found.append(key)
+
+    def _extend(self, key: bytes, now: float, span: float) -> None:
+        if self._ends.extend(key, now, span):
+            self.stamped(key, span)
 
     def _hold_s(self, hints: CacheHints) -> float:
         return self._pin_s if hints.ttl_s is None else hints.ttl_s
@@ -139,8 +166,21 @@ class _Deadlines(Generic[T]):
     def __contains__(self, item: T) -> bool:
         return item in self._live
 
-    def extend(self, item: T, now: float, span: float) -> None:
-        """The item ends at now + span, or when it would have ended if that is later."""
+    def end(self, item: T) -> float | None:
+        live = self._live.get(item)
+        return None if live is None else live.end
+
+    def span(self, item: T) -> float:
+        """How long the item lasted from its last extension on."""
+        return self._live[item].span
+
+    @property
+    def soonest(self) -> float | None:
+        """No item ends before this time; None without items."""
+        return self._heap[0][0] if self._live else None
+
+    def extend(self, item: T, now: float, span: float) -> bool:
+        """The item ends at now + span, or when it would have ended if that is later; whether that changed its end."""
         old = self._live.get(item)
         if old is None:
             self._serial += 1
@@ -149,12 +189,11 @@ class _Deadlines(Generic[T]):
             if len(self._heap) > 64 + 2 * len(self._live):
                 self._heap = [(live.end, live.serial, item) for item, live in self._live.items()]
                 heapq.heapify(self._heap)
-        elif now + span > old.end:
+            return True
+        if now + span > old.end:
             self._live[item] = _Deadline(now + span, span, old.serial)
-
-    def restart(self, item: T, now: float) -> None:
-        """An item that is over gets its time again, at least a second, so that its end does move."""
-        self.extend(item, now, max(self._live[item].span, 1.0))
+            return True
+        return False
 
     def discard(self, item: T) -> None:
         self._live.pop(item, None)

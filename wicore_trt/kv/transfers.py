@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.host_tier import HostTier, checksum
 from wicore_trt.kv.page import Page
+from wicore_trt.kv.page_store import PageStore
 from wicore_trt.kv.tier_index import CopyState, TierCopy, TierIndex
 from wicore_trt.kv.traffic import Clocked, Traffic, at_home
 from wicore_trt.runtime.executor import PageCopier
@@ -34,32 +34,11 @@ BAD_WRITES, PAUSE_S = 8, 30.0
 space for are tried again after as long."""
 
 
-class PageStore(Protocol):
-    """What transfers need of `disk_store.DiskStore`."""
-
-    @property
-    def queue_depth(self) -> int: ...
-
-    @property
-    def stalled(self) -> bool: ...
-
-    def write(
-        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
-    ) -> bool: ...
-
-    def read(
-        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
-    ) -> bool: ...
-
-    def erase(self, slots: Sequence[int]) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
 class Transfers:
     """`disk` is the index and the store of the disk tier, or None. `save_early`: copy host pages to disk as soon as
     they are stored, not only when the host fills up. `stored` is told of each page that a tier gained.
-    `disk_rate(bytes, seconds, bytes ahead)` hears how long a read took."""
+    `disk_rate(bytes, seconds, bytes ahead)` hears how long a read took; `expires(key)` says when a page's time is over,
+    in seconds since 1970, 0 for never."""
 
     def __init__(
         self,
@@ -77,6 +56,7 @@ class Transfers:
         self._save_early = save_early
         self._stored = stored
         self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
+        self.expires: Callable[[bytes], int] = lambda key: 0
         self.reading_bytes = 0
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
@@ -214,6 +194,8 @@ class Transfers:
         assert self.disk is not None
         if not copy.saved:
             self._to_save[copy] = None
+            if len(self._to_save) > 2 * self.host.index.num_slots:  # while disks hang, most have left
+                self._to_save = OrderedDict.fromkeys(copy for copy in self._to_save if copy.ready)
 
     def _save_some(self) -> None:
         if self._no_space and self.disk is not None and time.monotonic() >= self._space_at:
@@ -232,8 +214,10 @@ class Transfers:
                 if target is None:
                     self.disk_traffic.failures["no room"] += 1
                 else:
-                    done = partial(self._post_saved, copy, target, time.perf_counter())
-                    if not store.write(copy.page, target.slots, self.host.buffers(copy), done):
+                    expires = self.expires(copy.page.key)
+                    done = partial(self._post_saved, copy, target, expires, time.perf_counter())
+                    right, parts = partial(self._is_right, copy), self.host.buffers(copy)
+                    if not store.write(copy.page, target.slots, parts, done, right=right, expires=expires):
                         index.abort(target, "queue full")
                         return
                     self.host.index.acquire(copy)
@@ -243,13 +227,14 @@ class Transfers:
             if copy.ready:
                 self.host.index.mark_saved(copy)
 
-    def _post_saved(self, copy: TierCopy, target: TierCopy, begun: float, outcome: Outcome) -> None:
-        # The store sealed the bytes as they were: a bit that flipped in host memory before would look right on disk.
-        if outcome is Outcome.OK and checksum(copy.page, self.host.buffers(copy)) != copy.checksum:
-            outcome = Outcome.CORRUPT
-        self._post(partial(self._saved, copy, target, outcome, time.perf_counter() - begun))
+    def _is_right(self, copy: TierCopy) -> bool:
+        """Whether no bit of a host page flipped: sealed for the disk it would look right from then on."""
+        return checksum(copy.page, self.host.buffers(copy)) == copy.checksum
 
-    def _saved(self, copy: TierCopy, target: TierCopy, outcome: Outcome, seconds: float) -> None:
+    def _post_saved(self, copy: TierCopy, target: TierCopy, expires: int, begun: float, outcome: Outcome) -> None:
+        self._post(partial(self._saved, copy, target, expires, outcome, time.perf_counter() - begun))
+
+    def _saved(self, copy: TierCopy, target: TierCopy, expires: int, outcome: Outcome, seconds: float) -> None:
         assert self.disk is not None
         index, store = self.disk
         if outcome is Outcome.TIMEOUT:
@@ -271,6 +256,8 @@ class Transfers:
             self.disk_traffic.write_bytes += self.host.bytes_of(copy.page)
             self.disk_traffic.write_seconds += seconds
             index.commit(target)
+            if target.ready and (now := self.expires(copy.page.key)) != expires:
+                store.stamp(copy.page, target.slots, now)
             self._stored("disk", copy.page)
         elif outcome is Outcome.NO_SPACE:
             # The file system is full below our limit. These slots cannot be had for now; others hold pages that can go.
@@ -312,8 +299,7 @@ class Transfers:
         return True
 
     def _verify(self, copy: TierCopy, arrival: Arrival) -> None:
-        right = checksum(copy.page, self.host.buffers(copy)) == copy.checksum
-        self._post(partial(self._verified, copy, arrival, right))
+        self._post(partial(self._verified, copy, arrival, self._is_right(copy)))
 
     def _verified(self, copy: TierCopy, arrival: Arrival, right: bool) -> None:
         self.outstanding -= 1

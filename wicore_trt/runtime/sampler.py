@@ -35,13 +35,17 @@ class Sampler:
         """Sample from `logits` (float32 [R, V], any device, left as they were); `slices[r]` is the slice of row r.
 
         A row with NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens.
+        Only `logits` as they came decide that: no client's bias, penalty or stop tokens can make a row fail.
         """
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
         best, raw_peaks = _argmax(logits)
         edited, peaks = self._edited(logits, slices), raw_peaks
+        finite = np.isfinite(raw_peaks)
         if edited is not logits:
             best, peaks = _argmax(edited)
-        finite = np.isfinite(raw_peaks) & np.isfinite(peaks)
+            for row in np.flatnonzero(finite & ~np.isfinite(peaks)):  # nothing is left to choose from
+                edited[row] = logits[row]
+                best[row : row + 1], peaks[row : row + 1] = _argmax(logits[row : row + 1])
         alive = [r for r in range(len(slices)) if finite[r]]
         chosen = {r: int(best[r]) for r in alive}
         drawn = [r for r in alive if not _params(slices[r]).greedy]
@@ -156,15 +160,18 @@ def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:
 
 
 def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
-    """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties."""
+    """Repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties. A logit that was
+    finite stays so: at the ends of float32 it is as likely, or unlikely, as can be."""
     host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
     known = host_tokens < row.shape[0]
     tokens = torch.from_numpy(host_tokens[known]).to(row.device)
     outputs = torch.from_numpy(host_counts[known]).to(row.device)
     values = row[tokens]
     penalty = params.repetition_penalty
-    values = torch.where(values > 0, values / penalty, values * penalty)
-    row[tokens] = values - params.frequency_penalty * outputs - params.presence_penalty * (outputs > 0)
+    edited = torch.where(values > 0, values / penalty, values * penalty)
+    edited = edited - params.frequency_penalty * outputs - params.presence_penalty * (outputs > 0)
+    limit = torch.finfo(row.dtype).max
+    row[tokens] = torch.where(values.isfinite(), edited.clamp(-limit, limit), values)
 
 
 def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:

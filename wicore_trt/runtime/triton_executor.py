@@ -294,7 +294,9 @@ class TritonExecutor:
         """Sample what the device did not."""
         logits, cap = self.memory.logits, self.spec.final_logit_softcapping
         logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
-        return self._sampler.sample(logits if cap is None else torch.tanh(logits / cap) * cap, slices)
+        if cap is not None:  # it must not hide an infinite logit
+            logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
+        return self._sampler.sample(logits, slices)
 
     def _prepare(self) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record

@@ -17,7 +17,8 @@ from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 class Sequence:
     """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
     cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
-    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for."""
+    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `had_turn`: the waiting queue
+    gave it a place at its tenant's expense."""
 
     seq_id: int
     request: GenerateRequest
@@ -33,6 +34,7 @@ class Sequence:
     stop_reason: int | str | None = None
     stop_ids: tuple[int, ...] = field(default=())
     prefetched: bool = False
+    had_turn: bool = False
     requeued: bool = False
 
     @property

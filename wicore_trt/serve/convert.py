@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,6 +18,9 @@ from wicore_trt.kv.page import Page
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.types import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     CacheHints,
     CachePriority,
     EngineStats,
@@ -29,8 +32,6 @@ from wicore_trt.types import (
     TierStats,
 )
 
-MAX_CACHE_SALT = 256
-MAX_SESSION = 256
 # A reader that fell behind gets its backlog in messages of this size; with 20 alternatives per token that is about
 # 200 KiB, far below the 4 MiB that gRPC clients accept by default.
 MAX_TOKENS_PER_MESSAGE = 512
@@ -47,8 +48,20 @@ _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
 }
 
 
+def check_count(items: Sized, most: int, field: str) -> None:
+    """Raise InvalidRequestError for more than `most` items, before anything of them is converted."""
+    if len(items) > most:
+        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
+
+
 def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for values out of range."""
+    for field, most in (
+        ("logit_bias", MAX_LOGIT_BIAS),
+        ("stop", MAX_STOP_STRINGS),
+        ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+    ):
+        check_count(getattr(message, field), most, field)
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return SamplingParams(
         **given,
@@ -64,7 +77,7 @@ def field_path(name: str, prompt_kind: str | None) -> str:
         return f"sampling.{name}"
     if name in ("prompt", "prompt_token_ids", "messages"):
         return prompt_kind or "prompt"
-    return {"timeout_s": "timeout", "ttl_s": "cache.ttl"}.get(name, name)
+    return {"timeout_s": "timeout", "ttl_s": "cache.ttl", "session": "cache.session"}.get(name, name)
 
 
 def positive_seconds(message: Duration, field: str) -> float:
@@ -77,8 +90,6 @@ def positive_seconds(message: Duration, field: str) -> float:
 
 def cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
     """Raises InvalidRequestError for values out of range."""
-    if len(message.session) > MAX_SESSION:
-        raise InvalidRequestError(f"session takes at most {MAX_SESSION} characters.", field="cache.session")
     if message.priority not in _PRIORITY:
         raise InvalidRequestError(f"{message.priority} is no CachePriority.", field="cache.priority")
     ttl_s = positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
@@ -91,10 +102,11 @@ def duration(seconds: float) -> Duration:
     return Duration(seconds=int(whole), nanos=int(fraction * 1e9))
 
 
-def chat_messages(chat: pb2.Chat) -> tuple[dict[str, object], ...]:
-    """The turns as the chat template takes them. Raises InvalidRequestError when there is none."""
+def chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
+    """The turns as the chat template takes them. Raises InvalidRequestError when there is none, or more than `most`."""
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
+    check_count(chat.messages, most, "chat.messages")
     return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
 
 

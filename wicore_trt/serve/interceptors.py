@@ -1,18 +1,21 @@
-"""What every call passes through: request id, API key, parsing, errors to statuses, the access line.
+"""What every call passes through: its key, its place among the open calls, reading, parsing, statuses, the access line.
 
-Must not know what a call does. Invariants: a call of our service ends with OK, with a status made from a WicoreError,
-or by the client; no text of an unexpected exception reaches the client; a finished call writes one access line.
+Must not know what a call does. Invariants: nothing of a call is read before its key is known to be good; a stream that
+sends nothing ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client; no text
+of an unexpected exception reaches the client; a finished call writes one access line.
+
+All methods are served as streams, whatever the contract says, which looks the same on the wire: gRPC reads the message
+of a unary request before any handler runs, and a stream's only when its handler asks for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -20,8 +23,11 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from wicore_trt.errors import AuthenticationError, InvalidRequestError, WicoreError
+from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, WicoreError
 from wicore_trt.serve.errors import abort
+from wicore_trt.serve.gate import Gate
+from wicore_trt.serve.keys import Identity, KeyRing
+from wicore_trt.serve.log import Sparingly
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("wicore_trt.access")
@@ -30,6 +36,12 @@ REQUEST_ID_HEADER = "x-request-id"
 VALID_ID = re.compile(r"[!-~]{1,128}")
 OWN_PREFIX = "/wicore."
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+READ_S = 20.0
+"""A call whose request has not come by then is ended."""
+MAX_CALLS = 4096
+"""Calls that are open at the same time; more are refused."""
+MAX_WATCHES = 1024
+"""Health checks need no key, so those that stay open have places of their own."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler | None"]]
@@ -39,12 +51,13 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 class Call:
     """One call in progress. Handlers put what the access line should tell into `facts`.
 
-    `from_client` says that the client chose `call_id`, so that another call may have the same.
+    `who` calls. `from_client` says that the client chose `call_id`, so that another call may have the same.
     """
 
     call_id: str
     method: str
     from_client: bool
+    who: Identity
     started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
     facts: dict[str, object] = field(default_factory=dict)
 
@@ -60,77 +73,136 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
     return None
 
 
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the key, in `authorization: Bearer KEY` or `x-api-key: KEY`. Health checks need none."""
+def offered_key(details: grpc.HandlerCallDetails) -> str:
+    """The key in `authorization: Bearer KEY` or `x-api-key: KEY`."""
+    scheme, _, token = (metadata_value(details, "authorization") or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else metadata_value(details, "x-api-key") or ""
 
-    def __init__(self, api_key: str) -> None:
-        self._key = api_key.encode()
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps the methods of all services. Health checks need no key.
+
+    Requests of our own service are parsed here, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is
+    INVALID_ARGUMENT with our details rather than a bare UNKNOWN.
+    """
+
+    def __init__(self, keys: KeyRing, max_calls: int = MAX_CALLS) -> None:
+        self._keys = keys
+        self._calls = Gate(max_calls, "calls")
+        self._watches = Gate(MAX_WATCHES, "health watches")
+        self._refused = Sparingly(log, logging.WARNING)
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
-        if details.method.startswith(HEALTH_PREFIX) or self._admits(details):
-            return await continuation(details)
-        return grpc.unary_unary_rpc_method_handler(self._refuse)
+        health = details.method.startswith(HEALTH_PREFIX)
+        who = Identity() if health else self._keys.find(offered_key(details))
+        if who is None:
+            return grpc.stream_stream_rpc_method_handler(self._refuse)
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        if health:
+            return self._health(handler)
+        if not details.method.startswith(OWN_PREFIX):
+            return self._foreign(handler, who)
+        offered = metadata_value(details, REQUEST_ID_HEADER) or ""
+        from_client = VALID_ID.fullmatch(offered) is not None
+        call_id = offered if from_client else uuid.uuid4().hex
+        method = details.method.rpartition("/")[2]
 
-    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
-        scheme, _, token = (metadata_value(details, "authorization") or "").partition(" ")
-        offered = token.strip() if scheme.lower() == "bearer" else metadata_value(details, "x-api-key") or ""
-        return hmac.compare_digest(offered.encode(), self._key)
+        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
+            call = Call(call_id, method, from_client, who)
+            await guarded(call, lambda: self._answer(call, handler, context), context)
 
-    @staticmethod
-    async def _refuse(_: bytes, context: grpc.aio.ServicerContext) -> None:
+        return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
+
+    async def _answer(self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext) -> None:
+        """One call of our service: take a place, read, parse, handle."""
+        with self._calls.place(call.who.tenant):
+            raw = await read_message(context)
+            try:
+                request = handler.request_deserializer(raw)
+            except DecodeError:
+                raise InvalidRequestError(
+                    "The request is not a valid message of this call: truncated, or text that is not UTF-8.",
+                    field="request",
+                ) from None
+            if handler.response_streaming:
+                await handler.unary_stream(request, context)
+            else:
+                await context.write(await handler.unary_unary(request, context))
+
+    def _health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """A health check, or a watch, which stays open. Its request is read for a while and no longer."""
+
+        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
+            try:
+                request = handler.request_deserializer(await read_message(context))
+                if not handler.response_streaming:
+                    await context.write(await handler.unary_unary(request, context))
+                    return
+                with self._watches.place():
+                    await handler.unary_stream(request, context)
+            except WicoreError as error:
+                await abort(context, error, uuid.uuid4().hex)
+
+        return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
+
+    def _foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
+        """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
+
+        async def run(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+            try:
+                with self._calls.place(who.tenant):
+                    async for response in handler.stream_stream(prompt_ones(requests), context):
+                        await context.write(response)
+            except WicoreError as error:
+                await abort(context, error, uuid.uuid4().hex)
+
+        return grpc.stream_stream_rpc_method_handler(run, handler.request_deserializer, handler.response_serializer)
+
+    async def _refuse(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        self._refused("refused a call without a valid API key", peer=context.peer())
         error = AuthenticationError(
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
         await abort(context, error, uuid.uuid4().hex)
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps the methods of our own services.
-
-    The request is parsed here, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT
-    with our details rather than a bare UNKNOWN.
-    """
-
-    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith(OWN_PREFIX):
-            return handler
-        offered = metadata_value(details, REQUEST_ID_HEADER) or ""
-        from_client = VALID_ID.fullmatch(offered) is not None
-        call_id = offered if from_client else uuid.uuid4().hex
-        method = details.method.rpartition("/")[2]
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        parse = handler.request_deserializer
-
-        async def run(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
-            return await guarded(Call(call_id, method, from_client), parse, behaviour, raw, context)
-
-        make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(run, response_serializer=handler.response_serializer)
+async def read_message(context: grpc.aio.ServicerContext) -> bytes:
+    """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
+    try:
+        async with asyncio.timeout(READ_S):
+            raw = await context.read()
+    except TimeoutError:
+        raise DeadlineError(f"No request came within {READ_S:g} s.") from None
+    if raw is grpc.aio.EOF:
+        raise InvalidRequestError("The call has no request.", field="request")
+    message: bytes = raw
+    return message
 
 
-async def guarded(
-    call: Call,
-    parse: Callable[[bytes], Any],
-    behaviour: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]],
-    raw: bytes,
-    context: grpc.aio.ServicerContext,
-) -> Any:
-    """Run one call: echo its id, parse, handle, turn exceptions into statuses, write the access line."""
+async def prompt_ones(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Requests of a stream as they come, until there is none for a while."""
+    stream = aiter(requests)
+    while True:
+        try:
+            async with asyncio.timeout(READ_S):
+                request = await anext(stream)
+        except (TimeoutError, StopAsyncIteration):
+            return
+        yield request
+
+
+async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
+    """Run one call: echo its id, answer it, turn exceptions into statuses, write the access line."""
     CURRENT_CALL.set(call)
+    call.facts["peer"] = context.peer()
+    if call.who.tenant:
+        call.facts["tenant"] = call.who.tenant
     code = "OK"
     try:
         await context.send_initial_metadata(((REQUEST_ID_HEADER, call.call_id),))
-        try:
-            request = parse(raw)
-        except DecodeError:
-            raise InvalidRequestError(
-                "The request is not a valid message of this call: truncated, or text that is not UTF-8.",
-                field="request",
-            ) from None
-        return await behaviour(request, context)
+        await answer()
     except asyncio.CancelledError:
         code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
         raise

@@ -1,9 +1,9 @@
 """From an engine factory to a running server process and back: start order, signals, drain, exit code.
 
 Order: bind the port (a used port fails in milliseconds, not after the engine was loaded), load and start the engine,
-report SERVING; on SIGTERM or SIGINT report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest,
-close. Must not know messages or models. Invariant: the process ends within the grace time plus a few seconds, and a
-second signal ends it at once.
+report SERVING; on SIGTERM, SIGINT or SIGHUP report NOT_SERVING, refuse new requests, let running ones finish, cancel
+the rest, close. Must not know messages or models. Invariant: the process ends within the grace time plus a few seconds,
+and a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import asyncio
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from wicore_trt.config import ServerSettings
+from wicore_trt.core.offload import on_daemon_thread
 from wicore_trt.errors import EngineDeadError
 from wicore_trt.serve.server import GrpcServer
 
@@ -38,15 +38,17 @@ def run_server(
     settings: ServerSettings,
     engine_factory: Callable[[], TextEngine],
     announce: Callable[[str], None] = lambda address: None,
+    max_context: int | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
-    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the bound address. Raises
+    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the bound address. The largest
+    message follows from `max_context`, the engine's, unless the settings say. Raises
     EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when the engine
     breaks while serving.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, engine_factory, announce))
+        return runner.run(_serve(settings, engine_factory, announce, max_context))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -59,17 +61,20 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    settings: ServerSettings, engine_factory: Callable[[], TextEngine], announce: Callable[[str], None]
+    settings: ServerSettings,
+    engine_factory: Callable[[], TextEngine],
+    announce: Callable[[str], None],
+    max_context: int | None,
 ) -> int:
     stop = _stop_on_signals()
-    server = GrpcServer(settings)
+    server = GrpcServer(settings, max_context)
     try:
         address = await server.start()
         announce(address)
         log.info("listening on %s, loading the engine", address)
-        _warn_of_clear_text_key(settings)
+        _warn_of_strangers(settings)
         started = time.monotonic()
-        engine = await _unless(stop, _on_daemon_thread(engine_factory))
+        engine = await _unless(stop, on_daemon_thread(engine_factory))
         if engine is None:
             log.info("stopped while loading")
             return 0
@@ -109,7 +114,7 @@ async def _drain(server: GrpcServer, engine: TextEngine, grace_s: float) -> int:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets. A second one ends the process there and then."""
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets. A second one ends the process there and then."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -120,7 +125,7 @@ def _stop_on_signals() -> asyncio.Event:
         log.info("%s received", number.name)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal, number)
     return stop
 
@@ -136,32 +141,6 @@ async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:
         work.cancel()
 
 
-def _on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function that may take minutes, on a thread that does not keep the process alive when it is not wanted."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def target() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:  # it is raised again on the loop's thread
-            error = raised
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=target, name="wicore-load", daemon=True).start()
-    return future
-
-
 async def _death(engine: TextEngine) -> str:
     """Wait until the engine breaks; returns why."""
     while engine.dead is None:
@@ -173,7 +152,12 @@ def _dead(why: str) -> EngineDeadError:
     return EngineDeadError(f"The engine stopped: {why}.")
 
 
-def _warn_of_clear_text_key(settings: ServerSettings) -> None:
-    local = settings.host.startswith(("unix:", "127.", "localhost", "::1"))
-    if settings.api_key and not settings.tls_cert and not local:
-        log.warning("the API key travels in clear text: set server.tls_cert and server.tls_key")
+def _warn_of_strangers(settings: ServerSettings) -> None:
+    if settings.host.startswith(("unix:", "127.", "localhost", "::1")):
+        return
+    if not (settings.api_key or settings.keys_file or settings.tls_client_ca):
+        log.warning(
+            "everybody who reaches %s may use this server: set server.api_key or server.keys_file", settings.host
+        )
+    elif not settings.tls_cert:
+        log.warning("API keys travel in clear text: set server.tls_cert and server.tls_key")

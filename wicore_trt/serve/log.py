@@ -1,15 +1,30 @@
 """Log output of the server process: short lines for people or JSON lines for machines, to stderr.
 
-Standard library only. Invariant: one record is one line of printable characters, whatever a client put into its names
-and texts; in the form for people a traceback follows on lines of its own.
+Standard library only. Invariants: one record is one line of printable characters, whatever a client put into its names
+and texts; in the form for people a traceback follows on lines of its own. Nobody who logs ever waits for who reads:
+lines that find no room are dropped, and counted in a line of their own when there is room again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+
+MAX_LINES = 10_000
+"""Lines that wait for who reads the log."""
+CLOSE_S = 1.0
+"""How long the last lines may hold up the end of the process."""
+QUIET_S = 10.0
+"""What strangers can cause as often as they like is logged once in so many seconds."""
+OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server")
+"""Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
@@ -27,7 +42,8 @@ class LineFormatter(logging.Formatter):
             if key in ("method", "code"):  # already in the message
                 continue
             text = str(value)
-            parts.append(f"{key}={text if text.isprintable() and ' ' not in text else json.dumps(text)}")
+            plain = text.isprintable() and not set(' "=') & set(text)
+            parts.append(f"{key}={text if plain else json.dumps(text)}")
         line = " ".join(parts)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -49,11 +65,111 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class DroppingHandler(logging.Handler):
+    """Writes lines on a thread of its own, by `write`, which may wait for ever."""
+
+    def __init__(self, write: Callable[[bytes], None], max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._write = write
+        self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="wicore-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._dropped:
+                count, self._dropped = self._dropped, 0
+                note = logging.LogRecord(
+                    __name__, logging.WARNING, __file__, 0, f"{count} lines of the log were lost", None, None
+                )
+                self._lines.put_nowait(self.format(note))
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Let the lines that wait be written, for a moment."""
+        with suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(CLOSE_S)
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError, ValueError):  # nobody is there to read it
+                self._write(f"{line}\n".encode(errors="backslashreplace"))
+
+
+class Seldom(logging.Filter):
+    """Lets a logger's record pass at most every QUIET_S seconds: strangers make libraries log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -QUIET_S
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        passes = now - self._last >= QUIET_S
+        if passes:
+            self._last = now
+        return passes
+
+
+class Sparingly:
+    """Logs a message at most every QUIET_S seconds and says how often it was held back."""
+
+    def __init__(self, logger: logging.Logger, level: int, quiet_s: float = QUIET_S) -> None:
+        self._logger, self._level, self._quiet_s = logger, level, quiet_s
+        self._last = -quiet_s
+        self._held_back = 0
+
+    def __call__(self, message: str, **facts: object) -> None:
+        now = time.monotonic()
+        if now - self._last < self._quiet_s:
+            self._held_back += 1
+            return
+        if self._held_back:
+            facts["more_since_the_last_line"] = self._held_back
+        self._last, self._held_back = now, 0
+        self._logger.log(self._level, message, extra={"facts": facts})
+
+
+def _stderr() -> Callable[[bytes], None]:
+    """Writes to standard error past Python's own buffer, whose lock would hold up the end of the process."""
+    stream = sys.stderr
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # a stand-in, as under a test runner
+
+        def write_text(line: bytes) -> None:
+            stream.write(line.decode())
+
+        return write_text
+
+    def write(line: bytes) -> None:
+        while line:
+            line = line[os.write(number, line) :]
+
+    return write
+
+
 def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
-    """Send this package's log to stderr. Calling it again replaces the former set-up."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
+    set-up."""
+    handler = DroppingHandler(_stderr())
     handler.setFormatter(JsonFormatter() if json_lines else LineFormatter())
-    logger = logging.getLogger("wicore_trt")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(level)
+    for name in ("wicore_trt", *OTHERS):
+        logger = logging.getLogger(name)
+        former, logger.handlers[:] = logger.handlers[:], [handler]
+        for old in former:
+            old.close()
+        logger.propagate = False
+    logging.getLogger("wicore_trt").setLevel(level)
+    for name in OTHERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.ERROR)
+        logger.filters[:] = [Seldom()]

@@ -2,18 +2,19 @@
 
 Translates between messages and a TextEngine and owns nothing else: no scheduling, no text work, no error formatting
 (the interceptors turn WicoreError into statuses). Invariants: a stream that was opened on the engine is closed when its
-call ends, however it ends; the engine never waits for a reader (TextEngine merges what is unread).
+call ends, however it ends; the engine never waits for a reader (TextEngine merges what is unread); sizes and counts of
+a message are checked before anything of it is converted; a tenant's answer tells of that tenant's requests alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections import Counter
 from contextlib import aclosing, suppress
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -22,6 +23,7 @@ from wicore_trt import __version__
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
+from wicore_trt.serve.gate import Gate
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.serve.interceptors import CURRENT_CALL, VALID_ID, Call
@@ -29,19 +31,11 @@ from wicore_trt.types import FinishReason, TextRequest
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine, TextStream
-
-T = TypeVar("T")
+    from wicore_trt.kv.events import EventFeed
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-# Larger inputs are tokenized on a thread: at some 3 MB/s this many characters hold up all streams for about 5 ms.
-INLINE_SIZE = 16_384
-
-
-async def _run(size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function that takes time in proportion to `size`, on a thread when that would hold up the streams."""
-    if size <= INLINE_SIZE:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+MAX_SUBSCRIBERS = 32
+"""Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -51,7 +45,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._engine: TextEngine | None = None
         self._draining = False
-        self._open = 0
+        self._open: Counter[str] = Counter()  # Generate calls by tenant
+        self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
         self._started_at.GetCurrentTime()
         self.idle = asyncio.Event()
@@ -68,7 +63,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @property
     def streams_open(self) -> int:
         """Generate calls in progress."""
-        return self._open
+        return self._open.total()
 
     def _ready(self) -> TextEngine:
         if self._engine is None:
@@ -82,16 +77,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = CURRENT_CALL.get()
         own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         call_s = context.time_remaining()
+        if call_s is not None:
+            call_s = max(call_s, 1e-3)
         timeout_s = min((limit for limit in (own_s, call_s) if limit is not None), default=None)
-        stream = await self._submit(engine, request, call, timeout_s)
-        self._open += 1
+        self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            async with aclosing(stream):
+            async with aclosing(await self._submit(engine, request, call, timeout_s)) as stream:
                 reasons = await self._relay(stream, call, context)
         finally:
-            self._open -= 1
-            if not self._open:
+            self._open[call.who.tenant] -= 1
+            if not self._open.total():
                 self.idle.set()
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
@@ -111,8 +107,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {request.model[:128]!r} is not served here; {engine.info.model_id!r} is.")
         try:
-            text_request = await _text_request(engine, request, request_id, timeout_s)
-            return engine.submit(text_request)
+            text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+            return engine.submit(await engine.encode(text_request))
         except InvalidRequestError as error:
             path = convert.field_path(error.field, request.WhichOneof("prompt"))
             kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
@@ -145,22 +141,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return reasons
 
     async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
-        return pb2.AbortResponse(aborted=self._ready().abort(checked_id(request.request_id)))
+        request_id = checked_id(request.request_id)
+        return pb2.AbortResponse(aborted=self._ready().abort(request_id, CURRENT_CALL.get().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb2.TokenizeResponse:
-        tokenizer = self._ready().tokenizer
+        engine = self._ready()
+        limit = engine.info.max_context_tokens
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequestError("Give text or chat.", field="input")
+        if kind == "text":
+            add_bos = request.add_bos if request.HasField("add_bos") else True
+            make = partial(engine.tokenizer.encode, request.text, add_bos=add_bos, max_tokens=limit)
+        else:
+            prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+            messages = convert.chat_messages(request.chat, limit)
+            make = partial(engine.tokenizer.apply_chat, messages, add_generation_prompt=prompt, max_tokens=limit)
         try:
-            if kind == "text":
-                add_bos = request.add_bos if request.HasField("add_bos") else True
-                token_ids = await _run(len(request.text), tokenizer.encode, request.text, add_bos=add_bos)
-            else:
-                prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-                messages = convert.chat_messages(request.chat)
-                size = request.chat.ByteSize()
-                token_ids = await _run(size, tokenizer.apply_chat, messages, add_generation_prompt=prompt)
+            token_ids = await engine.work(CURRENT_CALL.get().who.tenant, make)
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 error.message, field=convert.field_path(error.field, kind), fix=error.fix
@@ -171,14 +169,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb2.DetokenizeResponse:
         engine = self._ready()
+        convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
         if token_ids and max(token_ids) >= engine.info.vocab_size:
             raise InvalidRequestError(
                 f"Token id {max(token_ids)} is outside the vocabulary of {engine.info.vocab_size}.", field="token_ids"
             )
         skip = request.skip_special if request.HasField("skip_special") else True
-        text = await _run(len(token_ids), engine.tokenizer.decode, token_ids, skip_special=skip)
-        return pb2.DetokenizeResponse(text=text)
+        decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
+        return pb2.DetokenizeResponse(text=await engine.work(CURRENT_CALL.get().who.tenant, decode))
 
     async def GetModelInfo(
         self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -200,37 +199,50 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
-        return convert.stats(self._ready().stats(), self._open)
+        engine, who = self._ready(), CURRENT_CALL.get().who
+        if who.operator:
+            return convert.stats(engine.stats(), self._open.total())
+        return convert.stats(engine.stats_of(who.tenant), self._open[who.tenant])
 
     async def SubscribeKVEvents(
         self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        log = self._ready().kv_events
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        who = CURRENT_CALL.get().who
+        with self._subscribers.place(who.tenant):
+            engine = self._ready()
+            feed = engine.kv_events if who.operator else engine.kv_events_of(who.tenant)
+            await _relay_events(feed, request, context)
 
-        def on_event() -> None:  # on the engine's thread
-            with suppress(RuntimeError):  # the loop is closed: the server ends
-                loop.call_soon_threadsafe(changed.set)
 
-        known = request.from_sequence > 0 and request.epoch == log.epoch
-        position = request.from_sequence - 1 if known else -1  # -1 is always too old
-        end_listening = log.listen(on_event)
-        try:
-            while True:
-                changed.clear()
-                events = log.since(position)
-                if events is None:
-                    snapshot = log.snapshot()
-                    messages, position = convert.kv_snapshot(snapshot), snapshot.sequence
-                elif events:
-                    messages, position = convert.kv_events(log.epoch, events), events[-1].sequence
-                else:
-                    await changed.wait()
-                    continue
-                for message in messages:
-                    await context.write(message)
-        finally:
-            end_listening()
+async def _relay_events(
+    feed: EventFeed, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
+) -> None:
+    """Write a feed's events as messages until the client leaves."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_event() -> None:  # on the engine's thread
+        with suppress(RuntimeError):  # the loop is closed: the server ends
+            loop.call_soon_threadsafe(changed.set)
+
+    known = request.from_sequence > 0 and request.epoch == feed.epoch
+    position = request.from_sequence - 1 if known else -1  # -1 is always too old
+    end_listening = feed.listen(on_event)
+    try:
+        while True:
+            changed.clear()
+            events = feed.since(position)
+            if events is None:
+                snapshot = feed.snapshot()
+                messages, position = convert.kv_snapshot(snapshot), snapshot.sequence
+            elif events:
+                messages, position = convert.kv_events(feed.epoch, events), events[-1].sequence
+            else:
+                await changed.wait()
+                continue
+            for message in messages:
+                await context.write(message)
+    finally:
+        end_listening()
 
 
 def checked_id(request_id: str) -> str:
@@ -240,33 +252,26 @@ def checked_id(request_id: str) -> str:
     return request_id
 
 
-async def _text_request(
-    engine: TextEngine, request: pb2.GenerateRequest, request_id: str, timeout_s: float | None
+def _text_request(
+    engine: TextEngine, request: pb2.GenerateRequest, request_id: str, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    """The plain form of a request. Long prompts are tokenized here, on a thread, short ones by the engine."""
-    kind = request.WhichOneof("prompt")
-    if len(request.cache_salt) > convert.MAX_CACHE_SALT:
-        raise InvalidRequestError(f"cache_salt takes at most {convert.MAX_CACHE_SALT} characters.", field="cache_salt")
+    """The plain form of a request. Raises InvalidRequestError."""
+    kind, limit = request.WhichOneof("prompt"), engine.info.max_context_tokens
     make = partial(
         TextRequest,
         request_id=request_id,
         params=convert.sampling_params(request.sampling),
         timeout_s=timeout_s,
         priority=request.priority,
+        tenant=tenant,
         cache_salt=request.cache_salt,
         cache=convert.cache_hints(request.cache),
     )
-    add_bos = request.add_bos if request.HasField("add_bos") else True
     if kind == "token_ids":
+        convert.check_count(request.token_ids.ids, limit, "token_ids")
         return make(prompt_token_ids=tuple(request.token_ids.ids))
     if kind == "chat":
-        messages = convert.chat_messages(request.chat)
-        if request.chat.ByteSize() <= INLINE_SIZE:
-            return make(messages=messages)
-        return make(prompt_token_ids=tuple(await asyncio.to_thread(engine.tokenizer.apply_chat, messages)))
+        return make(messages=convert.chat_messages(request.chat, limit))
     if kind == "text":
-        if len(request.text) <= INLINE_SIZE:
-            return make(prompt=request.text, add_bos=add_bos)
-        token_ids = await asyncio.to_thread(engine.tokenizer.encode, request.text, add_bos=add_bos)
-        return make(prompt_token_ids=tuple(token_ids))
+        return make(prompt=request.text, add_bos=request.add_bos if request.HasField("add_bos") else True)
     raise InvalidRequestError("Give a prompt: text, token_ids or chat.", field="prompt")

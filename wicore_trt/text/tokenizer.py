@@ -10,6 +10,7 @@ and `apply_chat_template` do. Who passes on untrusted text and minds that remove
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ FILES = (
     "chat_template.json",
 )
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
+_SAID = 300  # characters of what `tokenizers` says, which may quote the whole file
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
@@ -38,7 +40,8 @@ class Tokenizer:
     """The tokenizer of one engine or checkpoint directory.
 
     `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
-    stretch of UTF-8, so its text is known only when the run has ended.
+    stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
+    text that a token stands for at most, None where that is not known.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.byte_ids = frozenset(_byte_ids(backend))
+        self.longest_token = longest_token(backend)
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -82,7 +86,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         except Exception as error:  # tokenizers raises bare Exception for every defect of the file
-            raise EngineFormatError(f"{where / TOKENIZER} cannot be read: {error}.", fix=_REBUILD) from error
+            raise EngineFormatError(
+                f"{where / TOKENIZER} cannot be read: {str(error)[:_SAID]}.", fix=_REBUILD
+            ) from error
         backend.no_padding()
         backend.no_truncation()
         read = _Files(files, where, backend)
@@ -99,10 +105,13 @@ class Tokenizer:
         """Whether the model brought a chat template."""
         return self._chat is not None
 
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
-        files say that it has none. Raises InvalidRequestError (field "prompt") for text that is not valid Unicode."""
-        return self._encode(text, add_bos, "prompt")
+        files say that it has none. Other Python threads run meanwhile.
+
+        Raises InvalidRequestError (field "prompt") for text that is not valid Unicode, and, before any work is done,
+        for text of so many characters that it is certain to have more than `max_tokens` tokens."""
+        return self._encode(text, add_bos, "prompt", max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids; what is not UTF-8 becomes U+FFFD, ids beyond the vocabulary have no text.
@@ -114,28 +123,66 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
 
-    def apply_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be.
 
-        Raises InvalidRequestError (field "messages") when they are not, or the model has no chat template.
+        Raises InvalidRequestError (field "messages") when they are not, or the model has no chat template, or the text
+        of the conversation is too long as in `encode`.
         """
         if self._chat is None:
             raise InvalidRequestError(
                 "This model has no chat template.", field="messages", fix="Send a prompt, or serve an -it model."
             )
         rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-        return self._encode(rendered, True, "messages")
+        return self._encode(rendered, True, "messages", max_tokens)
 
-    def _encode(self, text: str, add_bos: bool, field: str) -> list[int]:
+    def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
+        if max_tokens is not None and self.longest_token is not None and len(text) > max_tokens * self.longest_token:
+            raise InvalidRequestError(
+                f"The text has {len(text)} characters, which are more than {max_tokens} tokens.",
+                field=field,
+                fix="Shorten it, or serve with a larger scheduler.max_context.",
+            )
         try:
             text.encode("utf-8")
         except (UnicodeEncodeError, AttributeError) as error:
             raise InvalidRequestError(f"The text is not valid Unicode: {error}.", field=field) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # `encode` would hold Python's interpreter lock for all of its time, which stops every other thread.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         if add_bos and self._adds_bos and ids[:1] != [self.bos_id]:
             assert self.bos_id is not None
             ids.insert(0, self.bos_id)
         return ids
+
+
+def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Characters of text that one token stands for at most, None where the parts of the tokenizer do not say.
+
+    Exact for what Gemma has. The normalizer, if any, replaces a string by one that is no shorter, and the
+    pre-tokenizer, if any, splits and drops nothing, so no character is lost on the way. BPE cuts that text into pieces
+    of the vocabulary, or into bytes where it has none, at least one for a character, so that nothing becomes one
+    unknown token. Added tokens stand for their own text alone.
+    """
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    if type(model).__name__ != "BPE" or not model.byte_fallback or len(set(_byte_ids(backend))) < 256:
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    replace = re.fullmatch(r'Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\)', str(backend.normalizer))
+    if backend.normalizer is not None and (replace is None or len(replace[2]) < len(replace[1])):
+        return None
+    if backend.pre_tokenizer is not None and not re.fullmatch(
+        r"Split\(.*behavior=(MergedWithPrevious|MergedWithNext|Isolated|Contiguous).*\)", str(backend.pre_tokenizer)
+    ):
+        return None
+    return max(map(len, backend.get_vocab(with_added_tokens=True)))
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:

@@ -1,0 +1,212 @@
+"""Several tenants on one engine: ids, counts and places are each one's own; and requests that it cannot take."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+
+from wicore_trt.config import KVSettings
+from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
+from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams, TextRequest
+
+TOKENIZER = FakeTokenizer()
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
+FOREVER = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
+    engine = TextEngine(make_core(**kwargs), TOKENIZER, FAKE_INFO, max_waiting=max_waiting)
+    await engine.start()
+    return engine
+
+
+def text_request(name: str, tenant: str = "", prompt: str = "hello", params=GREEDY, **kwargs) -> TextRequest:
+    return TextRequest(name, params, prompt=prompt, tenant=tenant, **kwargs)
+
+
+async def last_of(stream):
+    return [output async for output in stream][-1]
+
+
+async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_other():
+    engine = await started()
+    a = engine.submit(text_request("turn-7", "alice", params=FOREVER))
+    b = engine.submit(text_request("turn-7", "bob", prompt="other"))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.submit(text_request("turn-7", "alice"))
+    assert not engine.abort("turn-7", "carol") and not engine.abort("turn-7")
+    assert (await last_of(b)).finish_reason is FinishReason.LENGTH
+    assert not engine.abort("turn-7", "bob")
+    assert engine.abort("turn-7", "alice")
+    assert (await last_of(a)).finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert not engine._keys
+    await engine.close()
+
+
+async def test_counts_of_a_tenant_are_of_its_own_requests():
+    engine = await started()
+    for i in range(3):
+        await last_of(engine.submit(text_request(f"a{i}", "alice", prompt="the same prompt")))
+    before = engine.stats_of("bob")
+    assert before.prompt_tokens == before.generated_tokens == 0 and not before.requests_finished
+    await last_of(engine.submit(text_request("b", "bob", params=dataclasses.replace(GREEDY, n=2))))
+    alice, bob, all_of_it = engine.stats_of("alice"), engine.stats_of("bob"), engine.stats()
+    assert alice.prompt_tokens == 45 and alice.generated_tokens == 60 and alice.requests_finished == {"length": 3}
+    assert bob.prompt_tokens == 10 and bob.generated_tokens == 40 and bob.requests_finished == {"length": 2}
+    assert alice.cached_prompt_tokens > 0
+    assert alice.cached_prompt_tokens + bob.cached_prompt_tokens == all_of_it.cached_prompt_tokens
+    for mine in (alice, bob):
+        assert not (mine.pools or mine.steps or mine.step_seconds or mine.preemptions or mine.kv.tiers)
+    assert all_of_it.generated_tokens == 100
+    await engine.close()
+
+
+def request(name: str, tenant: str = "", n: int = 1) -> GenerateRequest:
+    return GenerateRequest(name, (5, 6, 7), dataclasses.replace(GREEDY, n=n), tenant=tenant)
+
+
+def test_a_tenant_that_floods_leaves_half_of_the_queue_and_n_counts():
+    loop = EngineLoop(make_core(), lambda outputs: None, max_waiting=64)  # not started: everything waits
+    for i in range(32):
+        loop.add(request(f"a{i}", "flood"))
+    with pytest.raises(QueueFullError, match="Your share"):
+        loop.add(request("more", "flood"))
+    loop.add(request("polite", "polite"))
+    with pytest.raises(QueueFullError):
+        loop.add(request("wide", "third", n=32))
+    loop.add(request("less wide", "third", n=15))
+    assert loop.load_of("third") == (0, 15) and loop.load_of("flood") == (0, 32) and loop.load_of("nobody") == (0, 0)
+    assert loop.stats().requests_waiting == 48
+    loop.add(request("the operator", "", n=16))  # who has no tenant's share may take all
+    with pytest.raises(QueueFullError, match="queue is full"):
+        loop.add(request("nothing left", "", n=1))
+    with pytest.raises(InvalidRequestError) as error:
+        EngineLoop(make_core(), lambda outputs: None, max_waiting=4).add(request("never", n=5))
+    assert error.value.field == "n"
+
+
+BAD = {
+    "cache_salt": {"cache_salt": "\ud800"},
+    "priority": {"priority": 10**400},
+    "prompt_token_ids": {"prompt_token_ids": (3.0, 4.0, 5.0), "prompt": None},
+    "timeout_s": {"timeout_s": float("nan")},
+    "session": {"cache": {"session": "\ud800"}},
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+async def test_a_bad_request_fails_in_its_own_thread_and_the_others_go_on(field):
+    engine = await started(kv=KVSettings(host_bytes=200 * 4096))
+    innocent = engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=100)))
+    given = {"prompt": "abcdefgh"} | BAD[field]
+    with pytest.raises(InvalidRequestError) as error:
+        if "cache" in given:
+            given["cache"] = CacheHints(**given["cache"])
+        engine.submit(TextRequest("bad", GREEDY, **given))
+    assert error.value.field == field
+    numbers = engine.submit(TextRequest("numpy", GREEDY, prompt_token_ids=np.array([40, 41, 42])))
+    assert (await last_of(numbers)).usage.completion_tokens == 20
+    assert (await last_of(innocent)).usage.completion_tokens == 100 and engine.dead is None
+    await engine.close()
+
+
+@pytest.mark.parametrize("where", ["lookup", "push", "second push", "names"])
+async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypatch):
+    """Whatever raises while it is queued; what was queued of it leaves the queue."""
+    engine = await started(kv=KVSettings(host_bytes=200 * 4096), max_sequences=1)
+    core = engine._loop._core
+    manager, waiting = core.scheduler.manager, core.scheduler.waiting
+    in_step, go_on = threading.Event(), threading.Event()
+    execute = core.executor.execute
+
+    def slow(batch):
+        in_step.set()
+        assert go_on.wait(60)
+        return execute(batch)
+
+    core.executor.execute = slow
+    innocent = engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=50)))
+    assert await asyncio.to_thread(in_step.wait, 60)
+    push, pushed = waiting.push, []
+
+    def broken_push(sequence):
+        pushed.append(sequence)
+        if where == "push" or len(pushed) == 2:
+            raise RuntimeError("injected")
+        push(sequence)
+
+    def broken(*args):
+        raise RuntimeError("injected")
+
+    if "push" in where:
+        monkeypatch.setattr(waiting, "push", broken_push)
+    else:
+        monkeypatch.setattr(manager, where, broken)
+    stream = engine.submit(text_request("bad", prompt="a b c d e f g h", params=dataclasses.replace(GREEDY, n=3)))
+    go_on.set()
+    with pytest.raises(WicoreError, match="could not be queued"):
+        await last_of(stream)
+    monkeypatch.undo()
+    core.executor.execute = execute
+    assert (await last_of(innocent)).usage.completion_tokens == 50
+    again = engine.submit(text_request("bad"))
+    assert [t for o in [await last_of(again)] for t in o.token_ids] and engine.dead is None
+    assert not len(waiting) and not core._sequences and not engine._loop.live
+    core.scheduler.check_integrity()
+    await engine.close()
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes long for every text, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.go_on, self.begun, self.most = threading.Event(), [], 0
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        self.begun.append(text)
+        assert self.go_on.wait(60)
+        return super().encode(text[:20])
+
+
+async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_and_tenants_in_turn():
+    engine = await started()
+    engine.tokenizer = slow = SlowTokenizer()
+    long = "x" * (INLINE_CHARS + 1)
+    floods = [asyncio.ensure_future(engine.encode(text_request(f"f{i}", "flood", prompt=long))) for i in range(20)]
+    await asyncio.sleep(0)
+    polite = asyncio.ensure_future(engine.encode(text_request("p", "polite", prompt=long + "polite")))
+    async with asyncio.timeout(60):
+        while len(slow.begun) < 2:
+            await asyncio.sleep(0.005)
+    assert sorted(map(len, slow.begun)) == [len(long), len(long) + 6], "one of each tenant, and the loop turns"
+    floods[5].cancel()
+    slow.go_on.set()
+    assert len((await polite).prompt_token_ids) == 20
+    done = await asyncio.gather(*floods, return_exceptions=True)
+    assert sum(isinstance(one, TextRequest) for one in done) == 19
+    short = text_request("s")
+    assert await engine.encode(short) is short
+    await engine.close()
+
+
+async def test_the_uptime_goes_on_between_steps():
+    engine = await started()
+    first = engine.stats().uptime_s
+    await asyncio.sleep(0.02)
+    assert engine.stats().uptime_s >= first + 0.02
+    await engine.close()
+
+
+async def test_a_reply_reports_the_tokens_of_its_own_tenant():
+    engine = await started()
+    stream = engine.submit(text_request("a", "alice"))
+    tokens = [t for o in [o async for o in stream] for t in o.token_ids]
+    assert tokens == greedy(TOKENIZER.encode("hello"), 20, ignore_eos=True)
+    await engine.close()

@@ -1,0 +1,228 @@
+"""Forty ways to break the KV cache, the scheduler and the core: what a tired engineer might write.
+
+Each is (file under wicore_trt, text that is there once, text in its place). Whoever moves the code moves the case with
+it; a case whose text is gone fails loudly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str
+    new: str
+    caught_by: str = "campaign"
+    """"campaign", or test files of the default suite, separated by spaces."""
+
+
+MUTANTS = (
+    # --- device pages: references, publication, windows
+    Mutant(
+        "kv/pool.py",
+        "            self._references[slot] -= 1\n            if self._references[slot]:\n",
+        "            self._references[slot] -= 1\n            if self._references[slot] > 1:\n",
+    ),
+    Mutant(
+        "kv/pool.py",
+        "        self._references[slot] += 1\n",
+        "        self._references[slot] = 1\n",
+    ),
+    Mutant(
+        "kv/pool.py",
+        "            del self._slot_of[page.key]\n            self._page_of[slot] = None",
+        "            self._page_of[slot] = None",
+    ),
+    Mutant(
+        "kv/pool.py",
+        "        if page.key in self._slot_of or self._page_of[slot] is not None:\n            return False",
+        "        if self._page_of[slot] is not None:\n            return False",
+    ),
+    Mutant(
+        "kv/pool.py",
+        "if slot is not None and not self._references[slot]:",
+        "if slot is not None:",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "max(0, position - self.window + 1) // self.page_tokens",
+        "max(0, position - self.window + 2) // self.page_tokens",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "(len(tokens) - 1) // self.page_tokens",
+        "len(tokens) // self.page_tokens",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "for i in range(n - 1, first - 1, -1)",
+        "for i in range(n - 1, first, -1)",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "                pool.acquire(slot)\n                table.append(slot)",
+        "                table.append(slot)",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        full = end // self.page_tokens\n",
+        "        full = self.pages_for(end)\n",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        self.slide(pages, full * self.page_tokens)",
+        "        self.slide(pages, (full + 1) * self.page_tokens)",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        for key in pages.keys[pages.published :]:\n            self.done_computing(key, owner)\n",
+        "",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        for key in pages.keys[: pages.published]:",
+        "        for key in pages.keys[: pages.published - 1]:",
+    ),
+    Mutant(
+        "kv/manager.py",
+        "        if finite and self.tiers is not None:",
+        "        if self.tiers is not None:",
+    ),
+    # --- loads: what has arrived, where to jump, what is given back
+    Mutant(
+        "kv/prefix_load.py",
+        "max([self.first, self._failed_from,",
+        "max([0, self._failed_from,",
+    ),
+    Mutant(
+        "kv/prefix_load.py",
+        "max(self._failed_from, item.page.index + 1)",
+        "max(self._failed_from, item.page.index)",
+    ),
+    Mutant(
+        "kv/prefix_load.py",
+        "return not self.broken and not self._windows",
+        "return not self.broken",
+    ),
+    Mutant(
+        "kv/prefix_load.py",
+        "item.page.index < self.floor",
+        "item.page.index <= self.floor",
+    ),
+    Mutant(
+        "kv/prefix_load.py",
+        "        self.cancelled = True\n",
+        "",
+    ),
+    Mutant(
+        "kv/prefix_loader.py",
+        "            pool.release(held.values())\n            return None, []",
+        "            return None, []",
+    ),
+    Mutant(
+        "kv/prefix_loader.py",
+        "((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values()))",
+        "((LOCAL, pages.load.window),)",
+    ),
+    Mutant(
+        "kv/prefix_loader.py",
+        "                pool.release([table[i]])\n                table[i] = slot",
+        "                table[i] = slot",
+    ),
+    Mutant(
+        "kv/prefix_loader.py",
+        " or not self.tiers.retain(parked.copies):",
+        ":",
+    ),
+    Mutant(
+        "kv/planner.py",
+        "    if ready_from <= computed:",
+        "    if ready_from <= computed + plan.slice_tokens:",
+    ),
+    Mutant(
+        "kv/planner.py",
+        "        if idle_s < plan.wait_s:",
+        "        if idle_s < 20 * plan.wait_s:",
+    ),
+    # --- tiers: slots, readers, checks, names
+    Mutant(
+        "kv/tiers.py",
+        "        elif not load.wanted(item):",
+        "        elif load.broken:",
+    ),
+    Mutant(
+        "kv/tiers.py",
+        "        self.host.release(copy)\n        if load.wanted(item):",
+        "        if load.wanted(item):",
+    ),
+    Mutant(
+        "kv/transfers.py",
+        "        if right:\n            arrival(copy)",
+        '        if right or copy.origin == "":\n            arrival(copy)',
+    ),
+    Mutant(
+        "kv/transfers.py",
+        "            self.host.index.acquire(copy)\n            arrival(copy)",
+        "            arrival(copy)",
+    ),
+    Mutant(
+        "kv/transfers.py",
+        "            self.outstanding -= 1\n"
+        "            index.release(source)\n"
+        "            self.disk_traffic.read_bytes",
+        "            self.outstanding -= 1\n            self.disk_traffic.read_bytes",
+    ),
+    Mutant(
+        "kv/transfers.py",
+        'index.abort(target, "timeout", touched=True)',
+        'index.abort(target, "timeout")',
+    ),
+    Mutant(
+        "kv/tier_index.py",
+        "            while tenant.slots + need > self._quota_slots:",
+        "            while tenant.slots > self._quota_slots:",
+    ),
+    Mutant(
+        "kv/disk_format.py",
+        "!= _payload_check(identity, sealed, payload):",
+        "!= _payload_check(identity, sealed, payload) and not sealed:",
+    ),
+    Mutant(
+        "kv/hashing.py",
+        "            page.update(parent)\n",
+        "",
+    ),
+    # --- scheduler
+    Mutant(
+        "schedule/scheduler.py",
+        "                plan.slices.append((sequence, count))\n                budget -= count\n        return budget",
+        "                plan.slices.append((sequence, count))\n        return budget",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
+        "        for sequence in passed_over:\n            self.waiting.push(sequence)",
+        "        for sequence in passed_over[:1]:\n            self.waiting.push(sequence)",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
+        "self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following",
+        "self.manager.reserve(s.pages, len(s.tokens)) for s in following",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
+        "                if victim is sequence and sequence.pages.load is not None:",
+        "                if victim is not sequence and sequence.pages.load is not None:",
+    ),
+    # --- core
+    Mutant(
+        "core/engine.py",
+        "sequence.output_len + ahead < sequence.params.min_tokens",
+        "sequence.output_len < sequence.params.min_tokens",
+    ),
+    Mutant(
+        "core/engine.py",
+        "        for sequence in flight.ended:\n            self._release(sequence)\n",
+        "",
+    ),
+)

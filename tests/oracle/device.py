@@ -1,0 +1,363 @@
+"""The campaign's device: KV memory as bytes, steps that run `Model` over what is really there, copies beside them.
+
+Slots that nobody may read hold POISON. It must not know what a request should get. Invariant: whoever reads poison, or
+a page that is absent, is told at once (`Failure`); what was read wrongly otherwise changes the sampled token.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout
+
+
+class Failure(Exception):
+    """Something that must not happen did; `kind` names it."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass
+class Bad:
+    """What goes wrong with values on the device: the next entries, or the next logits, that are not finite."""
+
+    entries: deque[tuple[int, str]] = field(default_factory=deque)
+    """(number, layer group) of entries to be spoilt."""
+    logits: int = 0
+    read: dict[int, set[int]] = field(default_factory=dict)
+    """By seq_id: the numbers of the spoilt entries that it has read."""
+    unlucky: set[int] = field(default_factory=set)
+    """seq_ids whose logits were spoilt."""
+
+
+class Device:
+    """Runs each step when it is told to. `world` says how long things take; `copier` moves pages."""
+
+    def __init__(self, world, model: Model, layout: KVLayout, *, max_batch_tokens: int, slice_tokens: int) -> None:
+        self.spec = SimpleNamespace(vocab_size=VOCAB, sliding_window=model.window)
+        self.kernels = "oracle"
+        self.layout = layout
+        self.max_batch_tokens = max_batch_tokens
+        self.slice_tokens = slice_tokens
+        self.max_sequences: int | None = None
+        self.world, self.model = world, model
+        self.size = layout.page_tokens
+        self.copier: object = None
+        self.bad = Bad()
+        self.steps = self.tokens = 0
+        self.busy_s = 0.0
+        self.pages: dict[str, list[memoryview]] = {}
+        for group, count in layout.num_pages.items():
+            nbytes = layout.page_bytes[group]
+            memory = memoryview(bytearray(POISON * (nbytes * count // DIGEST)))
+            self.pages[group] = [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
+
+    # --- what tests do to it -------------------------------------------------------------------------------------
+
+    def poison(self, group: str, slot: int) -> None:
+        """A slot changes hands: nobody may read it before it is written."""
+        page = self.pages[group][slot]
+        page[:] = POISON * (len(page) // DIGEST)
+
+    # --- what an engine does with it -----------------------------------------------------------------------------
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        seconds = self._seconds(batch)
+        self.world.advance(seconds)
+        self.busy_s += seconds
+        return self.run(batch)
+
+    def release(self, seq_id: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.copier.close()
+        self.pages = {}
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def _seconds(self, batch: StepBatch) -> float:
+        speeds = self.world.speeds
+        return self.world.takes(max(batch.num_tokens, min(self.slice_tokens, self.max_batch_tokens) / 2) * speeds.token)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        if not 0 < batch.num_tokens <= self.max_batch_tokens:
+            raise Failure("budget", f"{batch.num_tokens} tokens in a step")
+        self.steps += 1
+        self.tokens += batch.num_tokens
+        self.copier.begin_step(batch)
+        result = StepResult([])
+        order = list(batch.slices)
+        self.world.rng.shuffle(order)
+        for piece in order:
+            self._run(piece, result)
+            if batch.measure_attention and GLOBAL in self.pages:
+                count = -(-(piece.start + len(piece.token_ids)) // self.size)
+                result.attention[piece.seq_id] = [((piece.seq_id + i) % 7 + 0.5) / 3.5 for i in range(count)]
+        result.tokens.sort(key=lambda token: token.seq_id)
+        return result
+
+    def _run(self, piece: SequenceSlice, result: StepResult) -> None:
+        model, window = self.model, self.model.window
+        start, first = piece.start, max(0, piece.start - window + 1)
+        end = start + len(piece.token_ids)
+        before = self._read(piece, GLOBAL, 0, start)
+        local = bytearray(self._read(piece, LOCAL, first, start))
+        spoilt = self._spoilt(before) | self._spoilt(local)
+        unit, seen = model.entry_bytes.get(LOCAL, 0), model.begin(before)
+        for position, token in enumerate(piece.token_ids, start):
+            visible = local[(max(0, position - window + 1) - first) * unit :]
+            entry = model.entry(seen, bytes(visible), token, position)
+            while self.bad.entries and self.world.rng.random() < 0.3:
+                number, group = self.bad.entries.popleft()
+                if group in entry:
+                    entry[group] = NAN + number.to_bytes(2, "little") + entry[group][DIGEST:]
+                    spoilt.add(number)
+            if spoilt:  # what follows from something that is not finite is not either
+                mark = NAN + min(spoilt).to_bytes(2, "little")
+                entry = {group: mark * (len(value) // DIGEST) for group, value in entry.items()}
+            seen.update(entry.get(GLOBAL, b""))
+            local += entry.get(LOCAL, b"")
+            self._write(piece, position, entry)
+        if spoilt:
+            self.bad.read.setdefault(piece.seq_id, set()).update(spoilt)
+        if not piece.sample:
+            return
+        if len(piece.history) != end:
+            raise Failure("history", f"sampling at {end} with a history of {len(piece.history)}")
+        if self.bad.logits and not spoilt:
+            self.bad.logits -= 1
+            self.bad.unlucky.add(piece.seq_id)
+            spoilt = {-1}
+        if spoilt:
+            result.failed[piece.seq_id] = "logits are not finite"
+            return
+        visible = bytes(local[(max(0, end - window) - first) * unit :])
+        token = model.sample(seen, visible, piece.params, piece.seed, piece.history, piece.prompt_len)
+        result.tokens.append(SampledToken(piece.seq_id, permitted(token, piece.stop_ids, piece.suppress_eos)))
+
+    def _read(self, piece: SequenceSlice, group: str, start: int, end: int) -> bytes:
+        """Entries of positions [start, end) as the page table has them."""
+        if group not in self.pages or end <= start:
+            return b""
+        size, table, pages, unit = self.size, piece.pages[group], self.pages[group], self.model.entry_bytes[group]
+        first, last = start // size, (end - 1) // size
+        slots = table[first : last + 1]
+        if len(slots) <= last - first or min(slots) < 0:
+            raise Failure("absent", f"{group} page of [{start}, {end}) is absent for {piece.seq_id}: {list(table)}")
+        found = b"".join([pages[slot] for slot in slots])[(start - first * size) * unit : (end - first * size) * unit]
+        at = found.find(POISON)
+        if at >= 0:
+            raise Failure(
+                "poison", f"sequence {piece.seq_id} at {piece.start} read poison: {group} {start + at // unit}"
+            )
+        return found
+
+    def _write(self, piece: SequenceSlice, position: int, entry: dict[str, bytes]) -> None:
+        number, place = divmod(position, self.size)
+        for group, value in entry.items():
+            table = piece.pages[group]
+            if number >= len(table) or table[number] < 0:
+                raise Failure("absent", f"no {group} page to write {position} of {piece.seq_id}: {list(table)}")
+            self.pages[group][table[number]][place * len(value) : (place + 1) * len(value)] = value
+
+    @staticmethod
+    def _spoilt(entries: bytes | bytearray) -> set[int]:
+        """Numbers of the spoilt entries among these."""
+        found, at = set(), entries.find(NAN)
+        while at >= 0:
+            found.add(int.from_bytes(entries[at + 6 : at + 8], "little"))
+            at = entries.find(NAN, at + DIGEST)
+        return found
+
+
+class AheadDevice(Device):
+    """Steps run at some moment between `submit` and `collect`; whatever else is done to memory takes its turn."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._todo: deque[StepBatch | tuple[str, int]] = deque()
+        self._results: deque[StepResult] = deque()
+        self._ends: deque[float] = deque()
+        self._sampled: dict[int, int] = {}
+        self.led = 0
+
+    def submit(self, batch: StepBatch) -> None:
+        if len(self._ends) >= 2:
+            raise Failure("ahead", "a third step in flight")
+        begin = max([self.world.clock(), *self._ends])
+        seconds = self._seconds(batch)
+        self.busy_s += seconds
+        self._ends.append(begin + seconds)
+        self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
+        pieces = [
+            replace(s, token_ids=[*s.token_ids], history=[*s.history], pages={g: s.pages[g][:] for g in s.pages})
+            for s in batch.slices
+        ]
+        self._todo.append(StepBatch(pieces, batch.measure_attention))
+        if self.world.rng.random() < 0.3:
+            self.flush()
+
+    def flush(self) -> None:
+        """Let the device do all it was given."""
+        while self._todo:
+            work = self._todo.popleft()
+            if isinstance(work, tuple):
+                super().poison(*work)
+                continue
+            for piece in work.slices:
+                if piece.token_ids == [UNREAD]:
+                    piece.token_ids = [self._sampled.get(piece.seq_id, 0)]  # nothing where the logits were not finite
+                    piece.history.extend(piece.token_ids)
+            result = self.run(work)
+            self._sampled = {token.seq_id: token.token_id for token in result.tokens}
+            self._results.append(result)
+
+    def collect(self) -> StepResult:
+        self.flush()
+        self.world.advance(max(0.0, self._ends.popleft() - self.world.clock()))
+        return self._results.popleft()
+
+    def leads(self, batch: StepBatch) -> bool:
+        return self.world.rng.random() < 0.9
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self.submit(batch)
+        return self.collect()
+
+    def poison(self, group: str, slot: int) -> None:
+        if self._todo:
+            self._todo.append((group, slot))
+        else:
+            super().poison(group, slot)
+
+
+class Copier:
+    """Copies at once, as on a CPU; the engine's thread spends the time."""
+
+    broken: BaseException | None = None
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.seconds = 0.0
+
+    def pin(self, memory: memoryview) -> bool:
+        return self.device.world.virtual  # else the product has a thread touch it
+
+    def begin_step(self, batch: StepBatch) -> None:
+        pass
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+        self._spend()
+        put(parts, self.page(group, slot))
+        done()
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+        self._spend()
+        self.page(group, slot)[:] = b"".join(parts)
+        done()
+
+    def page(self, group: str, slot: int) -> memoryview:
+        """A page as it is after all steps that were started."""
+        if isinstance(self.device, AheadDevice):
+            self.device.flush()
+        return self.device.pages[group][slot]
+
+    def close(self) -> None:
+        pass
+
+    def _spend(self) -> None:
+        world = self.device.world
+        seconds = world.takes(world.speeds.link)
+        self.seconds += seconds
+        world.advance(seconds)
+
+
+class LateCopier(Copier):
+    """Copies on two streams, as a GPU's copy engines: in order of the steps and of each other, over some time later."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._lock = threading.RLock()
+        self._until = {True: 0.0, False: 0.0}
+        self._loads: deque[tuple[tuple[str, int], Callable[[], None]]] = deque()
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+        with self._lock:
+            self._settle({(group, slot)})
+            data = bytes(self.page(group, slot))
+
+        def over() -> None:
+            if self.broken is None:
+                put(parts, data)
+                done()
+
+        self._queue(False, over)
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+        with self._lock:
+            page = self.page(group, slot)
+            self._settle({(group, slot)})
+
+            def move() -> None:
+                page[:] = b"".join(parts)
+
+            entry = ((group, slot), move)
+            self._loads.append(entry)
+
+        def over() -> None:
+            if self.broken is not None:
+                return
+            with self._lock:
+                while entry in self._loads:
+                    self._loads.popleft()[1]()
+            done()
+
+        self._queue(True, over)
+
+    def begin_step(self, batch: StepBatch) -> None:
+        """A step that writes a slot comes after the copies of that slot."""
+        written = set()
+        for piece in batch.slices:
+            first = piece.start // self.device.size
+            last = (piece.start + len(piece.token_ids) - 1) // self.device.size
+            written |= {(group, slot) for group in self.device.pages for slot in piece.pages[group][first : last + 1]}
+        with self._lock:
+            self._settle(written)
+
+    def _settle(self, slots: set[tuple[str, int]]) -> None:
+        """The copies towards these slots have happened, and so have those before them."""
+        if any(slot in slots for slot, _ in self._loads):
+            last = max(i for i, (slot, _) in enumerate(self._loads) if slot in slots)
+            for _ in range(last + 1):
+                self._loads.popleft()[1]()
+
+    def _queue(self, towards_device: bool, over: Callable[[], None]) -> None:
+        world = self.device.world
+        until = max(self._until[towards_device], world.clock()) + world.takes(world.speeds.link)
+        self._until[towards_device] = until
+        world.later(until - world.clock(), over)
+
+
+def put(parts: Sequence[memoryview], data: bytes | memoryview) -> None:
+    at = 0
+    for part in parts:
+        part[:] = data[at : at + len(part)]
+        at += len(part)
+    assert at == len(data)
+
+
+def scramble(parts: Sequence[memoryview], rng: random.Random) -> None:
+    """Flip one bit somewhere."""
+    part = rng.choice(list(parts))
+    part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)

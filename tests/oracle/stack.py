@@ -1,0 +1,340 @@
+"""An engine for one life: the product's cache, scheduler and core over the campaign's device, watched from outside.
+
+`Stack` builds them in a world and puts poison and counters around pools, host memory and loads. It must not know what
+outputs should be. Invariant: hooks only look, count and poison; they change no decision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
+from oracle.model import DIGEST, EOS, POISON
+from oracle.plan import Setup
+from oracle.world import replace_everywhere
+from wicore_trt.config import KVSettings
+from wicore_trt.core import assemble_kv
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk_space import Space
+from wicore_trt.kv.disk_store import DiskStore
+from wicore_trt.kv.fault_injection import FaultPlan, FaultyFiles
+from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.host_tier import slot_geometry
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.planner import TierRate
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.schedule.scheduler import Scheduler
+
+SLAB_SLOTS = 16
+
+
+class OwnFiles(Files):
+    """Knows its open descriptors, so that the end of a process can be played."""
+
+    def __init__(self) -> None:
+        self.fds: set[int] = set()
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        self.fds.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.fds.discard(fd)
+        super().close(fd)
+
+    def die(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = set()
+
+
+def least_pages(setup: Setup) -> dict[str, int]:
+    """The smallest pools that the product accepts for max_context."""
+
+    def fits(pages: dict[str, int]) -> bool:
+        tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
+        manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), tiers=tiers)
+        return manager.fits(setup.max_context, setup.max_batch_tokens)
+
+    found = dict.fromkeys(setup.groups, 4 * setup.max_context)
+    for group in setup.groups:
+        low, high = 1, found[group]
+        while low < high:
+            middle = (low + high) // 2
+            if fits({**found, group: middle}):
+                high = middle
+            else:
+                low = middle + 1
+        found[group] = low
+    return found
+
+
+@contextmanager
+def constants(setup: Setup) -> Iterator[None]:
+    """What the planner believes before it has measured, and how much it must see to measure, at the campaign's scale:
+    pages are small and time is cheap."""
+    page_s = setup.speeds.token * setup.page_tokens
+    page_bytes = max(setup.entry_bytes.values()) * setup.page_tokens
+    priors = setup.priors
+    with ExitStack() as stack:
+        for name, value in (
+            ("HOST_PRIOR", TierRate(page_bytes / (page_s * priors["link"]), page_s * priors["link"])),
+            ("DISK_PRIOR", TierRate(page_bytes / (page_s * priors["disk"]), page_s * priors["disk"])),
+            ("PRIOR_PER_TOKEN_S", priors["token"]),
+            ("MIN_TOKENS", min(32, max(2, setup.max_batch_tokens // 2))),
+            ("MEASURED_BYTES", 6 * page_bytes),
+            ("QUEUE_LIMIT", setup.queue_limit),
+            ("DiskStore", partial(DiskStore, slab_bytes=SLAB_SLOTS * 8192)),
+            ("CacheOptions", partial(CacheOptions, checkpoint_tokens=setup.checkpoint_tokens)),
+        ):
+            replace_everywhere(stack, name, value)
+        yield
+
+
+@dataclass
+class Idle:
+    """How long a sequence has waited for a load of so many tokens."""
+
+    tokens: int
+    chosen: object
+    room: int = 1 << 30
+    seconds: float = 0.0
+    since: float | None = None
+
+
+class Stack:
+    """`path` is the directory of the disk tier. `counts` gains what happens."""
+
+    def __init__(self, setup: Setup, world, path: Path, plan: FaultPlan, counts: Counter[str]) -> None:
+        self.setup, self.world, self.counts, self.plan = setup, world, counts, plan
+        self.files = FaultyFiles(plan)
+        self.files._system = self._system = OwnFiles()
+        self.page_bytes = {g: setup.entry_bytes[g] * setup.page_tokens for g in setup.groups}
+        least = least_pages(setup)
+        pages = {group: least[group] + setup.spare[group] for group in setup.groups}
+        layout = KVLayout(setup.page_tokens, "float32", pages, self.page_bytes)
+        kind = AheadDevice if setup.ahead else Device
+        self.device = kind(
+            world, setup.model, layout, max_batch_tokens=setup.max_batch_tokens, slice_tokens=setup.slice_tokens
+        )
+        self.copier = (LateCopier if setup.late else Copier)(self.device)
+        self.device.copier = self.copier
+        try:
+            self.manager, self.loader = assemble_kv.make_cache(
+                self._settings(path), layout, setup.window, engine=setup.engine, kernels=self.device.kernels,
+                copier=self.copier, files=self.files,
+            )  # fmt: skip
+        except BaseException:
+            self.die()
+            raise
+        if not self.manager.fits(setup.max_context, setup.max_batch_tokens):
+            raise Failure("fits", f"pools of {pages} were accepted and are not")
+        self.scheduler = Scheduler(
+            self.manager,
+            max_batch_tokens=setup.max_batch_tokens,
+            max_sequences=setup.max_sequences,
+            loader=self.loader,
+            slice_tokens=setup.slice_tokens,
+        )
+        self.core = EngineCore(
+            self.device, self.scheduler, eos_ids=(EOS,), max_context=setup.max_context, clock=world.clock
+        )
+        self.tiers = self.manager.tiers
+        self.loads: list = []
+        self.waits: list[float] = []
+        self.idle: dict[object, Idle] = {}
+        self._poison_pools()
+        if self.tiers is not None:
+            self._poison_host()
+            self._watch_loads()
+        self._watch_manager()
+
+    def _settings(self, path: Path) -> KVSettings:
+        setup = self.setup
+        slot_bytes, per_page = slot_geometry(self.page_bytes)
+        settings = dict(setup.kv)
+        if setup.host_slots:
+            settings["host_bytes"] = slot_bytes * max(setup.host_slots, 2 * sum(per_page.values()))
+        if setup.disk_slots:
+            slots = max(setup.disk_slots, sum(per_page.values()))
+            settings |= {
+                "disk_path": str(path / "disk"),
+                "disk_bytes": Space(slot_bytes, SLAB_SLOTS).bytes_of(slots) + (96 << 10),
+                "disk_free_bytes": 0,
+            }
+            if setup.encrypted:
+                key = path / "key"
+                key.write_bytes(bytes(range(32)))
+                key.chmod(0o600)
+                settings["disk_key_file"] = str(key)
+        return KVSettings(**settings)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        try:
+            self.core.close()
+        finally:
+            self.die()
+
+    def die(self) -> None:
+        """The process is gone. Real threads would go on with descriptors that others have then."""
+        if self.world.virtual:
+            self.world.kill()
+            self._system.die()
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _poison_pools(self) -> None:
+        for group, pool in self.manager.pools.items():
+            self._poison_pool(group, pool)
+
+    def _poison_pool(self, group: str, pool) -> None:
+        allocate = pool.allocate
+
+        def allocated(count: int) -> list[int] | None:
+            slots = allocate(count)
+            for slot in slots or ():
+                self.device.poison(group, slot)
+            return slots
+
+        def then_poison(change: Callable) -> Callable:
+            def changed(*args, **kwargs):
+                before = set(pool._free)
+                result = change(*args, **kwargs)
+                for slot in set(pool._free) - before:
+                    self.device.poison(group, slot)
+                return result
+
+            return changed
+
+        pool.allocate = allocated
+        for name in ("release", "drop", "clear"):
+            setattr(pool, name, then_poison(getattr(pool, name)))
+
+    def _poison_host(self) -> None:
+        host, transfers = self.tiers.host, self.tiers.transfers
+        reserve = host.reserve
+
+        def reserved(page):
+            copy = reserve(page)
+            if copy is not None:
+                for part in transfers.host.buffers(copy):
+                    part[:] = POISON * (len(part) // DIGEST)
+            return copy
+
+        host.reserve = reserved
+
+    def _watch_loads(self) -> None:
+        loader, tiers, counts = self.loader, self.tiers, self.counts
+        begin, step, jump, cancel, fetch = loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin
+
+        def begun(pages, chosen, **more):
+            there = pages.published * self.setup.page_tokens
+            done = begin(pages, chosen, **more)
+            counts[f"{chosen.decision} plan" if done else "load without room"] += 1
+            if done:
+                self.waits.append(chosen.wait_s)
+                self.loads.append((pages.load, chosen))
+                self.idle[pages.load] = Idle(chosen.stop - there, chosen)
+            return done
+
+        def stepped(pages, computed):
+            load = pages.load
+            action = step(pages, computed)
+            counts[f"step {action.action}"] += 1
+            if load in self.idle:
+                self._bound_idle(self.idle[load], action.action)
+            return action
+
+        def jumped(pages, *more):
+            chosen = next((chosen for load, chosen in self.loads if load is pages.load), None)
+            counts["jump"] += 1
+            if pages.parked is not None:
+                counts["jump of a parked sequence"] += 1
+            elif chosen is not None and chosen.decision == "split":
+                counts["jump after a split"] += 1
+            return jump(pages, *more)
+
+        def cancelled(pages):
+            counts["load cancelled"] += pages.load is not None
+            return cancel(pages)
+
+        def fetched(load):
+            if any(item.slot < 0 for item in load.todo):
+                counts["prefetch"] += 1
+                self.loads.append((load, None))
+            return fetch(load)
+
+        loader.begin, loader.step, loader.jump, loader.cancel, tiers.begin = begun, stepped, jumped, cancelled, fetched
+
+    def _bound_idle(self, idle: Idle, action: str) -> None:
+        """A load may not stall its sequence longer than computing would take under the present load, and some. Where
+        the planner cannot know better (nothing measured, speeds that change) it may."""
+        now, speeds, setup = self.world.clock(), self.world.speeds, self.setup
+        if idle.since is not None:
+            idle.seconds += now - idle.since
+        idle.since = now if action == "wait" else None
+        calm = setup.priors["token"] == speeds.token and speeds == setup.speeds and speeds.noise <= 1.3
+        room = setup.max_batch_tokens - len(self.scheduler.running)
+        if not calm or speeds.spike or room <= 0 or not self.world.virtual:
+            return
+        idle.room = min(idle.room, room)
+        recompute = idle.tokens * speeds.token * setup.max_batch_tokens / idle.room
+        slice_s = 2 * setup.max_batch_tokens * speeds.token
+        if idle.seconds > 1.6 * recompute + slice_s + 0.011:
+            raise Failure(
+                "stalls", f"idled {idle.seconds:.4f} s for a load in place of {recompute:.4f} s: {idle.chosen}"
+            )
+
+    def _watch_manager(self) -> None:
+        manager, counts = self.manager, self.counts
+        lookup, drop, follow = manager.lookup, manager.drop, self.scheduler.follow
+
+        def looked(pages, tokens):
+            hit = lookup(pages, tokens)
+            counts["wait for a prefix in flight"] += hit.in_flight
+            return hit
+
+        def dropped(key, cause):
+            counts[f"page {cause}"] += 1
+            return drop(key, cause)
+
+        def followed(plan, goes_on):
+            found = follow(plan, goes_on)
+            counts["step ahead"] += found is not None
+            return found
+
+        manager.lookup, manager.drop, self.scheduler.follow = looked, dropped, followed
+
+    def tally(self) -> None:
+        """Count what the statistics of this engine say; once, at its end."""
+        stats, counts = self.core.stats(), self.counts
+        counts["preemption"] += stats.preemptions
+        counts["park"] += stats.kv.parked
+        counts["resume"] += stats.kv.resumed
+        for tier in stats.kv.tiers:
+            counts[f"{tier.tier} hit"] += tier.hit_tokens > 0
+            for cause, count in tier.evictions.items():
+                counts[f"{tier.tier} eviction: {cause}"] += count
+            for cause, count in tier.failures.items():
+                counts[f"{tier.tier} failure: {cause}"] += count
+        for load, _ in self.loads:
+            counts["load with a failed page"] += load.failed
+        counts["steps"] += stats.steps
+
+    @contextmanager
+    def without_tiers(self) -> Iterator[None]:
+        with mock.patch.object(self.manager, "tiers", None):
+            yield

@@ -1,0 +1,71 @@
+"""Checks of single values that a client sends: type, range, Unicode.
+
+Knows values and the names of their fields; it must not know requests. Invariant: whatever object comes in, the answer
+is None or an InvalidRequestError that names the field in one short line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral
+
+from wicore_trt.errors import InvalidRequestError
+
+MAX_SHOWN = 80
+MAX_TOKEN_ID = (1 << 31) - 1
+_INFINITE = (float("inf"), float("-inf"))
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def check_finite(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise unless `value` is a number in [low, high], or (low, high]."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or value in _INFINITE:
+        raise InvalidRequestError(f"{name} must be a finite number, got {shown(value)}.", field=name)
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}.", field=name)
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raise unless `value` is an int in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}.", field=name)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false, got {shown(value)}.", field=name)
+
+
+def check_text(name: str, value: object, longest: int) -> None:
+    """Raise unless `value` is a str of valid Unicode and at most `longest` characters."""
+    if not isinstance(value, str) or len(value) > longest:
+        raise InvalidRequestError(f"{name} must be text of at most {longest} characters.", field=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name} is not valid Unicode: {error.reason}.", field=name) from None
+
+
+def as_token_ids(name: str, ids: object) -> tuple[int, ...]:
+    """The ids as plain ints. Raises for anything but integers in [0, 2**31); flags are no integers here."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidRequestError(f"{name} must be a sequence of token ids, got {shown(ids)}.", field=name)
+    found = ids if isinstance(ids, tuple) else tuple(ids)
+    if set(map(type, found)) - {int}:
+        for bad in (i for i in found if not isinstance(i, Integral) or isinstance(i, bool)):
+            raise InvalidRequestError(f"{name} must be integers, got {shown(bad)}.", field=name)
+        found = tuple(map(int, found))
+    if found and not 0 <= min(found) <= max(found) <= MAX_TOKEN_ID:
+        bad = next(i for i in found if not 0 <= i <= MAX_TOKEN_ID)
+        raise InvalidRequestError(f"{name} must be token ids, got {shown(bad)}.", field=name)
+    return found

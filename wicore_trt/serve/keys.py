@@ -1,0 +1,101 @@
+"""Who may call: API keys, and the tenant that each stands for.
+
+Knows keys and the file that holds them; it must not know calls. Invariants: no key is in an error, a log line or a
+repr; how long a look-up takes tells nothing of the keys, because it compares digests under a random key of this
+process.
+
+A keys file has a line for each key, `TENANT:KEY` or `TENANT:KEY:operator`; empty lines and lines that begin with # say
+nothing. A tenant may have several keys, so that one can follow another.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from wicore_trt.errors import ConfigError
+
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+KEY = re.compile(r"[!-9;-~]{16,512}")  # visible ASCII but the colon
+OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who calls. An operator sees the counts and KV events of everybody, a tenant those of its own requests."""
+
+    tenant: str = ""
+    operator: bool = False
+
+
+EVERYBODY = Identity("", operator=True)
+"""The one trusted user of a server that has no keys, and the owner of its single key."""
+
+
+class KeyRing:
+    """Identities by key. `needed` is false when there are no keys: everybody is then the one trusted user."""
+
+    def __init__(self, identities: Mapping[str, Identity]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._identities = {self._digest(key): identity for key, identity in identities.items()}
+        self.needed = bool(identities)
+
+    @classmethod
+    def load(cls, api_key: str | None, keys_file: str | None) -> KeyRing:
+        """The keys of `server.api_key`, which is the operator's, and of `server.keys_file`.
+
+        Raises ConfigError for a file that cannot be read, that others may read, or whose lines are no keys.
+        """
+        found = read_keys(keys_file) if keys_file is not None else {}
+        if api_key is not None:
+            if found.get(api_key, EVERYBODY) != EVERYBODY:
+                raise ConfigError("server.api_key is also in server.keys_file.", fix="Remove one of them.")
+            found[api_key] = EVERYBODY
+        return cls(found)
+
+    def find(self, key: str) -> Identity | None:
+        """Whose key it is, None for nobody's."""
+        return self._identities.get(self._digest(key)) if self.needed else EVERYBODY
+
+    def _digest(self, key: str) -> bytes:
+        return blake2b(key.encode(errors="surrogateescape"), key=self._secret, digest_size=32).digest()
+
+
+def read_keys(path: str) -> dict[str, Identity]:
+    """Identities by key from a keys file. Raises ConfigError; no key is in its message."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"server.keys_file: cannot read {path}: {reason}.") from None
+    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"server.keys_file: {path} is open to other users.", fix=f"Run: chmod 600 {path}")
+    found: dict[str, Identity] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        tenant, _, rest = line.strip().partition(":")
+        key, _, role = rest.partition(":")
+        wrong = None
+        if not TENANT.fullmatch(tenant):
+            wrong = "a tenant's name has 1 to 64 letters, digits, dots, dashes and underscores"
+        elif not KEY.fullmatch(key):
+            wrong = "a key has 16 to 512 visible ASCII characters without colons"
+        elif role not in ("", OPERATOR) or (rest.count(":") and not role):
+            wrong = f"behind a key stands nothing or :{OPERATOR}"
+        elif key in found:
+            wrong = "the key is there already"
+        if wrong is not None:
+            raise ConfigError(f"{path}, line {number}: {wrong}.", fix="Write TENANT:KEY or TENANT:KEY:operator.")
+        found[key] = Identity(tenant, operator=role == OPERATOR)
+    if not found:
+        raise ConfigError(f"server.keys_file: {path} holds no key.", fix="Write TENANT:KEY, one key a line.")
+    return found
