@@ -45,7 +45,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A directory to fill for `output`. `work` is for files that are needed meanwhile."""
+    """A directory to fill for `output`, and to publish."""
 
     output: Path
     folder: Path
@@ -60,6 +60,7 @@ class Scratch:
 
     @property
     def work(self) -> Path:
+        """An empty directory for files that vanish with the scratch."""
         return self.folder / _WORK
 
     def publish(self) -> None:
@@ -113,19 +114,20 @@ def replacing(output: Path, product: Product, *, force: bool, source: str | Path
     output = absolute(output)
     origin = None if source is None else Path(os.path.expanduser(source))
     try:
-        check_output(output, product, force=force, source=origin)
-        made = _make_parents(output.parent)
-        try:
-            with _stale(output, product), _folder(output, product) as folder:
+        with _stale(output, product):
+            check_output(output, product, force=force, source=origin)
+            with _parents(output.parent), _folder(output, product) as folder:
                 yield Scratch(output, folder, product, force, origin)
-        finally:
-            for parent in reversed(made):
-                with suppress(OSError):  # what is not empty stays
-                    parent.rmdir()
     except OSError as error:
         raise EnvironmentUnfitError(
             f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
         ) from error
+
+
+def clear_up(output: Path, product: Product) -> None:
+    """Remove what killed processes left behind beside a finished output."""
+    with suppress(OSError), _stale(output, product):
+        pass
 
 
 def absolute(path: Path) -> Path:
@@ -205,7 +207,8 @@ def _folder(output: Path, product: Product) -> Iterator[Path]:
         if lock is not None:
             break
     try:
-        (folder / _NEW).mkdir()
+        for name in (_NEW, _WORK):
+            (folder / name).mkdir()
         yield folder
     finally:
         _settle(folder, output, product)
@@ -255,7 +258,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
     pattern = re.compile(re.escape(_prefix(output)) + "[0-9a-f]{32}")
     try:
         names = sorted(os.listdir(output.parent))
-    except PermissionError:  # files may be made there, not listed
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # none yet, or not to be listed
         return
     for name in names:
         folder = output.parent / name
@@ -322,18 +325,24 @@ def _content(output: Path) -> bytes:
     return b"wicore scratch\n" + os.fsencode(output.name)
 
 
-def _make_parents(parent: Path) -> list[Path]:
-    """Make a directory and what is missing above it; returns what was made, from the top."""
+@contextmanager
+def _parents(parent: Path) -> Iterator[None]:
+    """Make a directory and what is missing above it; what is still empty at the end goes again."""
     missing = []
     while not os.path.isdir(parent) and parent != parent.parent:
         missing.append(parent)
         parent = parent.parent
     made: list[Path] = []
-    for path in reversed(missing):
-        with suppress(FileExistsError):
-            path.mkdir()
-            made.append(path)
-    return made
+    try:
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                path.mkdir()
+                made.append(path)
+        yield
+    finally:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _sync_tree(directory: Path) -> None:

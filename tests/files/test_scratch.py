@@ -170,6 +170,19 @@ NOT_OURS = [
 ]
 
 
+def test_a_refused_run_clears_up_too(tmp_path: Path) -> None:
+    """A process that was killed behind its last rename leaves a whole output and its scratch."""
+    out = tmp_path / "out"
+    make(out, "one")
+    left = tmp_path / (".out.wicore-" + "a" * 32)
+    for name in ("new", "work", "old"):
+        (left / name).mkdir(parents=True)
+    (left / scratch_module.MARKER).write_bytes(b"wicore scratch\nout")
+    with pytest.raises(ConfigError, match="already exists"):
+        make(out, "two")
+    assert names(tmp_path) == ["out"] and content(out) == "one"
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_siblings_of_any_name_stay(force: bool, tmp_path: Path) -> None:
     for number, name in enumerate(NOT_OURS):

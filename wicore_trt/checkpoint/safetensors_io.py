@@ -138,7 +138,8 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
         raise door.refusal(
             path, f"is not a readable safetensors file: {where} is {shown(first['input'])}: {first['msg']}"
         ) from error
-    entries, end = {}, 0
+    entries: dict[str, _Entry] = {}
+    end = 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
         first_byte, last = item.data_offsets
         if item.dtype not in ITEM_BYTES:
@@ -151,7 +152,8 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
                 f"gives {named(name)} the bytes {item.data_offsets}, but {info.dtype} {item.shape} needs {expected}",
             )
         if first_byte != end:
-            kind = "overlaps the tensor before it" if first_byte < end else "leaves a gap before it"
+            before = named(next(reversed(entries))) if entries else "the start"
+            kind = f"overlaps {before}" if first_byte < end else f"leaves a gap behind {before}"
             raise door.refusal(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
         entries[name], end = _Entry(info, 8 + length + first_byte), last
     if size != 8 + length + end:

@@ -113,7 +113,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     compiler = find_backend(options.backend)
     with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
-        checkpoint = _checkpoint_of(source, scratch.work, options, progress, note)
+        checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
         _check_fit(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
@@ -210,6 +210,11 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
         raise ConfigError(
             f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
             fix=f"Convert the source with --tp {options.tp_size}.",
+        )
+    if not options.dummy and not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
+        raise CheckpointError(
+            f"{checkpoint.source} has no tokenizer.json, and an engine without one can answer nothing.",
+            fix="Put the model's tokenizer files beside its weights and build again.",
         )
     limit = checkpoint.spec.max_position_embeddings
     if options.max_context is not None and not 1 <= options.max_context <= limit:

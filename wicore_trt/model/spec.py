@@ -130,15 +130,19 @@ class Gemma3Spec:
         return {**asdict(self), "layer_groups": list(self.layer_groups)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Gemma3Spec:
-        """Inverse of to_dict. Raises CheckpointError on unknown or missing keys and for values that cannot be right."""
+    def from_dict(cls, data: Mapping[str, Any], place: str = "model spec") -> Gemma3Spec:
+        """Inverse of to_dict; `place` names the file. Raises CheckpointError on unknown or missing keys and for values
+        that cannot be right."""
         names = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != names:
             given = set(data) if isinstance(data, Mapping) else set()
             wrong = ", ".join(sorted(map(str, names ^ given))[:4])
-            raise CheckpointError(f"model spec: these keys are missing or unknown: {wrong}.")
+            raise CheckpointError(f"{place}: these keys are missing or unknown: {wrong}.")
         groups = data["layer_groups"]
-        return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
+        try:
+            return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
+        except SpecError as error:
+            raise error.at(place, {}) from error
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
