@@ -5,7 +5,6 @@ Reads `plans/plans.json`, loads no TensorRT. Invariant: every input and output o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from math import prod
@@ -28,9 +27,9 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     if INDEX not in engine.manifest.files:
         return None
     try:
-        index = json.loads((engine.path / INDEX).read_text(encoding="utf-8"))
+        index = engine.read_json(INDEX)
         tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
         ) from error

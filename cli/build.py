@@ -27,15 +27,19 @@ def command(
     target: Annotated[
         list[str] | None, typer.Option(help="GPU architectures to compile for, such as sm89 or sm80,sm89.")
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="GPUs to split the weights over.")] = None,
-    page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page, a power of two. Default 32.")] = None,
-    max_context: Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Tokens per KV page, a power of two. Default 32.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="Longest sequence in tokens. Default: the model's.")
+    ] = None,
     max_batch: Annotated[int | None, typer.Option(min=1, help="Compiled engines: sequences of a decode step.")] = None,
     max_chunk: Annotated[int | None, typer.Option(min=1, help="Compiled engines: tokens of a prefill step.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 2048,
+    calibrate_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the text to use.")] = 2048,
     kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
     dummy_weights: Annotated[
         bool,
@@ -44,6 +48,7 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="With --dummy-weights, in place of SOURCE: gemma3-270m, 1b, 4b, 12b or 27b.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a hub id. Default: main.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -51,6 +56,8 @@ def command(
 
     Examples:  wicore build google/gemma-3-270m-it engine/   |   wicore build --recipe gemma3-270m-cpu
     """
+    import sys
+
     from wicore_trt.cli._ui import human_bytes, print_json, progress
     from wicore_trt.config import load_settings
     from wicore_trt.engine.build import build_engine
@@ -81,6 +88,7 @@ def command(
         from wicore_trt.checkpoint.calibrate import Calibration
 
         calibration = Calibration(calibrate, calibrate_tokens, kv_scales)
+    lost: list[str] = []
     with progress(quiet=json) as report:
         engine = build_engine(
             settings.build.source,
@@ -96,10 +104,14 @@ def command(
             max_chunk=settings.build.max_chunk,
             calibration=calibration,
             dummy=dummy,
+            revision=revision,
             force=force,
             progress=report,
+            note=lost.append,
         )
     manifest = engine.manifest
+    for line in lost:
+        print(f"note: {line}", file=sys.stderr)
     if json:
         print_json({"path": str(engine.path), "fingerprint": manifest.fingerprint, "bytes": manifest.total_bytes})
     else:

@@ -14,12 +14,12 @@ def command(
     ],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
-    tp: Annotated[int, typer.Option(min=1, help="GPUs to split the weights over.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 2048,
+    calibrate_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the text to use.")] = 2048,
     kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -35,7 +35,7 @@ def command(
     from wicore_trt.checkpoint.convert import convert
     from wicore_trt.cli._ui import human_bytes, print_json, progress
 
-    start = time.monotonic()
+    start, lost = time.monotonic(), list[str]()
     calibration = None
     if calibrate is not None:
         from wicore_trt.checkpoint.calibrate import Calibration
@@ -51,10 +51,10 @@ def command(
             calibration=calibration,
             force=force,
             progress=report,
+            note=lost.append,
         )
     kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
     total = sum(record.bytes for record in checkpoint.files.values())
-    flushed = checkpoint.config["wicore"]["flushed_to_zero"]
     if json:
         print_json(
             {
@@ -63,7 +63,8 @@ def command(
                 "tp_size": checkpoint.tp_size,
                 "bytes": total,
                 "seconds": round(time.monotonic() - start, 3),
-                "flushed_to_zero": flushed,
+                "flushed_to_zero": checkpoint.config["wicore"]["flushed_to_zero"],
+                "notes": lost,
                 "quantization": checkpoint.quant_algo,
                 "kv_scales": checkpoint.kv_scales,
                 "vision": checkpoint.vision_file is not None,
@@ -71,8 +72,8 @@ def command(
             }
         )
         return
-    if flushed:
-        print(f"warning: {flushed} weights are too small for float16 and became 0.", file=sys.stderr)
+    for line in lost:
+        print(f"note: {line}", file=sys.stderr)
     if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
         print("warning: the source has no tokenizer.json; text requests will need one.", file=sys.stderr)
     print(f"converted {checkpoint.path}: {kind}, tp {checkpoint.tp_size}, {human_bytes(total)}")

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from wicore_trt.checkpoint.records import FileRecord
     from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
 
+_OK, _UNCHECKED = "ok", "not checked"
+_UNLISTED = "not listed"
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def command(
     path: Annotated[Path, typer.Argument(help="Engine or unified checkpoint directory.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Hash every file; exit 4 when one is corrupted.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every byte; exit 4 when a file is corrupted or not listed.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the model, sizes, KV bytes and files of an engine or a checkpoint."""
@@ -25,7 +30,8 @@ def command(
     from wicore_trt.engine.build import is_unified_checkpoint
 
     is_checkpoint = is_unified_checkpoint(path) and not (path / "engine.json").exists()
-    report = _checkpoint(path) if is_checkpoint else _engine(path, verify=verify)
+    report = _checkpoint(path, verify=verify) if is_checkpoint else _engine(path, verify=verify)
+    again = report.pop("again")
     if json:
         print_json(report)
     else:
@@ -37,14 +43,11 @@ def command(
             print_plans(report["compiled"])
         files = [(f["name"], human_bytes(f["bytes"]), f["state"]) for f in report["files"]]
         print_table("files", ("name", "size", "hash"), files)
-    if any(f["state"] == "corrupted" for f in report["files"]):
-        from wicore_trt.engine.manifest import rebuild_command
+    bad = [f"{f['name']} is {f['state']}" for f in report["files"] if f["state"] not in (_OK, _UNCHECKED)]
+    if verify and bad:
         from wicore_trt.errors import EngineFormatError
 
-        bad = ", ".join(f["name"] for f in report["files"] if f["state"] == "corrupted")
-        raise EngineFormatError(
-            f"engine {path}: corrupted: {bad}.", fix=rebuild_command(path, report["about"]["source"])
-        )
+        raise EngineFormatError(f"{report['kind']} {path}: {', '.join(bad)}.", fix=again)
 
 
 def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -68,9 +71,13 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
         "spec": spec,
         "kv": _kv(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
         "files": [
-            {"name": name, **entry, "state": file_state(engine, name) if verify else "not checked"}
-            for name, entry in sorted(entries.items())
+            *(
+                {"name": name, **entry, "state": file_state(engine, name) if verify else _UNCHECKED}
+                for name, entry in sorted(entries.items())
+            ),
+            *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.unlisted()),
         ],
+        "again": f"Move files that are not the engine's elsewhere. {engine.rebuild}",
     }
 
 
@@ -88,11 +95,10 @@ def _cpu_kernels(engine: EngineDir) -> str:
     return f"torch, not native: {reason}" if reason else "native"
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
 
     checkpoint = open_checkpoint(path)
-    files = [*checkpoint.rank_files, *checkpoint.tokenizer_files]
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -104,8 +110,22 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         },
         "spec": checkpoint.spec.to_dict(),
         "kv": _kv(checkpoint.spec, 32, checkpoint.dtype),
-        "files": [{"name": f.name, "bytes": f.stat().st_size, "state": "no hash recorded"} for f in files],
+        "files": [
+            {"name": name, "bytes": record.bytes, "state": _state(path / name, record) if verify else _UNCHECKED}
+            for name, record in sorted(checkpoint.files.items())
+        ],
+        "again": checkpoint.again,
     }
+
+
+def _state(file: Path, record: FileRecord) -> str:
+    from wicore_trt.errors import CheckpointError
+
+    try:
+        part = record.changed(file)
+    except CheckpointError:
+        part = file.name
+    return _OK if part is None else "corrupted" if part == file.name else f"corrupted ({part})"
 
 
 def _kv(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:

@@ -115,13 +115,17 @@ def purge(
 def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
     """A tenant's tag. It takes the server's secret: that of its setting kv.salt, or the one in its disk directory."""
     from wicore_trt.config import load_settings
-    from wicore_trt.errors import ConfigError
+    from wicore_trt.errors import ConfigError, EnvironmentUnfitError
     from wicore_trt.kv.disk_tools import owned_files
     from wicore_trt.kv.hashing import tenant_tag
     from wicore_trt.kv.secret import read_secret, secret_of
 
     setting = load_settings(recipe).kv.salt
-    secret = secret_of(setting) if setting is not None else read_secret(owned_files(path), path)
+    try:
+        secret = secret_of(setting) if setting is not None else read_secret(owned_files(path), path)
+    except OSError as error:
+        fix = "Run this as the user of the server, and remove what is not the server's."
+        raise EnvironmentUnfitError(f"{error.filename or path}: {error.strerror}.", fix=fix) from error
     if secret is None:
         fix = "Set WICORE_KV__SALT as for the server, or give the tag that `wicore kv inspect` prints: --tenant."
         raise ConfigError(f"{path} holds no secret, and kv.salt is not set: no tag can be made.", fix=fix)

@@ -6,15 +6,18 @@ codes are 0 ok, 1 failure, 2 usage, 3 recipe or settings, 4 environment unfit, 1
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from wicore_trt.errors import WicoreError
+from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 
 PANELS = {
     "Engines": ("fetch", "convert", "build", "inspect"),
@@ -79,6 +82,7 @@ def root(
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit."""
+    _open_streams()
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 
@@ -89,26 +93,89 @@ def run(args: list[str]) -> int:
         result = app(args, prog_name="wicore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except BrokenPipeError:
-        # The reader went away (`| head`); point stdout elsewhere so that the interpreter's last flush is quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (`| head`)
+        _forget_stdout()
         return 1
     except KeyboardInterrupt:
         return 130
     except WicoreError as error:
         if debug:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(str(error))
         return error.exit_code
+    except (OSError, MemoryError) as error:
+        if debug:
+            raise
+        _say(_of_the_machine(error))
+        _forget_stdout()
+        return EnvironmentUnfitError.exit_code
     except Exception as error:
         code = _usage_error(error)
         if code is not None:
             return code
         if debug:
             raise
-        print(f"error: unexpected {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(f"unexpected {type(error).__name__}: {error}")
         print("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.", file=sys.stderr)
         return 1
+
+
+def _open_streams() -> None:
+    """Make the standard streams usable whatever the caller did to them.
+
+    A closed one becomes /dev/null: otherwise the next file that is opened gets its number, and what some library prints
+    lands in a weight file. Text that the terminal's encoding lacks is spelt out instead of ending a finished command in
+    an error; bytes of file names pass as they are.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    codecs.register_error("wicore", _spelt_out)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="wicore")
+
+
+def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    part = error.object[error.start : error.end]
+    pieces = (
+        bytes([ord(c) - 0xDC00]) if 0xDC80 <= ord(c) <= 0xDCFF else c.encode("ascii", "backslashreplace") for c in part
+    )
+    return b"".join(pieces), error.end
+
+
+def _say(text: str) -> None:
+    """An error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
+    line = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    print("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line), file=sys.stderr)
+
+
+def _escaped(c: str) -> str:
+    return c if "\udc80" <= c <= "\udcff" else c.encode("unicode_escape").decode("ascii")
+
+
+def _of_the_machine(error: OSError | MemoryError) -> str:
+    """What a failure that no command expected says of the machine: a full disk behind stdout, no memory."""
+    if isinstance(error, MemoryError):
+        return "this machine has too little memory for that."
+    place = f"{error.filename}: " if error.filename else "reading or writing failed: "
+    return f"{place}{error.strerror or error}."
+
+
+def _forget_stdout() -> None:
+    """Point stdout elsewhere, so that the interpreter's last flush is quiet too."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _usage_error(error: Exception) -> int | None:

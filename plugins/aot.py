@@ -8,7 +8,7 @@ launch needs, so that the machine that runs it needs no Triton.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,12 +176,14 @@ def save_kernel(kernel: CompiledKernel, directory: Path) -> None:
     (directory / f"{kernel.name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def load_kernel(directory: Path, name: str) -> CompiledKernel:
-    """What `save_kernel` wrote. Raises EngineFormatError for files that are missing or do not fit."""
+def load_kernel(read: Callable[[str], bytes], name: str) -> CompiledKernel:
+    """What `save_kernel` wrote; `read` gives the bytes of a file by its name, which begins with `name`.
+
+    Raises EngineFormatError for files that are missing or do not fit."""
     try:
-        data = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
-        cubin = (directory / f"{name}.cubin").read_bytes()
-    except (OSError, ValueError) as error:
+        data = json.loads(read(f"{name}.json").decode())
+        cubin = read(f"{name}.cubin")
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"Kernel {name!r} cannot be read: {error}.", fix="Build the engine again.") from error
     return CompiledKernel.from_metadata(data, cubin)
 

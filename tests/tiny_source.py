@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from wicore_trt.checkpoint.names import hf_shapes
 from wicore_trt.model.spec import Gemma3Spec
@@ -28,13 +30,19 @@ CONFIG = {
 
 
 def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True) -> Path:
-    """Write config.json, float32 weights and stand-ins for the tokenizer's files; the tokenizer cannot be loaded."""
+    """Write config.json, float32 weights and the files of a tokenizer of a few letters."""
     path.mkdir()
     config = CONFIG | {"tie_word_embeddings": tied}
     random = np.random.default_rng(seed)
     shapes = hf_shapes(Gemma3Spec.from_hf_config(config))
     save_file({n: random.standard_normal(s, np.float32) for n, s in shapes.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text('{"version": "1.0"}')
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+    write_tiny_tokenizer(path)
     return path
+
+
+def write_tiny_tokenizer(path: Path) -> None:
+    """tokenizer.json of 23 tokens, and generation_config.json."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<start>", "<turn>", "<end>", *"abcdefghijklmnop"]
+    Tokenizer(BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>")).save(str(path / "tokenizer.json"))
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')

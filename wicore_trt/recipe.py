@@ -7,6 +7,7 @@ key and carries "file:line" of where it was written.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from wicore_trt.errors import ConfigError
+from wicore_trt.files import Door
 
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
@@ -28,7 +30,7 @@ def list_recipes() -> list[str]:
 def resolve_recipe(recipe: str | Path) -> Path:
     """The file of a packaged recipe's name, or of a path. Raises ConfigError with the names that exist."""
     path = Path(recipe)
-    if path.is_file():
+    if os.path.exists(path) and not os.path.isdir(path):
         return path
     text = str(recipe)
     names = list_recipes()
@@ -52,8 +54,8 @@ def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]
     Raises ConfigError with file and line for bad YAML, an unknown, repeated or misplaced key.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        loader = yaml.SafeLoader(Door(error=ConfigError, fix="Give a YAML file of settings.").text(path))
+    except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}.") from error
     try:
         root = loader.get_single_node()

@@ -8,6 +8,7 @@ import torch
 
 from wicore_trt.checkpoint.quantize import (
     E4M3_MAX,
+    bad_row,
     e4m3_bits,
     e4m3_values,
     from_float32,
@@ -106,3 +107,36 @@ def test_casts_equal_torch(tag: str, dtype: torch.dtype) -> None:
     back = to_float32(ours, tag)
     assert np.isnan(back[nan]).all()
     np.testing.assert_array_equal(back[~nan], theirs.float().numpy()[~nan])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_any_size_get_the_same_codes(seed: int) -> None:
+    """A row times a power of two has the row's codes and its scale times that power, from 2^-80 to 2^125."""
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((8, 300)).astype(np.float32)
+    w /= np.abs(w).max(axis=1, keepdims=True)
+    codes, scale = quantize_e4m3_per_channel(w)
+    for power in (-80, -40, 40, 62, 64, 80, 100, 125):
+        factor = np.float32(2.0**power)
+        again, scaled = quantize_e4m3_per_channel(w * factor)
+        np.testing.assert_array_equal(again, codes, err_msg=f"2^{power}")
+        np.testing.assert_array_equal(scaled, scale * factor)
+    largest = np.float32(3.4e38) * w
+    back = e4m3_values()[quantize_e4m3_per_channel(largest)[0]].astype(np.float64)
+    scaled = quantize_e4m3_per_channel(largest)[1].astype(np.float64)
+    assert (np.abs(back * scaled[:, None] - largest).max(axis=1) < 0.07 * np.abs(largest).max(axis=1)).all()
+
+
+@pytest.mark.parametrize("tag", ["F32", "F16", "BF16"])
+def test_rows_that_are_not_finite_are_found(tag: str) -> None:
+    rng = np.random.default_rng(1)
+    good = from_float32(rng.standard_normal((9, 5)).astype(np.float32), tag)
+    assert bad_row(good, tag) is None and bad_row(good[:0], tag) is None
+    dtype = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}[tag]
+    top = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[tag]
+    sign = 1 << (8 * good.itemsize - 1)
+    for bits, wrong in ((top, True), (top | 1, True), (sign | top, True), (sign | top | 1, True), (2 * sign - 1, True),
+                        (top - 1, False), ((sign | top) - 1, False), (sign, False), (1, False)):  # fmt: skip
+        block = good.copy()
+        block.view(dtype)[4, 3] = bits
+        assert bad_row(block, tag) == (4 if wrong else None), hex(bits)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.checkpoint import convert as convert_module
 from wicore_trt.checkpoint.convert import convert
@@ -113,8 +114,8 @@ def test_vision_tensors_are_carried_along(tmp_path: Path) -> None:
 
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", random_tensors(SPEC, seed=3))
-    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
-        (source / name).write_text("{}")
+    write_tiny_tokenizer(source)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "README.md").write_text("no")
     checkpoint = convert(source, tmp_path / "c")
     assert {f.name for f in checkpoint.tokenizer_files} == {
@@ -151,7 +152,7 @@ def test_outputs_that_are_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert convert(source, output, dtype="float32", force=True).dtype == "float32"
     assert (output / "config.json").read_text() != before
     for precious in (source, source / "config.json"):
-        with pytest.raises(ConfigError, match="not a checkpoint"):
+        with pytest.raises(ConfigError, match="not a (readable checkpoint|directory)"):
             convert(source, precious, force=True)
     with pytest.raises(EnvironmentUnfitError, match="Check free space and permissions"):
         convert(source, source / "config.json" / "c")
@@ -203,8 +204,8 @@ def test_a_killed_run_leaves_nothing_that_opens(lines: int, tmp_path: Path) -> N
             assert run.stdout.readline()
         os.kill(run.pid, signal.SIGKILL)
     left = [p for p in tmp_path.iterdir() if p != source]
-    assert [p.name for p in left] == [f"c.partial-{run.pid}"]
-    for path in (output, left[0]):
+    assert [p.name.startswith(".c.wicore-") for p in left] == [True]
+    for path in (output, left[0], left[0] / "new"):
         with pytest.raises(CheckpointError, match="wicore convert"):
             open_checkpoint(path)
     convert(source, output)
@@ -213,13 +214,16 @@ def test_a_killed_run_leaves_nothing_that_opens(lines: int, tmp_path: Path) -> N
 
 def test_a_running_conversion_is_left_alone(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", random_tensors(SPEC, seed=9))
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        theirs = tmp_path / f"c.partial-{other.pid}"
-        theirs.mkdir()
-        convert(source, tmp_path / "c")
+    output = tmp_path / "c"
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(source), str(output)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        [theirs] = tmp_path.glob(".c.wicore-*")
+        convert(source, output)
         assert theirs.exists()
         other.kill()
-    convert(source, tmp_path / "c", force=True)
+    convert(source, output, force=True)
     assert not theirs.exists()
 
 

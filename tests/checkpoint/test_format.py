@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.format import FileRecord, Origin, build_config, open_checkpoint, window_pattern
+from wicore_trt.checkpoint.format import Origin, build_config, open_checkpoint, window_pattern, write_config
+from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -58,7 +60,7 @@ def test_window_pattern_is_found(layers: int, pattern: int) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("made")
     source = write_model(base / "m", random_tensors(SPEC, seed=1))
-    (source / "tokenizer.json").write_text('{"a": 1}')
+    write_tiny_tokenizer(source)
     return convert(source, base / "c", tp_size=2).path
 
 
@@ -75,7 +77,7 @@ def test_an_intact_copy_opens(copy: Path) -> None:
     checkpoint = open_checkpoint(copy, verify=True)
     assert checkpoint.spec == SPEC and checkpoint.tp_size == 2 and checkpoint.source.endswith("/m")
     assert [f.name for f in checkpoint.rank_files] == ["rank0.safetensors", "rank1.safetensors"]
-    assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json"]
+    assert [f.name for f in checkpoint.tokenizer_files] == ["tokenizer.json", "generation_config.json"]
 
 
 FILES = ["rank0.safetensors", "rank1.safetensors", "tokenizer.json"]
@@ -101,26 +103,34 @@ def test_damaged_files_are_named(name: str, damage: str, copy: Path) -> None:
     assert f"{copy} --dtype bfloat16 --tp 2 --force" in str(caught.value)
 
 
-def _edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def _edit(path: Path, change: Callable[[dict[str, Any]], Any], *, sealed: bool = True) -> None:
     config = json.loads((path / "config.json").read_text())
     change(config)
-    (path / "config.json").write_text(json.dumps(config))
+    if sealed and "wicore" in config:
+        write_config(path, config)
+    else:
+        (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda c: c["wicore"].update(format_version=2), "checkpoint format 2"),
+        (lambda c: c["wicore"].update(format_version=3), "checkpoint format 3"),
         (lambda c: c.pop("wicore"), "not written by wicore"),
         (lambda c: c.update(architecture="LlamaForCausalLM"), "not written by wicore"),
         (lambda c: c["wicore"].pop("spec"), "damaged"),
         (lambda c: c["wicore"]["spec"].pop("head_dim"), "head_dim"),
-        (lambda c: c["wicore"]["spec"].update(head_dim=32), r"should be BF16 \["),
+        (lambda c: c["wicore"]["spec"].update(head_dim=32), "head_size does not agree"),
+        (
+            lambda c: c["wicore"]["spec"].update(head_dim=32) or c.update(head_size=32, rotary_embedding_dim=32),
+            r"should be BF16 \[",
+        ),
         (lambda c: c["mapping"].update(tp_size="two"), "damaged"),
-        (lambda c: c["mapping"].update(tp_size=4), "does not list rank2"),
+        (lambda c: c["mapping"].update(tp_size=1), "use_parallel_embedding does not agree"),
+        (lambda c: c["mapping"].update(world_size=4, tp_size=4), "does not list rank2"),
         (lambda c: c.update(dtype="float16"), "should be F16"),
         (lambda c: c.update(dtype="int8"), "'int8'"),
-        (lambda c: c["quantization"].update(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "should be F8_E4M3"),
+        (lambda c: c["quantization"].update(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "quantization does not agree"),
         (lambda c: c["quantization"].update(quant_algo="W4A16_AWQ"), "W4A16_AWQ"),
         (lambda c: c["wicore"]["files"].pop("rank1.safetensors"), "does not list rank1"),
         (lambda c: c["wicore"]["files"].update({"../x": {"bytes": 1, "blake2b": ""}}), "lacks ../x"),
@@ -141,7 +151,7 @@ def test_configs_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"config\.json"):
             open_checkpoint(copy)
     os.unlink(config)
-    with pytest.raises(CheckpointError, match="interrupted.*wicore convert"):
+    with pytest.raises(CheckpointError, match="not a checkpoint.*wicore convert"):
         open_checkpoint(copy)
     with pytest.raises(CheckpointError, match="not a checkpoint directory.*wicore convert"):
         open_checkpoint(tmp_path / "nowhere")

@@ -73,6 +73,8 @@ def write_gguf(path: Path, kind: str = "F32", seed: int = 0, **metadata: Any) ->
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
     writer.add_sliding_window(128)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "<unk>", *(f"t{i}" for i in range(4, VOCAB))])
     for key, value in metadata.items():
         writer.add_string(key.replace("__", "."), value)
     stored = {}
@@ -201,7 +203,7 @@ def test_spec_of_27b() -> None:
 
 
 def test_spec_of_other_sizes_and_spellings() -> None:
-    spec = spec_of(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": None}))
+    spec = spec_of(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": "none"}))
     assert spec.query_pre_attn_scalar == 256 and spec.rope_scaling_factor == 1.0
     flags = {"block_count": 3, "attention.sliding_window_pattern": [True, False, True]}
     assert spec_of(_file(**flags)).layer_groups == (LOCAL, GLOBAL, LOCAL)
@@ -215,7 +217,7 @@ def test_spec_of_other_sizes_and_spellings() -> None:
     [
         ({"feed_forward_length": None}, "lacks the key gemma3.feed_forward_length"),
         ({"attention.sliding_window": None}, "gemma3.attention.sliding_window"),
-        ({"rope.scaling.type": "yarn"}, "'yarn' is not Gemma 3's"),
+        ({"rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'; it must be 'linear'"),
     ],
 )
 def test_metadata_that_does_not_do(change: dict[str, Any], message: str) -> None:
@@ -230,7 +232,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     for content, message in (
         (whole[:-100], "truncated"),
         (whole[:200], "truncated or damaged"),
-        (b"GGUF", "truncated or damaged"),
+        (b"GGUF", "truncated or damaged: the version"),
         (b"version https://git-lfs.github.com/spec/v1\n", "not a GGUF file.*git lfs"),
         (b"GGUF\x01\0\0\0" + whole[8:], "GGUF version 1"),
         (b"GGUF\0\0\0\x03" + whole[8:], "GGUF version"),

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from wicore_trt.checkpoint.gguf_file import open_gguf
-from wicore_trt.checkpoint.gguf_tokenizer import end_tokens, write_tokenizer
+from wicore_trt.checkpoint.gguf_tokenizer import Vocabulary, read_vocabulary, write_tokenizer
 from wicore_trt.errors import CheckpointError
 
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
@@ -80,6 +80,10 @@ def _write(path: Path, **keys: Any) -> tuple[list[str], list[int]]:
     return names, types
 
 
+def _vocabulary(metadata: dict[str, Any]) -> Vocabulary:
+    return read_vocabulary(metadata, len(metadata["tokenizer.ggml.tokens"]), "t.gguf")
+
+
 def _texts() -> list[str]:
     rng = np.random.default_rng(3)
     parts = [
@@ -110,7 +114,7 @@ def test_ids_equal_transformers(add_bos: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     _write(tmp_path / "t.gguf", add_bos=add_bos)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="t.gguf")
-    write_tokenizer(open_gguf(tmp_path / "t.gguf").metadata, {"eos_token_id": [1]}, tmp_path)
+    write_tokenizer(_vocabulary(open_gguf(tmp_path / "t.gguf").metadata), {"eos_token_id": [1]}, tmp_path)
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     mine, other = (json.loads(t.to_str()) for t in (ours, theirs.backend_tokenizer))
     assert mine["model"] == other["model"]  # the merges in the same order too
@@ -125,17 +129,18 @@ def test_ids_equal_transformers(add_bos: bool, tmp_path: Path) -> None:
 def test_chat_model(tmp_path: Path) -> None:
     names, _ = _write(tmp_path / "t.gguf", chat_template="{{ messages }}", eot_token_id=6)
     metadata = open_gguf(tmp_path / "t.gguf").metadata
-    assert end_tokens(metadata) == [1, names.index("<end_of_turn>")] == [1, 6]
+    assert _vocabulary(metadata).ends == [1, names.index("<end_of_turn>")] == [1, 6]
     del metadata["tokenizer.ggml.eot_token_id"]
-    assert end_tokens(metadata) == [1, 6]  # the template says that turns end
-    write_tokenizer(metadata, {"eos_token_id": end_tokens(metadata)}, tmp_path)
+    vocabulary = _vocabulary(metadata)
+    assert vocabulary.ends == [1, 6]  # the template says that turns end
+    write_tokenizer(vocabulary, {"eos_token_id": vocabulary.ends}, tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 6]
     del metadata["tokenizer.chat_template"]
-    assert end_tokens(metadata) == [1]
+    assert _vocabulary(metadata).ends == [1]
 
 
 def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     _write(tmp_path / "t.gguf", model="gpt2")
     with pytest.raises(CheckpointError, match="'gpt2', not SentencePiece"):
-        write_tokenizer(open_gguf(tmp_path / "t.gguf").metadata, {}, tmp_path)
+        _vocabulary(open_gguf(tmp_path / "t.gguf").metadata)

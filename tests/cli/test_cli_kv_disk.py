@@ -8,12 +8,16 @@ import os
 from pathlib import Path
 
 import pytest
-from disk_campaign import SLOT, Campaign, namespace, open_store, tag_of
+from disk_campaign import SLOT, Campaign, Waiter, make_page, namespace, open_store, part_count, tag_of
 
 from wicore_trt.cli.main import run
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.disk_damage import Damage, Vandal
+from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.kv.disk_io import Outcome
 from wicore_trt.kv.fault_injection import FaultPlan
+from wicore_trt.kv.hashing import tenant_tag
+from wicore_trt.kv.secret import secret_of
 
 NAME = namespace().digest.hex()
 
@@ -113,6 +117,35 @@ def test_purge_a_part(cache: Path, capsys: pytest.CaptureFixture[str], how: list
     assert f"Removed {count} pages" in text and NAME in text
     assert ("deleted" in text) is (how[0] == "--namespace")
     assert pages(cache, capsys) == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_purge_takes_the_servers_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Of the setting where there is one, else of the directory; tenants by name and by salt are not the same."""
+    path = tmp_path / "cache"
+    store = open_store(path)
+    secret = store.secret if kept else secret_of("servers salt")
+    tags = tenant_tag(secret, "alice"), tenant_tag(secret, "", "alice"), tenant_tag(secret, "b")
+    for number, tag in enumerate(tags):
+        page, waiter = make_page(number + 1, tag), Waiter(1)
+        slots = range(4 * number, 4 * number + part_count(page))
+        parts = [aligned_buffer(SLOT) for _ in slots]
+        assert store.write(page, slots, parts, waiter.callback(0)) and waiter.wait() == [Outcome.OK]
+    store.close()
+    if not kept:
+        monkeypatch.setenv("WICORE_KV__SALT", "servers salt")
+    purge = ["kv", "purge", str(path), "--yes", "--json"]
+    for how, removed in ((["--tenant-name", "c"], 0), (["--tenant-name", "alice"], 1), (["--salt", "alice"], 1)):
+        assert run([*purge, *how]) == 0
+        assert json.loads(capsys.readouterr().out)["pages"] == removed, how
+    assert pages(path, capsys) == 1
+    monkeypatch.delenv("WICORE_KV__SALT", raising=False)
+    (path / "secret").unlink()
+    assert run([*purge, "--salt", "alice"]) == 3 and "WICORE_KV__SALT" in capsys.readouterr().err
+    (path / "secret").symlink_to("elsewhere")
+    assert run([*purge, "--salt", "alice"]) == 4 and f"{path / 'secret'}: a symbolic link" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from safetensors.numpy import load_file
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.records import record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.engine.build import build_engine, model_id
-from wicore_trt.engine.directory import EngineDir, open_engine, replace_engine
-from wicore_trt.engine.weights import hash_weights, place_weights
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError, WicoreError
+from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.manifest import FileEntry
+from wicore_trt.engine.weights import hash_weights, place_weights, read_weights
+from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError, WicoreError
 
 MakeSource = Callable[..., Path]
 
@@ -99,23 +102,29 @@ def test_weights_hash_ignores_order_and_metadata(make_source: MakeSource, tmp_pa
 
     again = write(tmp_path / "again")
     assert [*SafetensorsFile(again).tensors] != [*SafetensorsFile(file).tensors]
-    assert hash_weights([file]) == hash_weights([again])
-    assert hash_weights([file]) != hash_weights([file, file])
+    whole = read_weights(file)
+    assert hash_weights([whole]) == hash_weights([read_weights(again)])
+    assert hash_weights([whole]) != hash_weights([whole, whole])
     name = sorted(tensors)[0]
     tensors[name].flat[-1] += 1
-    assert hash_weights([file]) != hash_weights([write(tmp_path / "changed")])
+    assert hash_weights([whole]) != hash_weights([read_weights(write(tmp_path / "changed"))])
 
 
 def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make_source() / "model.safetensors"
-    place_weights(file, tmp_path / "linked")
+    record = record_of(file)
+
+    def place(target: Path) -> None:
+        assert place_weights(file, target, record, damaged=CheckpointError).parts == record.parts
+
+    place(tmp_path / "linked")
     assert (tmp_path / "linked").samefile(file)
 
     def refuse(*_: object) -> None:
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    place_weights(file, tmp_path / "copied")
+    place(tmp_path / "copied")
     assert not (tmp_path / "copied").samefile(file)
     assert (tmp_path / "copied").read_bytes() == file.read_bytes()
 
@@ -176,7 +185,7 @@ def test_options_must_describe_the_checkpoint(make_source: MakeSource, tmp_path:
             build_engine(checkpoint.path, tmp_path / "engine", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", ["place_weights", "hash_weights", "describe_files", "replace_engine"])
+@pytest.mark.parametrize("step", ["place_weights", "hash_weights", "describe_files", "open_engine"])
 def test_failure_at_any_step_keeps_the_old_engine(
     make_source: MakeSource, engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -191,29 +200,30 @@ def test_failure_at_any_step_keeps_the_old_engine(
     assert names(tmp_path) == ["engine", "other", "source"]
 
 
-def test_failed_swap_puts_the_old_engine_back(
-    engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_does_not_open_replaces_none(
+    make_source: MakeSource, engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    rename = os.rename
+    """The new engine is opened where it was made; what stands at the output stays."""
+    describe = build_module.describe_files
 
-    def second_fails(source: Path, target: Path) -> None:
-        if Path(source) == partial:
-            raise OSError(5, "Input/output error")
-        rename(source, target)
+    def damage(partial: Path, weights: Any) -> dict[str, FileEntry]:
+        files = describe(partial, weights)
+        with (partial / "rank0.safetensors").open("ab") as file:
+            file.write(b"x")
+        return files
 
-    monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(OSError, match="Input/output"):
-        replace_engine(partial, engine.path, force=True)
-    open_engine(engine.path)
+    monkeypatch.setattr(build_module, "describe_files", damage)
+    with pytest.raises(CheckpointError, match=r"makes no engine that opens: .*rank0\.safetensors is too long"):
+        build_engine(make_source(1, name="other"), engine.path, force=True)
+    assert open_engine(engine.path).manifest == engine.manifest
+    assert names(tmp_path) == ["engine", "other", "source"]
 
 
 def test_killed_build_leaves_no_engine_and_the_next_one_cleans_up(make_source: MakeSource, tmp_path: Path) -> None:
     source = make_source()
     code = (
         "import os, sys, wicore_trt.engine.build as b\n"
-        "b.replace_engine = lambda *a, **k: os._exit(9)\n"
+        "b.open_engine = lambda *a, **k: os._exit(9)\n"
         "b.build_engine(sys.argv[1], sys.argv[2])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path / "engine")])

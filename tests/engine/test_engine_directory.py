@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import wicore_trt.engine.directory as directory
-from wicore_trt.engine.directory import EngineDir, file_state, hash_file, open_engine
+import wicore_trt.checkpoint.digest as digest
+from wicore_trt.checkpoint.digest import hash_file
+from wicore_trt.checkpoint.seal import SEAL, seal_of
+from wicore_trt.engine.directory import EngineDir, file_state, open_engine
 from wicore_trt.engine.manifest import fingerprint_of, read_manifest
 from wicore_trt.errors import EngineFormatError
 
 
 def edit(engine: EngineDir, **changes: Any) -> None:
-    """Rewrite fields of engine.json; a change to None stays None, `...` removes the field."""
+    """Rewrite fields of engine.json and seal it; a change to None stays None, `...` removes the field."""
     path = engine.path / "engine.json"
     data = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in data.items() if v is not ...}))
+    data = {k: v for k, v in data.items() if v is not ... and k != SEAL}
+    path.write_text(json.dumps(data | {SEAL: seal_of(data)}))
 
 
 def refusal(engine: EngineDir, **options: bool) -> str:
@@ -61,8 +64,8 @@ def test_damaged_manifest(engine: EngineDir, text: str) -> None:
 
 
 def test_newer_format_says_upgrade(engine: EngineDir) -> None:
-    edit(engine, format_version=2)
-    with pytest.raises(EngineFormatError, match="format 2; this wicore reads up to 1.*pip install -U") as caught:
+    edit(engine, format_version=3)
+    with pytest.raises(EngineFormatError, match="format 3; this wicore reads 2.*Upgrade wicore-trt") as caught:
         open_engine(engine.path)
     assert "--force" in str(caught.value)
 
@@ -140,8 +143,8 @@ def test_unreadable_file(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 200])
 def test_hash_is_the_documented_two_level_blake2b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(directory, "HASH_CHUNK_BYTES", 64)
-    monkeypatch.setattr(directory, "READ_BYTES", 10)
+    monkeypatch.setattr(digest, "PIECE_BYTES", 64)
+    monkeypatch.setattr(digest, "READ_BYTES", 10)
     content = np.random.default_rng(size).bytes(size)
     (tmp_path / "f").write_bytes(content)
     chunks = [hashlib.blake2b(content[i : i + 64], digest_size=32).digest() for i in range(0, size, 64)]

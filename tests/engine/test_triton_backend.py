@@ -86,7 +86,7 @@ def test_kernels_of_every_target_are_read_back(source: Path, dtype: str, kv_dtyp
         assert len(files) == 2 * len(table.kernel_names)
     steps = [(done, total) for phase, done, total in seen if phase == "kernels"]
     assert steps[-1][0] == steps[-1][1] and [d for d, _ in steps] == sorted(d for d, _ in steps)
-    assert read_table(engine.path, "sm120") is None
+    assert read_table(engine.read, engine.path, "sm120") is None
 
 
 def test_a_damaged_kernel_is_found(source: Path) -> None:
@@ -97,12 +97,18 @@ def test_a_damaged_kernel_is_found(source: Path) -> None:
     with pytest.raises(EngineFormatError, match=r"\.cubin is corrupted"):
         open_engine(engine.path)
     (engine.path / name).write_bytes(b"")
+
+    def unverified(name: str) -> bytes:
+        return (engine.path / name).read_bytes()
+
+    with pytest.raises(EngineFormatError, match=r"\.cubin is corrupted"):
+        read_table(engine.read, engine.path, "sm90")
     with pytest.raises(EngineFormatError, match="does not fit its description"):
-        read_table(engine.path, "sm90")
+        read_table(unverified, engine.path, "sm90")
     for text in ("{}", "[]", json.dumps({"format": 2, "targets": {}})):
         (engine.path / INDEX).write_text(text)
         with pytest.raises(EngineFormatError, match="Build the engine again"):
-            read_table(engine.path, "sm90")
+            read_table(unverified, engine.path, "sm90")
 
 
 def test_another_gpu_is_refused_with_the_command_or_compiled_for_with_a_warning(
@@ -212,5 +218,5 @@ def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, target: str,
         kv_dtype=kv_dtype,
         dummy=DummyModel(model, builtin_spec(model)),
     )
-    table = read_table(engine.path, target)
+    table = read_table(engine.read, engine.path, target)
     assert table is not None and len(table.kernel_names) > 25

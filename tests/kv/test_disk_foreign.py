@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from disk_store_helpers import SPACE, content, make_page, open_store, put
@@ -194,3 +195,17 @@ def test_names_of_others_are_left_alone(cache: Path, tmp_path: Path) -> None:
     assert len(list(store.recover())) == 1
     store.close()
     assert (cache / "pipe").is_fifo() and (cache / HOME / "link").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["hard link", "writable", "foreign", "pipe", "link"])
+def test_what_is_put_there_between_look_and_opening_is_seen(tmp_path: Path, kind: str) -> None:
+    """The look before is for devices; what counts is what was opened."""
+    aside = tmp_path / "aside"
+    aside.write_bytes(PRECIOUS)
+    aside.chmod(0o600)
+    good = os.lstat(aside)
+    plant(kind, tmp_path / "index", aside)
+    for flags in (os.O_RDWR, os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        with mock.patch("wicore_trt.kv.disk_files.os.lstat", lambda path: good), pytest.raises(OSError):
+            Files().open(tmp_path / "index", flags)
+    assert aside.read_bytes() == PRECIOUS

@@ -14,7 +14,7 @@ from disk_store_helpers import SPACE, make_page
 
 from wicore_trt.bench.disk_index import MODELS, measure
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk_files import Files, write_all
 from wicore_trt.kv.disk_format import RECORD_BYTES, SlotFormat
 from wicore_trt.kv.disk_index import SlotIndex, adjacent
 from wicore_trt.kv.page import Page
@@ -128,6 +128,38 @@ def test_a_clear_that_failed_is_tried_again(tmp_path: Path) -> None:
     files.fails = False
     index.flush()
     assert pages(index) == [(make_page(2), (5,))]
+    index.close()
+
+
+@pytest.mark.parametrize("leave", ["forget", "put", "leave"])
+def test_a_new_end_does_not_bring_a_record_back(tmp_path: Path, leave: str) -> None:
+    """It was noted, the page left, and only then the index was brought up to date."""
+    index = open_index(tmp_path)
+    index.put(make_page(1), [3, 5], 10)
+    index.stamp(make_page(1), [3, 5], 10, 1 << 31)
+    if leave == "put":
+        index.put(make_page(2), [3], 11)
+        index.put(make_page(3), [5], 12)
+    else:
+        getattr(index, leave)([3, 5])
+    index.flush()
+    left = {"forget": [], "put": [(make_page(2), (3,)), (make_page(3), (5,))], "leave": [(make_page(1), (3, 5))]}
+    assert pages(index) == left[leave] and not index.load().ending()
+    index.close()
+
+
+def test_a_page_ends_with_the_soonest_of_its_parts(tmp_path: Path) -> None:
+    """A server died while it wrote a new end down."""
+    index = open_index(tmp_path)
+    for number, ends in ((1, (0, 50)), (2, (70, 0)), (3, (90, 80)), (4, (0, 0))):
+        for part, end in enumerate(ends):
+            record = PLAIN.record(make_page(number), part, 2, 2 * number + part, number, end)
+            write_all(Files(), index._fd, [record], (2 * number + part) * RECORD_BYTES)
+    ends = {make_page(1).key: 50, make_page(2).key: 70, make_page(3).key: 80}
+    assert index.load().ending() == ends
+    found = index.load(now=75.0)
+    assert {page.index for page, _ in found} == {3, 4} and found.stale == [2, 3, 4, 5] and found.passing == [3, 4]
+    assert found.ending() == {make_page(3).key: 80}
     index.close()
 
 

@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 from disk_store_helpers import hurry
 
+from wicore_trt.kv import disk_io
 from wicore_trt.kv.disk_io import IoPool, Operation, Outcome
 
 
@@ -102,6 +104,27 @@ def test_a_hanging_chore_stalls_the_pool_as_well() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     go.set()
+    pool.close(10)
+
+
+def test_a_chore_gets_its_turn_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is never empty must not keep bytes on disk whose time is over."""
+    monkeypatch.setattr(disk_io, "CHORE_WAIT_S", 0.0)
+    done, over = threading.Event(), threading.Event()
+    pool = make(chore=done.set)
+
+    def again(outcome: Outcome) -> None:
+        if not over.is_set():
+            pool.submit(lambda op: Outcome.OK, again)
+
+    hang = Hang()
+    pool.submit(hang.run, hang.done)
+    for _ in range(4):
+        pool.submit(lambda op: Outcome.OK, again)
+    pool.nudge()
+    hang.go.set()
+    assert done.wait(20)
+    over.set()
     pool.close(10)
 
 

@@ -364,3 +364,50 @@ def test_it_ends_on_a_server_that_nobody_asks(tmp_path: Path) -> None:
     eventually(lambda: digests_on_disk(stack, tokens) == 0 and not stack.manager.retention._ends)
     assert not any(True for _ in stack.manager.snapshot())
     loop.stop(10)
+
+
+def test_a_request_that_still_runs_when_the_server_dies_has_its_ttl(tmp_path: Path) -> None:
+    """Its pages are on disk long before it ends."""
+    stack = Stack(tmp_path / "cache", seed=SEED, host_slots=300)
+    tokens = stack.tokens(40)
+    stack.add(tokens, answer=40, whole=True, cache=CacheHints(ttl_s=1000))
+    for _ in range(10):
+        stack.step()
+    stack.settle_transfers()
+    assert stack.core.has_work and digests_on_disk(stack, tokens) >= 40
+    shutil.copytree(tmp_path / "cache", tmp_path / "killed")
+    stack.close()
+    stack.kv = stack.kv.__class__(**(vars(stack.kv) | {"disk_path": str(tmp_path / "killed")}))
+    later = time.time() + 1001
+    with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: later):
+        stack.open()
+    eventually(lambda: digests_on_disk(stack, tokens) == 0)
+    assert not any(True for _ in stack.manager.snapshot())
+    stack.close()
+
+
+def test_an_end_that_moves_while_the_page_is_written_is_that_of_the_record(tmp_path: Path) -> None:
+    class Waiting(Files):
+        on, go_on = False, threading.Event()
+
+        def pwritev(self, fd, given, offset) -> int:
+            if self.on:
+                self.go_on.wait(60)
+            return Files.pwritev(self, fd, given, offset)
+
+    files = Waiting()
+    stack = Stack(tmp_path, seed=SEED, host_slots=300, files=files)
+    files.on = True
+    tokens = stack.tokens(40)
+    stack.add(tokens, answer=2, cache=CacheHints(ttl_s=1000))
+    stack.settle()
+    eventually(lambda: stack.transfers.poll() or stack.transfers._saving_slots)
+    stack.add(tokens, answer=2)
+    stack.settle()
+    files.on = False
+    files.go_on.set()
+    stack.settle_transfers()
+    store = stack.transfers.disk[1]
+    ends = {copy.page.index: store.expires(copy.slots) for copy in stack.tiers.disk.copies()}
+    assert len(ends) >= 9 and not any(ends[index] for index in range(9))
+    stack.close()

@@ -105,6 +105,22 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     assert serve(core, "last", list(range(10, 60))).finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("tiers", [False, True])
+def test_what_was_computed_from_a_spoilt_page_is_not_found_either(tiers):
+    """By a request that was cut short before any step could notice; another that shares the page fails."""
+    core = make_core(pages={GLOBAL: 64}, kv=KVSettings(host_bytes=2000 * 4096 if tiers else 0))
+    Spoiler(core).count = 1
+    shared, branch = list(range(10, 26)), list(range(40, 80))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    core.add(GenerateRequest("cut short", (*shared, *branch), params))
+    core.step()
+    core.step()
+    core.abort("cut short")
+    assert serve(core, "fails", [*shared, 30]).finish_reason is FinishReason.ERROR
+    assert serve(core, "heals", [*shared, 31]).finish_reason is FinishReason.LENGTH
+    assert serve(core, "after", [*shared, *branch]).finish_reason is FinishReason.LENGTH
+
+
 def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
     core = make_core(kv=KVSettings(host_bytes=2000 * 4096))
     scheduler, manager = core.scheduler, core.scheduler.manager

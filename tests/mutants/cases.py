@@ -56,8 +56,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "            n = gap  #",
-        "            n = gap + 1 if gap + 1 < n else gap  #",
+        "for i in range(n - 1, first - 1, -1)",
+        "for i in range(n - 1, first, -1)",
     ),
     Mutant(
         "kv/manager.py",
@@ -86,8 +86,9 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        if finite and self.tiers is not None:",
-        "        if self.tiers is not None:",
+        "        if finite:\n",
+        "        if True:\n",
+        "tests/kv/test_failed_steps.py",
     ),
     # --- loads: what has arrived, where to jump, what is given back
     Mutant(
@@ -149,7 +150,7 @@ MUTANTS = (
     Mutant(
         "kv/tiers.py",
         "        elif not load.wanted(item):",
-        "        elif load.finished:",
+        "        elif load.broken:",
     ),
     Mutant(
         "kv/tiers.py",
@@ -187,6 +188,7 @@ MUTANTS = (
         "kv/disk_format.py",
         "!= _payload_check(identity, sealed, payload):",
         "!= _payload_check(identity, sealed, payload) and not sealed:",
+        "tests/kv/test_disk_format.py",
     ),
     Mutant(
         "kv/hashing.py",
@@ -213,6 +215,7 @@ MUTANTS = (
         "schedule/scheduler.py",
         "                if victim is sequence and sequence.pages.load is not None:",
         "                if victim is not sequence and sequence.pages.load is not None:",
+        "tests/kv/test_written_pages.py",
     ),
     # --- core
     Mutant(

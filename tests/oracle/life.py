@@ -201,6 +201,13 @@ class Life:
     def _clear(self) -> None:
         self.stack.manager.clear()
 
+    def _drop(self, share: float, seed: int) -> None:
+        """Pages leave every tier, as when their time is over, whoever uses them."""
+        rng = random.Random(seed)
+        for key in sorted({page.key for _, page in self.stack.manager.snapshot()}):
+            if rng.random() < share:
+                self.stack.manager.drop(key, "dropped")
+
     def _forget_device(self) -> None:
         with self.stack.without_tiers():
             self.stack.manager.clear()

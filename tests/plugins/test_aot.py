@@ -72,7 +72,7 @@ def test_saved_kernels_come_back(tmp_path: Path) -> None:
     kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
     aot.save_kernel(kernel, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["slide_bfloat16_d128.cubin", "slide_bfloat16_d128.json"]
-    assert aot.load_kernel(tmp_path, kernel.name) == kernel
+    assert aot.load_kernel(lambda name: (tmp_path / name).read_bytes(), kernel.name) == kernel
     both = {"a": kernel, "b": aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm80")}
     assert aot.unpack_kernels(aot.pack_kernels(both)) == both
 
@@ -92,13 +92,13 @@ def test_damage_is_reported(tmp_path: Path) -> None:
     cubin, meta = tmp_path / f"{kernel.name}.cubin", tmp_path / f"{kernel.name}.json"
     cubin.write_bytes(kernel.cubin[:-1])
     with pytest.raises(EngineFormatError, match="bytes expected"):
-        aot.load_kernel(tmp_path, kernel.name)
+        aot.load_kernel(lambda name: (tmp_path / name).read_bytes(), kernel.name)
     meta.write_text("{}")
     with pytest.raises(EngineFormatError, match="format"):
-        aot.load_kernel(tmp_path, kernel.name)
+        aot.load_kernel(lambda name: (tmp_path / name).read_bytes(), kernel.name)
     meta.unlink()
     with pytest.raises(EngineFormatError, match="cannot be read"):
-        aot.load_kernel(tmp_path, kernel.name)
+        aot.load_kernel(lambda name: (tmp_path / name).read_bytes(), kernel.name)
     packed = aot.pack_kernels({"a": kernel})
     for damaged in (packed[:-1], packed[1:], b""):
         with pytest.raises(EngineFormatError):

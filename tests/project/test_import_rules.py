@@ -11,7 +11,7 @@ import pytest
 from repository import ROOT, python_sources
 
 HEAVY = ("torch", "tensorrt", "grpc", "fastapi", "transformers", "triton", "numpy", "safetensors", "huggingface_hub")
-PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.errors")
+PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.errors", "wicore_trt.files")
 
 # What moves bytes may use numpy: a restart reads millions of index records at once. What decides may not: its books are
 # plain data, and a process that only plans, simulates or talks to a server does not load an array library.
@@ -23,8 +23,11 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "checks": ("errors",),
+    "files": ("errors",),
+    "scratch": ("errors", "files"),
     "types": ("errors", "checks"),
-    "model.spec": ("errors",),
+    "model.spec": ("errors", "model.hf_config"),
+    "model.hf_config": ("errors", "model.spec"),
     "model.ops": (),
     "model.gemma3": ("model.ops", "model.spec"),
     "model.triton_table": ("model.spec", "plugins"),
@@ -32,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.lower_triton": ("model", "plugins", "runtime.attention_mass"),
     "model": (
         "errors",
+        "files",
         "model",
         "runtime.attention_mass",
         "runtime.batch",
@@ -44,19 +48,29 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.executor": ("model.spec", "runtime.batch"),
     "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
-    "checkpoint.calibrate": ("errors", "model", "checkpoint", "runtime", "text"),  # calibrating is running the model
-    "checkpoint": ("errors", "model", "checkpoint"),
-    "engine": ("errors", "model", "checkpoint", "engine", "plugins"),
-    "text": ("errors", "types", "text"),
-    "runtime": ("errors", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
-    "core": ("errors", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
+    "checkpoint.calibrate": (
+        "errors",
+        "files",
+        "scratch",
+        "model",
+        "checkpoint",
+        "runtime",
+        "text",
+    ),  # calibrating is running the model
+    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
+    "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
+    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "plugins"),
+    "text": ("errors", "files", "types", "text"),
+    "runtime": ("errors", "files", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
+    "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
     "observe": ("errors", "types", "observe"),
-    "serve": ("errors", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
+    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
     "plugins.cpu": ("runtime",),  # its micro-benchmark
     "plugins": ("errors", "plugins"),
     "integrations": (
         "errors",
+        "files",
         "types",
         "config",
         "kv",
@@ -67,8 +81,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime.page_copier",
         "integrations",
     ),
-    "recipe": ("errors",),
-    "config": ("errors", "recipe"),
+    "recipe": ("errors", "files"),
+    "config": ("errors", "files", "recipe"),
 }
 
 

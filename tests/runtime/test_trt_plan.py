@@ -17,7 +17,7 @@ from runtime.trt_fakes import FakeDevice, fake_tensorrt
 from wicore_trt.config import Settings
 from wicore_trt.core.assemble import make_executor
 from wicore_trt.engine.build import build_engine
-from wicore_trt.engine.directory import EngineDir
+from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.tensorrt_backend import INDEX, plan_file
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.plan_io import PHASES
@@ -31,10 +31,16 @@ def engine(tmp_path: Path) -> EngineDir:
     return fake_engine(tmp_path / "engine", model.spec, model.tensors)
 
 
+def record(engine: EngineDir, name: str) -> None:
+    """As if the engine had been built with the file that is there."""
+    engine.manifest.files[name] = describe_files(engine.path)[name]
+
+
 def edit(engine: EngineDir, name: str, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads((engine.path / name).read_text())
     change(data)
     (engine.path / name).write_text(json.dumps(data))
+    record(engine, name)
 
 
 def tensor(plan: dict[str, Any], name: str) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def test_another_version_of_tensorrt_is_refused(engine: EngineDir) -> None:
 
 def test_a_plan_that_tensorrt_does_not_load_says_why(engine: EngineDir) -> None:
     (engine.path / plan_file("sm89", "decode")).write_bytes(b"\0")
+    record(engine, plan_file("sm89", "decode"))
     with pytest.raises(EnvironmentUnfitError, match="does not load plans/sm89.decode.plan: not a plan of this version"):
         executor_of(engine)
 

@@ -39,7 +39,7 @@ from wicore_trt.checkpoint.demo import fetch
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.llm import LLM
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import SamplingParams
 
 SPEEDUP_GOALS = {1: 1.5, 8: 1.2}
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rates = measure_rates("cpu", threads=args.threads)
     gguf = fetch("gemma3-270m")
     with _engine(args.engine, gguf) as engine:
-        manifest, tokenizer = engine.manifest, Tokenizer.from_dir(engine.path)
+        manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
         roof = Roof(ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype), rates)
         text = read_tokens(tokenizer, None, args.perplexity_tokens)

@@ -26,7 +26,6 @@ from wicore_trt.model.triton_table import EngineShape, KernelTable
 from wicore_trt.plugins import aot
 
 INDEX = "built.json"
-EOS = "<eos>"
 
 Say = Callable[[str], None]
 
@@ -59,19 +58,7 @@ def build(config: Config, output: Path, target: str) -> dict[str, Any]:
     )
     seconds = time.monotonic() - begun
     kernels = engine.manifest.compiled["kernels"][target]
-    add_tokenizer(output)
     return {"seconds": seconds, "kernels": kernels, "cores": os.cpu_count()}
-
-
-def add_tokenizer(engine: Path) -> None:
-    """A tokenizer of one token for an engine without a source, so that it can be loaded and served by token ids."""
-    if (engine / "tokenizer.json").exists():
-        return
-    import tokenizers
-
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({EOS: 1}, unk_token=EOS))
-    backend.save(str(engine / "tokenizer.json"))
-    (engine / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}) + "\n", encoding="utf-8")
 
 
 class Engines:
@@ -115,7 +102,8 @@ class Engines:
         """Prebuilt kernels of a shape of the check, None where there are none."""
         if self._prebuilt is None or repr(shape) not in self._index["checks"]:
             return None
-        return read_table(self._prebuilt / f"check-{self._index['checks'].index(repr(shape))}", target)
+        folder = self._prebuilt / f"check-{self._index['checks'].index(repr(shape))}"
+        return read_table(lambda name: (folder / name).read_bytes(), folder, target)
 
 
 def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:

@@ -64,7 +64,7 @@ from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.lower_torch import TORCH_DTYPES
 from wicore_trt.runtime.executor import Executor
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import FILES, Tokenizer
 
 FULL = Shape(40, 3, system_prompts=2, system_tokens=128, turn_tokens=128, output_tokens=16, in_flight=3)
 QUICK = Shape(20, 2, system_prompts=2, system_tokens=32, turn_tokens=32, output_tokens=4, in_flight=2)
@@ -263,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = args.groups if args.groups is not None else (1 if args.quick else 20)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         path = args.engine or build_engine(fetch("gemma3-270m"), Path(scratch) / "engine").path
-        manifest, tokenizer = open_engine(path).manifest, Tokenizer.from_dir(path)
+        engine = open_engine(path)
+        manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
         text = read_tokens(tokenizer, None, max(50_000, text_tokens(shape, shape.turns + 1)))
         itemsize = TORCH_DTYPES[manifest.kv_dtype].itemsize

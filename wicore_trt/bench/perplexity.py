@@ -23,7 +23,7 @@ from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import FILES, Tokenizer
 
 ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 134 MB
 
@@ -173,7 +173,7 @@ def compare(
     expected: list[int] | None = None
     for path in engines:
         engine = open_engine(path)
-        tokenizer = Tokenizer.from_dir(engine.path)
+        tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
         token_ids = read_tokens(tokenizer, text, tokens)
         if expected is not None and token_ids != expected:
             raise ConfigError(

@@ -23,13 +23,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from wicore_trt.checkpoint.convert import fresh_directory
 from wicore_trt.checkpoint.format import (
+    CHECKPOINT,
     KV_FP8,
     QUANT_FP8_STATIC,
     Checkpoint,
-    FileRecord,
-    file_entries,
     open_checkpoint,
     rank_entries,
     static_scales,
@@ -37,22 +35,26 @@ from wicore_trt.checkpoint.format import (
 )
 from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors
 from wicore_trt.checkpoint.quantize import E4M3_MAX
+from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.files import Door
 from wicore_trt.model.gemma3 import EMBEDDING, forward, layer_weight
 from wicore_trt.model.lower_torch import E4M3, TorchModel, TorchOps, activation_scale_name, weight_scale_name
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.scratch import replacing
 from wicore_trt.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 2048
 PIECE = 512  # tokens of a sequence
 STEP_PIECES = 4  # sequences that are computed together: the weights are read once for them
 _READ = 16 << 20
+_TEXT_BYTES = 64 << 20
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,7 +81,7 @@ def calibrate_source(
 ) -> StaticScales:
     """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises ConfigError for a text that is not UTF-8
     or too short, EngineFormatError for a bad tokenizer, CheckpointError when the model computes no finite numbers."""
-    return _calibrate(SourceTensors(source), tokenizer_files, calibration, progress)
+    return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), calibration, progress)
 
 
 def calibrate_checkpoint(
@@ -93,7 +95,7 @@ def calibrate_checkpoint(
     """Write the unified checkpoint `path` with static scales of `calibration` as `output`, which may be the same.
 
     An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier calibration
-    are dropped. Raises what `calibrate_source` and `convert.fresh_directory` raise, and ConfigError when the checkpoint
+    are dropped. Raises what `calibrate_source` and `scratch.replacing` raise, and ConfigError when the checkpoint
     is not FP8 and no KV scales are asked for.
     """
     checkpoint = open_checkpoint(path)
@@ -102,16 +104,20 @@ def calibrate_checkpoint(
             f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
             fix="Convert its source with --dtype fp8.",
         )
-    with fresh_directory(output, force) as partial:
-        found = _calibrate(CheckpointTensors(checkpoint), checkpoint.path, calibration, progress)
-        _rewrite(checkpoint, partial, found, calibration.kv_scales, progress)
+    same = os.path.realpath(path) == os.path.realpath(output)
+    with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
+        files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
+        tokenizer = Tokenizer.from_files(files, checkpoint.path)
+        found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
+        _rewrite(checkpoint, scratch.directory, found, calibration.kv_scales, progress)
+        open_checkpoint(scratch.directory)
+        scratch.publish()
     return open_checkpoint(output)
 
 
 def _calibrate(
-    whole: WholeTensors, tokenizer_files: Path, calibration: Calibration, progress: Progress | None
+    whole: WholeTensors, tokenizer: Tokenizer, calibration: Calibration, progress: Progress | None
 ) -> StaticScales:
-    tokenizer = Tokenizer.from_dir(tokenizer_files)
     token_ids = _token_ids(calibration, tokenizer)
     amax = measure(whole, token_ids, tokenizer.bos_id, progress)
     wrong = [name for name, value in amax.items() if not np.isfinite(value)]
@@ -132,10 +138,7 @@ def _calibrate(
 
 def _token_ids(calibration: Calibration, tokenizer: Tokenizer) -> list[int]:
     path = calibration.text
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8: {error}.", fix="Give a plain text file.") from error
+    text = Door(error=ConfigError, fix="Give a plain text file.").text(path, limit=_TEXT_BYTES)
     token_ids = tokenizer.encode(text, add_bos=False)
     if len(token_ids) < max(1, calibration.tokens):
         raise ConfigError(
@@ -260,7 +263,9 @@ def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
 def _rewrite(
     checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress | None
 ) -> None:
-    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time."""
+    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
+
+    Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
     quant_algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
     static = {n for names in static_scales(checkpoint.spec, quant_algo, kv_scales).values() for n in names}
     files = dict(checkpoint.files)
@@ -280,9 +285,13 @@ def _rewrite(
                     done += writer.write(name, old.raw(name, start, min(size, start + _READ)))
                     if progress:
                         progress("write", done, total)
-        files[path.name] = FileRecord(writer.size, writer.digest)
+                if writer.digests[name] != files[path.name].parts[name]:
+                    raise checkpoint.damaged(path.name, name)
+        files[path.name] = FileRecord(writer.size, writer.digest, writer.digests)
     for name in set(files) - {path.name for path in checkpoint.rank_files}:
         _place(checkpoint.path / name, directory / name)
+        if part := files[name].changed(directory / name):
+            raise checkpoint.damaged(name, part)
     quantization = {**checkpoint.config["quantization"], "quant_algo": quant_algo}
     quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
     block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}

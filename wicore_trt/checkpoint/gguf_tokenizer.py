@@ -2,87 +2,194 @@
 
 GGUF stores SentencePiece pieces without merges; they follow from the vocabulary: each piece can come from any two
 pieces it splits into, and pieces merge in the order of their ids. Gemma's normalizer, splitter and decoder are those
-of its published tokenizer.json. It knows nothing of weights. Invariant: the ids equal those of transformers'
-AutoTokenizer for the same file (checked in tests).
+of its published tokenizer.json. It knows nothing of weights. Invariants: a vocabulary has one piece per row of the
+embedding and ids inside of it; the ids equal those of transformers' AutoTokenizer for the same file (checked in tests).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import CheckpointError
+from wicore_trt.model.spec import shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
+MAX_PIECE = 256  # characters of a piece; Gemma's longest has 31
+_MAX_CHARACTERS = 1 << 24  # of all pieces; Gemma's have 1.5 million
 _CONTROL, _USER_DEFINED = 3, 4
-_ROLES = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
+_MAX_TYPE = 6
+_UNK = 3  # SentencePiece's unknown token where the file does not name it
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 _END_OF_TURN = "<end_of_turn>"
+_BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
-def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end a generation: eos, end of turn if named, and `<end_of_turn>` when the model has a chat template."""
-    ids = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    if "tokenizer.chat_template" in metadata and _END_OF_TURN in tokens:
-        ids.append(tokens.index(_END_OF_TURN))
-    return sorted({i for i in ids if i is not None})
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a GGUF says of its tokenizer. `pieces[i]` is token i as the file spells it, `kinds[i]` SentencePiece's type
+    of it; `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `place` is the file,
+    for errors."""
+
+    place: str
+    pieces: list[str]
+    kinds: list[int]
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    pad: int | None
+    ends: list[int]
+    adds_bos: bool
+    adds_eos: bool
+    chat_template: str | None
 
 
-def write_tokenizer(metadata: Mapping[str, Any], generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
+def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocabulary:
+    """The tokenizer in the metadata of the file `place`, whose embedding has `size` rows.
+
+    End ids are eos, end of turn if named, and `<end_of_turn>` when the model has a chat template. Raises
+    CheckpointError, naming the key, for another kind of tokenizer and for anything that does not fit together.
+    """
+    keys = _Keys(metadata, place)
+    model = metadata.get(f"{_PREFIX}model")
+    if model != "llama":
+        raise CheckpointError(f"{place}: its tokenizer is {shown(model)}, not SentencePiece.")
+    pieces = keys.pieces(size)
+    kinds = keys.get("token_type", list, "a list of types") or [0] * size
+    if len(kinds) != size or any(
+        not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= _MAX_TYPE for k in kinds
+    ):
+        raise keys.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
+    template = metadata.get(_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{place}: {_TEMPLATE} is {shown(template)}; it must be text.")
+    bos = keys.token("bos_token_id", size)
+    if bos is not None and not _BOS.fullmatch(pieces[bos]):
+        raise keys.wrong("bos_token_id", pieces[bos], "a word such as <bos>")
+    eos, unk = keys.token("eos_token_id", size), keys.token("unknown_token_id", size)
+    ends = {eos, keys.token("eot_token_id", size)}
+    if template is not None and _END_OF_TURN in pieces:
+        ends.add(pieces.index(_END_OF_TURN))
+    if unk is None and size <= _UNK:
+        raise CheckpointError(f"{place} lacks the key {_PREFIX}unknown_token_id.")
+    return Vocabulary(
+        place=place,
+        pieces=pieces,
+        kinds=kinds,
+        bos=bos,
+        eos=eos,
+        unk=unk,
+        pad=keys.token("padding_token_id", size),
+        ends=sorted(end for end in ends if end is not None),
+        adds_bos=keys.flag("add_bos_token", True),
+        adds_eos=keys.flag("add_eos_token", False),
+        chat_template=template,
+    )
+
+
+class _Keys:
+    """Typed access to the keys `tokenizer.ggml.*`."""
+
+    def __init__(self, metadata: Mapping[str, Any], place: str) -> None:
+        self._metadata, self._place = metadata, place
+
+    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self._place}: {_PREFIX}{key} is {shown(value)}; it must be {expected}.")
+
+    def get(self, key: str, kind: type, expected: str) -> Any:
+        value = self._metadata.get(_PREFIX + key)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise self.wrong(key, value, expected)
+        return value
+
+    def token(self, key: str, size: int) -> int | None:
+        """An id, or None when the key is absent."""
+        value: int | None = self.get(key, int, "a token id")
+        if value is not None and not 0 <= value < size:
+            raise self.wrong(key, value, f"an id below {size}, the size of the vocabulary")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, bool, "a boolean")
+        return default if value is None else bool(value)
+
+    def pieces(self, size: int) -> list[str]:
+        """The tokens: as many as the embedding has rows, each once, none empty or so long that merging takes ages."""
+        pieces = self.get("tokens", list, "a list of tokens")
+        if pieces is None:
+            raise CheckpointError(f"{self._place} lacks the key {_PREFIX}tokens.")
+        if not all(isinstance(piece, str) for piece in pieces):
+            raise self.wrong("tokens", pieces, "a list of text")
+        if len(pieces) != size:
+            raise CheckpointError(
+                f"{self._place}: {_PREFIX}tokens has {len(pieces)} tokens, but the embedding has {size} rows."
+            )
+        for index, piece in enumerate(pieces):
+            if not 0 < len(piece) <= MAX_PIECE:
+                raise self.wrong(f"tokens[{index}]", piece, f"1 to {MAX_PIECE} characters long, not {len(piece)}")
+        if sum(map(len, pieces)) > _MAX_CHARACTERS:
+            raise CheckpointError(f"{self._place}: {_PREFIX}tokens has more than {_MAX_CHARACTERS} characters.")
+        found: list[str] = pieces
+        places: dict[str, int] = {}
+        for index, piece in enumerate(map(_respelled, found)):
+            if places.setdefault(piece, index) != index:
+                raise self.wrong(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
+        return found
+
+
+def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json; returns their paths.
 
-    Raises CheckpointError when the file carries no SentencePiece vocabulary.
+    Raises CheckpointError when `tokenizers` cannot make a tokenizer of the vocabulary.
     """
-    if metadata.get("tokenizer.ggml.model") != "llama" or "tokenizer.ggml.tokens" not in metadata:
-        raise CheckpointError(f"The GGUF's tokenizer is {metadata.get('tokenizer.ggml.model')!r}, not SentencePiece.")
     paths = [directory / n for n in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")]
-    _build(metadata).save(str(paths[0]), pretty=False)
-    tokens = metadata["tokenizer.ggml.tokens"]
+    try:
+        tokenizer = _build(vocabulary)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{vocabulary.place}: no tokenizer can be made of its tokens: {error}.") from error
+    paths[0].write_text(tokenizer.to_str(pretty=False), encoding="utf-8")  # its own save hides what failed
     config: dict[str, Any] = {
         "tokenizer_class": "GemmaTokenizer",
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", True)),
-        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        "add_bos_token": vocabulary.adds_bos,
+        "add_eos_token": vocabulary.adds_eos,
         "clean_up_tokenization_spaces": False,
     }
-    for role, key in _ROLES.items():
-        index = metadata.get(f"tokenizer.ggml.{key}")
+    roles = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk}
+    for role, index in (roles | {"pad_token": vocabulary.pad}).items():
         if index is not None:
-            config[role] = tokens[index]
-    if "tokenizer.chat_template" in metadata:
-        config["chat_template"] = metadata["tokenizer.chat_template"]
+            config[role] = vocabulary.pieces[index]
+    if vocabulary.chat_template is not None:
+        config["chat_template"] = vocabulary.chat_template
     for path, data in zip(paths[1:], (config, dict(generation_config)), strict=True):
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
 
 
-def _build(metadata: Mapping[str, Any]) -> Any:
+def _build(vocabulary: Vocabulary) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    tokens = [_respelled(t) for t in metadata["tokenizer.ggml.tokens"]]
+    raw = vocabulary.pieces
+    tokens = [_respelled(t) for t in raw]
     vocab = {token: index for index, token in enumerate(tokens)}
-    raw = metadata["tokenizer.ggml.tokens"]
-    unk = raw[metadata.get("tokenizer.ggml.unknown_token_id", 3)]
+    unk = tokens[_UNK if vocabulary.unk is None else vocabulary.unk]
     bpe = models.BPE(vocab=vocab, merges=_merges(tokens, vocab), unk_token=unk, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    types = metadata.get("tokenizer.ggml.token_type") or [0] * len(raw)
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(raw, types, strict=True)
+        for token, kind in zip(raw, vocabulary.kinds, strict=True)
         if kind in (_CONTROL, _USER_DEFINED) and token in vocab
     ]
     tokenizer.add_tokens(added)
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", True):
+    bos = vocabulary.bos
+    if bos is not None and vocabulary.adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{raw[bos]} $A", pair=f"{raw[bos]} $A {raw[bos]}:1 $B:1", special_tokens=[(raw[bos], bos)]
         )

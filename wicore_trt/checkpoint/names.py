@@ -18,7 +18,7 @@ from enum import Enum
 
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec, named
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_FINAL_NORM = "model.norm.weight"
@@ -184,8 +184,8 @@ def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
     return tuple(tensors)
 
 
-def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a source's canonical text tensors with what `spec` needs.
+def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str = "The source") -> None:
+    """Compare a source's canonical text tensors with what `spec` needs; errors call the source `place`.
 
     A tied model may carry a copy of its head; it is not read, as transformers does not read it either. Raises
     CheckpointError that lists missing tensors, unknown tensors or wrong shapes.
@@ -194,20 +194,18 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]]) -> N
     missing = [name for name in needed if name not in present]
     if missing:
         raise CheckpointError(
-            f"The source lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}.",
+            f"{place} lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}.",
             fix="Download it again, all files of it.",
         )
     unknown = [name for name in present if name not in needed and name != HF_LM_HEAD]
     if unknown:
-        raise CheckpointError(
-            f"The source holds {len(unknown)} tensors that Gemma 3 does not have: {_listed(unknown)}."
-        )
+        raise CheckpointError(f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {_listed(unknown)}.")
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
     if wrong:
-        raise CheckpointError(f"The source's tensors do not fit its configuration: {_listed(wrong)}.")
+        raise CheckpointError(f"{place}: its tensors do not fit its configuration: {_listed(wrong)}.")
 
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    return ", ".join(map(named, names[:_MAX_LISTED])) + more

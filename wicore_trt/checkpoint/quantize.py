@@ -19,7 +19,6 @@ import numpy as np
 from wicore_trt.errors import CheckpointError
 
 E4M3_MAX = 448.0
-F16_MAX = 65504.0
 SCALE_FACTORS = np.exp2(np.arange(16) / 16).astype(np.float32)
 SEARCH_COLUMNS = 1024  # longer rows are judged by an even sample, which bounds the search to a few casts
 STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8}
@@ -66,22 +65,56 @@ def quantize_e4m3_per_channel(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     amax = np.abs(w).max(axis=1)
     if not np.isfinite(amax).all():
         raise CheckpointError("A weight to quantize is not finite.")
-    scale = _best_scale(w, (amax / np.float32(E4M3_MAX)).astype(np.float32))
+    scale = _best_scale(w, amax)
     return e4m3_bits(w / scale[:, None]), scale
 
 
-def _best_scale(w: np.ndarray, smallest: np.ndarray) -> np.ndarray:
-    """`smallest` [out] times the factor of least squared error per row; the smaller factor on a tie."""
-    sample = np.ascontiguousarray(w[:, :: -(-w.shape[1] // SEARCH_COLUMNS)])
+def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
+    """amax / 448 [out] times the factor of least squared error per row; the smaller factor on a tie.
+
+    Errors are those of rows brought to an amax in [1, 4) by a power of two, which changes no bit of any quotient and
+    keeps the squares of very large and very small rows inside of float32.
+    """
+    smallest = (amax / np.float32(E4M3_MAX)).astype(np.float32)
+    shift = np.clip(1 - np.frexp(amax)[1], -126, 126).astype(np.int32)
+    unit = np.ldexp(np.float32(1.0), shift)  # a power of two, exact in float32
+    sample = w[:, :: -(-w.shape[1] // SEARCH_COLUMNS)] * unit[:, None]
     values, best = e4m3_values(), np.ones_like(smallest)
     least = np.full(len(w), np.inf, np.float32)
     for factor in SCALE_FACTORS:
         scale = smallest * factor
-        scale[scale == 0] = 1.0
-        error = ((values[e4m3_bits(sample / scale[:, None])] * scale[:, None] - sample) ** 2).sum(axis=1)
-        better = error < least
+        near = scale * unit  # of a subnormal scale its own bits, so that it is judged as it will be used
+        near[scale == 0] = 1.0
+        error = ((values[e4m3_bits(sample / near[:, None])] * near[:, None] - sample) ** 2).sum(axis=1)
+        better = (error < least) & (scale != 0)
         best[better], least[better] = scale[better], error[better]
     return best
+
+
+def bad_row(block: np.ndarray, tag: str) -> int | None:
+    """The first row of a block stored as `tag` (F32, F16 or BF16 bits) that holds an infinity or a NaN, or None.
+
+    As integers those are the largest values of either sign, so two maxima find them without a copy.
+    """
+    bits, signed, top = {
+        "F32": (np.uint32, np.int32, 0x7F800000),
+        "F16": (np.uint16, np.int16, 0x7C00),
+        "BF16": (np.uint16, np.int16, 0x7F80),
+    }[tag]
+    whole = block.view(bits)
+    sign = 1 << (8 * block.itemsize - 1)
+    if whole.size == 0 or (int(whole.max()) < sign + top and int(block.view(signed).max()) < top):
+        return None
+    wrong = (whole & (sign - 1)) >= top
+    rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))
+    return int(rows[0])
+
+
+def flushed_to_zero(values: np.ndarray, stored: np.ndarray) -> int:
+    """How many float32 `values` that are not 0 became 0 as `stored`, F16 values or E4M3 bits."""
+    bits = stored.view(np.uint8) if stored.itemsize == 1 else stored.view(np.uint16)
+    zeros = stored.size - int(np.count_nonzero(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)))
+    return zeros - (values.size - int(np.count_nonzero(values)))
 
 
 def e4m3_bits(x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ This module knows no tensor names. Invariant: a file for which `SafetensorsWrite
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,18 +15,22 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError
+from wicore_trt.files import SMALL_BYTES, Door, size_of
+from wicore_trt.model.spec import named, shown
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
-_MAX_HEADER = 100_000_000  # the format's own limit
+_AGAIN = "Download or convert it again."
 _LFS_POINTER = b"version https://git-lfs"
 _ALIGN = 8
 
@@ -47,14 +50,16 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """Tensors of one file, read with plain file I/O. Opening checks that header and file size agree.
+    """Tensors of one file, read with plain file I/O. Opening checks that the header describes every byte of the file
+    once: types, shapes and offsets, no gap, no overlap, no tensor twice.
 
-    Raises CheckpointError for a missing, truncated or foreign file.
+    `within` is the directory that the file must lie in (see files.Door). Raises CheckpointError for a missing,
+    truncated or foreign file, naming the tensor.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._entries = _read_header(path)
+    def __init__(self, path: Path, *, within: Path | None = None) -> None:
+        self.path, self._door = path, Door(within, fix=_AGAIN)
+        self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -72,61 +77,100 @@ class SafetensorsFile:
         """Bytes [start, stop) of a tensor's buffer."""
         return self._read(self._entries[name].offset + start, stop - start)
 
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
+        sizes = {name: prod(info.shape) * ITEM_BYTES[info.dtype] for name, info in self.tensors.items()}
+        offsets = {name: entry.offset for name, entry in self._entries.items()}
+        header = min(offsets.values(), default=self.path.stat().st_size)
+        return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
+
     def _read(self, offset: int, size: int) -> bytes:
-        parts, left = [], size
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while left:  # one read gives at most 2 GiB
-                data = file.read(left)
-                if not data:
-                    raise CheckpointError(f"{self.path} ended early; it changed while being read.")
-                parts.append(data)
-                left -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        with self._door.open(self.path, buffering=0) as file:
+            return read_at(file, offset, size, self.path)
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def read_at(file: BinaryIO, offset: int, size: int, path: Path) -> bytes:
+    """`size` bytes of an unbuffered file from `offset`. Raises CheckpointError when it ends before them."""
+    file.seek(offset)
+    parts, left = [], size
+    while left:  # one read gives at most 2 GiB
+        data = file.read(left)
+        if not data:
+            raise CheckpointError(f"{path} ended early; it changed while being read.")
+        parts.append(data)
+        left -= len(data)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _Item(BaseModel):
+    """One tensor of a header."""
+
+    model_config = ConfigDict(strict=True)
+    dtype: str
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 48)]], Field(max_length=8)]
+    data_offsets: Annotated[list[Annotated[int, Field(ge=0, le=1 << 62)]], Field(min_length=2, max_length=2)]
+
+
+_HEADER = TypeAdapter(dict[str, _Item])
+_METADATA = TypeAdapter(dict[str, str], config=ConfigDict(strict=True))
+
+
+def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
+    with door.open(path) as file:
+        size = size_of(file)
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the weights.", fix="Run `git lfs pull` there.")
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > size - 8:
+            raise door.refusal(path, f"is truncated or not a safetensors file ({size} bytes)")
+        if length > SMALL_BYTES:
+            raise door.refusal(path, f"has a header of {length} bytes, more than the {SMALL_BYTES} that it may have")
+        file.seek(8)
+        header = door.parse(file.read(length), f"the header of {path}")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER) + 1)
-            if start.startswith(_LFS_POINTER):
-                raise CheckpointError(f"{path} is a Git LFS pointer, not the weights.", fix="Run `git lfs pull` there.")
-            length = int.from_bytes(start[:8], "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
-                raise CheckpointError(f"{path} is truncated or not a safetensors file ({size} bytes).", fix=_AGAIN)
-            file.seek(8)
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        entries, end = {}, 0
-        for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
-            first, last = item["data_offsets"]
-            info = TensorInfo(tuple(item["shape"]), item["dtype"])
-            if first != end or last - first != prod(info.shape) * ITEM_BYTES[info.dtype]:
-                raise CheckpointError(f"{path}: the header's offsets of {name} are wrong.", fix=_AGAIN)
-            entries[name], end = _Entry(info, 8 + length + first), last
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.", fix=_AGAIN) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error!r}.", fix=_AGAIN) from error
+        if isinstance(header, dict):
+            _METADATA.validate_python(header.pop("__metadata__", {}))
+        items = _HEADER.validate_python(header)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = named(".".join(map(str, first["loc"]))) or "its header"
+        raise door.refusal(
+            path, f"is not a readable safetensors file: {where} is {shown(first['input'])}: {first['msg']}"
+        ) from error
+    entries: dict[str, _Entry] = {}
+    end = 0
+    for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
+        first_byte, last = item.data_offsets
+        if item.dtype not in ITEM_BYTES:
+            raise door.refusal(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
+        info = TensorInfo(tuple(item.shape), item.dtype)
+        expected = prod(info.shape) * ITEM_BYTES[info.dtype]
+        if last - first_byte != expected:
+            raise door.refusal(
+                path,
+                f"gives {named(name)} the bytes {item.data_offsets}, but {info.dtype} {item.shape} needs {expected}",
+            )
+        if first_byte != end:
+            before = named(next(reversed(entries))) if entries else "the start"
+            kind = f"overlaps {before}" if first_byte < end else f"leaves a gap behind {before}"
+            raise door.refusal(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
+        entries[name], end = _Entry(info, 8 + length + first_byte), last
     if size != 8 + length + end:
-        raise CheckpointError(f"{path} is truncated: {size} bytes of {8 + length + end}.", fix=_AGAIN)
+        raise door.refusal(path, f"is truncated: {size} bytes of {8 + length + end}")
     return entries
-
-
-_AGAIN = "Download or convert it again."
 
 
 class SafetensorsWriter:
     """Writes tensors in the order of `entries` (name, dtype tag, shape), each in any number of pieces.
 
-    Used as a context manager; leaving it without an exception closes the file. `digest` is the blake2b-256 of the
-    whole file and is known after `close`.
+    Used as a context manager; leaving it without an exception closes the file. `digests` has those of the header and of
+    every tensor that is complete (see `digest`), `digest` is that of the file and known after `close`.
     """
 
     def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         self.path = path
-        self.digest = ""
+        self.digest, self.digests = "", dict[str, str]()
         self._pending = [(name, prod(shape) * ITEM_BYTES[tag]) for name, tag, shape in reversed(entries)]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -137,22 +181,27 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % _ALIGN)
         self.size = 8 + len(text) + offset
         self._left = 0
-        self._hash = hashlib.blake2b(digest_size=32)
+        self._hash = Digest()
         self._file = path.open("wb", buffering=0)
-        self._put(len(text).to_bytes(8, "little") + text)
+        head = len(text).to_bytes(8, "little") + text
+        self._put(head)
+        self.digests[HEADER] = hash_bytes(head)
 
     def write(self, name: str, block: np.ndarray | bytes) -> int:
         """Append a piece of tensor `name`, which must be the current or, once that is full, the next one."""
         if not self._left:
-            expected, self._left = self._pending.pop()
-            self._current = expected
+            self._current, self._left = self._pending.pop()
+            self._hash = Digest()
         assert name == self._current, f"{name} written where {self._current} is due"
         data = memoryview(
             np.ascontiguousarray(block).view(np.uint8).data if isinstance(block, np.ndarray) else block
         ).cast("B")
         assert data.nbytes <= self._left, f"{name}: too many bytes"
+        self._hash.update(data)
         self._put(data)
         self._left -= data.nbytes
+        if not self._left:
+            self.digests[name] = self._hash.hexdigest()
         return data.nbytes
 
     def close(self) -> None:
@@ -160,10 +209,9 @@ class SafetensorsWriter:
         assert not self._pending and not self._left, "tensors are missing"
         os.fsync(self._file.fileno())
         self._file.close()
-        self.digest = self._hash.hexdigest()
+        self.digest = combined(self.digests)
 
     def _put(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
         view = memoryview(data)
         while view.nbytes:
             view = view[self._file.write(view) :]

@@ -12,6 +12,9 @@ from wicore_trt.checkpoint.names import Split, UnifiedTensor
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.spec import Gemma3Spec
 
+MAX_TP = 64
+"""Most ranks of a model: GPUs that reach each other fast enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -28,8 +31,8 @@ class Shard:
 
 def check_tp(spec: Gemma3Spec, tp_size: int) -> None:
     """Raise CheckpointError, naming what does not divide, when `spec` cannot be split over `tp_size` ranks."""
-    if tp_size < 1:
-        raise CheckpointError(f"tp must be at least 1, got {tp_size}.")
+    if not 1 <= tp_size <= MAX_TP:
+        raise CheckpointError(f"tp must be at least 1 and at most {MAX_TP}, got {tp_size}.")
     if spec.num_heads % tp_size:
         raise CheckpointError(f"{spec.num_heads} attention heads do not divide by tp {tp_size}.")
     if spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads:

@@ -7,21 +7,23 @@ was opened holds exactly the tensors its configuration asks for, and a local pat
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.model.spec import Gemma3Spec, named, shown
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,8 +37,12 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TEXT_TAGS = ("F32", "F16", "BF16")
+_FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
+_AGAIN = "Download it again."
 
 
 class Source(ABC):
@@ -53,6 +59,9 @@ class Source(ABC):
     vision: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    makes_tokenizer = False
+    """Whether write_tokenizer makes the tokenizer of checked parts; `chat_template` is then what it takes over."""
+    chat_template: str | None = None
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
@@ -65,6 +74,10 @@ class Source(ABC):
     @abstractmethod
     def write_tokenizer(self, directory: Path) -> list[Path]:
         """Put the tokenizer's files into `directory` and return them."""
+
+    @abstractmethod
+    def place_of(self, name: str) -> str:
+        """The file that holds a text or vision tensor, for errors."""
 
     def read(self, name: str) -> np.ndarray:
         """A whole text tensor as float32."""
@@ -79,17 +92,18 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     """
     from wicore_trt.checkpoint.gguf import GgufSource
 
-    path = Path(ref).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
+    if present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {path.parent}")
+            raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
         return GgufSource(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         ggufs = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists() or not ggufs:
+        if present(path / "config.json") or not ggufs:
             return HfSource(path, name=str(ref))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files.", fix="Give the path of one of them.")
+        Door(path, fix="Give the path of the GGUF file itself.").check(ggufs[0])
         return GgufSource(ggufs[0])
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
@@ -105,21 +119,36 @@ class HfSource(Source):
 
     def __init__(self, path: Path, *, name: str, revision: str | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
-        self.config = _json(path / "config.json")
-        self.spec = Gemma3Spec.from_hf_config(self.config)
-        generation = path / "generation_config.json"
-        self.generation_config = _json(generation) if generation.exists() else {}
+        self._door = Door(path, fix=_AGAIN)
+        if not present(path / "config.json"):
+            raise CheckpointError(
+                f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
+            )
+        self.config = self._door.json(path / "config.json")
+        self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
+        generation = path / GENERATION
+        self.generation_config = self._door.json(generation) if present(generation) else {}
+        check_generation(self.generation_config, self.spec.vocab_size, str(generation))
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self.tensors, self.vision = {}, {}
-        for file in _weight_files(path):
+        for file in _weight_files(path, self._door):
             for raw, info in file.tensors.items():
                 kind = self.vision if is_vision(raw) else self.tensors
                 key = raw if is_vision(raw) else canonical(raw)
                 if key in kind:
-                    raise CheckpointError(f"{path} holds {key} twice.")
+                    raise CheckpointError(
+                        f"{path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."
+                    )
                 kind[key] = info
                 self._files[key] = (file, raw)
-        check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()})
+        place = str(path / SINGLE) if len({f.path for f, _ in self._files.values()}) == 1 else str(path)
+        check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
+        for key, info in self.tensors.items():
+            if info.dtype not in TEXT_TAGS:
+                file = self._files[key][0]
+                raise CheckpointError(
+                    f"{file.path}: {key} is stored as {info.dtype}.", fix="Use a BF16, F16 or F32 source."
+                )
 
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         file, raw = self._files[name]
@@ -130,47 +159,69 @@ class HfSource(Source):
         return file.raw(raw, start, stop)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
-        present = [name for name in TOKENIZER_FILES if (self.path / name).exists()]
-        return [Path(shutil.copyfile(self.path / name, directory / name)) for name in present]
+        names = [name for name in TOKENIZER_FILES if present(self.path / name)]
+        return [self._door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+
+    def place_of(self, name: str) -> str:
+        return str(self._files[name][0].path)
 
 
-def _weight_files(path: Path) -> list[SafetensorsFile]:
-    if not (path / _INDEX).exists():
-        if not (path / _SINGLE).exists():
+def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> None:
+    """Raise CheckpointError when the contents of a generation_config.json, which errors call `place`, name token ids
+    that are no numbers below `vocab_size`."""
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        for token in value if isinstance(value, list) else [value]:
+            whole = isinstance(token, int) and not isinstance(token, bool)
+            if token is not None and not (whole and 0 <= token < vocab_size):
+                raise CheckpointError(
+                    f"{place}: {key} is {shown(value)}; it must be ids below {vocab_size}, the size of the vocabulary."
+                )
+
+
+class _Index(BaseModel):
+    """model.safetensors.index.json: which file holds which tensor."""
+
+    model_config = ConfigDict(strict=True)
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
+    index = path / INDEX
+    if not present(index):
+        if not present(path / SINGLE):
             raise CheckpointError(
-                f"{path} holds neither {_SINGLE} nor {_INDEX}.",
+                f"{path} holds neither {SINGLE} nor {INDEX}.",
                 fix="WiCore reads safetensors and GGUF; convert other formats first.",
             )
-        return [SafetensorsFile(path / _SINGLE)]
-    weight_map = _json(path / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / _INDEX} has no weight_map.", fix="Download it again.")
+        return [SafetensorsFile(path / SINGLE, within=path)]
+    try:
+        weight_map = _Index.model_validate(door.json(index)).weight_map
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = named(".".join(map(str, first["loc"])))
+        raise door.refusal(
+            index, f"has no weight_map to use: {where} is {shown(first['input'])}: {first['msg']}"
+        ) from error
     shards = sorted(set(weight_map.values()))
-    odd = [s for s in shards if not isinstance(s, str) or Path(s).name != s]
+    odd = [s for s in shards if s in (".", "..") or not _FILE_NAME.fullmatch(s)]
     if odd:
-        raise CheckpointError(f"{path / _INDEX} names files outside its directory: {odd}.")
-    missing = [s for s in shards if not (path / s).exists()]
+        raise door.refusal(index, f"names files outside its directory: {shown(odd)}")
+    if present(path / SINGLE) and SINGLE not in shards:
+        raise CheckpointError(
+            f"{path} holds both {SINGLE} and {INDEX}, which does not name it.", fix="Remove the one that is not meant."
+        )
+    missing = [s for s in shards if not present(path / s)]
     if missing:
         raise CheckpointError(
-            f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing)}.", fix="Download them."
+            f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}.",
+            fix="Download them.",
         )
-    files = {s: SafetensorsFile(path / s) for s in shards}
+    files = {s: SafetensorsFile(path / s, within=path) for s in shards}
     lost = [n for n, s in weight_map.items() if n not in files[s].tensors]
     if lost:
         raise CheckpointError(
-            f"{path}: {len(lost)} tensors are not in the shard that the index names, e.g. {lost[0]}.",
+            f"{index}: {len(lost)} tensors are not in the shard that the index names, e.g. {named(lost[0])}.",
             fix="Download it again.",
         )
     return list(files.values())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.", fix="Give the directory of a Hugging Face model.") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}.", fix="Download it again.") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object.")
-    return data

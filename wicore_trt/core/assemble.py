@@ -17,7 +17,7 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
 
 
@@ -40,7 +40,7 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
     if settings.engine is None:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
     engine = open_engine(Path(settings.engine))
-    tokenizer = Tokenizer.from_dir(engine.path)
+    tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
     executor = executor or make_executor(engine, settings)
     manifest, layout = engine.manifest, executor.layout
     max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)

@@ -1,16 +1,15 @@
 """Turn a source or a unified checkpoint into an engine directory.
 
 Lays out files and writes the manifest; converting is `checkpoint.convert`'s work and computing the executor's. It
-must not know how a backend runs. Invariant: the output appears whole or not at all.
+must not know how a backend runs. Invariants: the output appears whole or not at all, and only when it opens; every byte
+that an engine is made of was compared with its checkpoint's digests while it was read.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,20 +18,28 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.checkpoint.sharding import MAX_TP
 from wicore_trt.engine.directory import (
+    ENGINE,
     EngineDir,
     Progress,
-    check_output,
     describe_files,
     open_engine,
-    partial_directory,
-    replace_engine,
 )
-from wicore_trt.engine.dummy import dummy_checkpoint
-from wicore_trt.engine.manifest import DUMMY_WEIGHTS, MANIFEST_NAME, Manifest, compute_fingerprint
+from wicore_trt.engine.dummy import dummy_checkpoint, write_tokenizer
+from wicore_trt.engine.manifest import (
+    DUMMY_SOURCE,
+    DUMMY_WEIGHTS,
+    MANIFEST_NAME,
+    MAX_PAGE_TOKENS,
+    Manifest,
+    compute_fingerprint,
+)
 from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
-from wicore_trt.engine.weights import has_tensor, hash_weights, place_weights
-from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
+from wicore_trt.engine.weights import WeightFile, has_tensor, hash_weights, place_weights
+from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
+from wicore_trt.files import present, printable
+from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.calibrate import Calibration
@@ -68,8 +75,10 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     max_chunk: int = 512,
     calibration: Calibration | None = None,
     dummy: DummyModel | None = None,
+    revision: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
     `dummy` from a model's sizes alone: its weights are made up when it is loaded, and the manifest says so.
@@ -78,10 +87,12 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
     KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
     limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
-    way. An existing engine is replaced only with `force`.
+    way; `revision` is the commit, branch or tag of a hub id. An existing engine is replaced only with `force`. `note`
+    gets a sentence for every kind of loss that converting the source brought. The manifest's `created` is the time in
+    the environment variable SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
-    for a bad source, EnvironmentUnfitError for a backend that is not here or a full disk.
+    for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or a full disk.
     """
     options = BuildOptions(
         backend,
@@ -95,48 +106,78 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         max_chunk,
         calibration,
         dummy,
+        revision,
     )
-    output = Path(os.path.abspath(output))
-    _check_options(options)
+    created = _created()
+    _check_options(options, source)
     compiler = find_backend(options.backend)
-    check_output(output, force=force)
-    options = replace(options, targets=tuple(compiler.targets(options)))
-    try:
-        with ExitStack() as stack:
-            checkpoint = _checkpoint_of(source, output, options, stack, progress)
-            _check_fit(checkpoint, options)
-            partial = stack.enter_context(partial_directory(output))
-            limit = checkpoint.spec.max_position_embeddings
-            options = replace(options, max_context=options.max_context or compiler.default_context(limit))
-            name = f"--dummy-weights --model {dummy.name}" if dummy else str(source)
-            manifest = _lay_out(checkpoint, partial, options, compiler, name, progress)
-            (partial / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-            replace_engine(partial, output, force=force)
-    except OSError as error:
-        raise EnvironmentUnfitError(
-            f"building {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
-        ) from error
-    return open_engine(output, verify=False)
+    with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
+        options = replace(options, targets=tuple(compiler.targets(options)))
+        checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
+        _check_fit(checkpoint, options)
+        limit = checkpoint.spec.max_position_embeddings
+        options = replace(options, max_context=options.max_context or compiler.default_context(limit))
+        name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else printable(str(source))
+        manifest = _lay_out(checkpoint, scratch.directory, options, compiler, name, progress)
+        manifest = replace(manifest, created=created)
+        (scratch.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        engine = _open(scratch.directory, scratch.output, name)
+        scratch.publish()
+    return replace(engine, path=scratch.output)
 
 
 def is_unified_checkpoint(path: Path) -> bool:
     """True for a directory with `config.json` and `rank0.safetensors`."""
-    return (path / "rank0.safetensors").is_file() and (path / "config.json").is_file()
+    return os.path.isdir(path) and present(path / "rank0.safetensors") and present(path / "config.json")
 
 
-def _check_options(options: BuildOptions) -> None:
+def _check_options(options: BuildOptions, source: str | Path) -> None:
     if options.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
-    if options.page_tokens < 1 or options.page_tokens & (options.page_tokens - 1):
-        raise ConfigError(f"page_tokens must be a power of two, got {options.page_tokens}.")
+    if options.revision and (present(Path(source)) or not is_hub_id(str(source))):
+        raise ConfigError(
+            f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."
+        )
+    if not 1 <= options.page_tokens <= MAX_PAGE_TOKENS or options.page_tokens & (options.page_tokens - 1):
+        raise ConfigError(f"page_tokens must be a power of two up to {MAX_PAGE_TOKENS}, got {options.page_tokens}.")
+    if not 1 <= options.tp_size <= MAX_TP:
+        raise ConfigError(f"tp must be 1 to {MAX_TP}, got {options.tp_size}.")
+
+
+def _open(directory: Path, output: Path, source: str) -> EngineDir:
+    """Open the finished engine where it was made: nothing that does not open gets the output's name. Weights are not
+    read again, their digests were computed while they were written."""
+    try:
+        return open_engine(directory, verify=False)
+    except EngineFormatError as error:
+        said = error.message.replace(str(directory), output.name)
+        raise CheckpointError(
+            f"{source} makes no engine that opens: {said}", fix=f"{output} was left as it was. Check the model's files."
+        ) from error
+
+
+def _created() -> str:
+    """The time for the manifest, ISO 8601 in UTC. Raises ConfigError for a SOURCE_DATE_EPOCH that is no time."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    try:
+        now = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix="Unset it or correct it."
+        ) from None
+    return now.isoformat(timespec="seconds")
 
 
 def _checkpoint_of(
-    source: str | Path, output: Path, options: BuildOptions, stack: ExitStack, progress: Progress | None
+    source: str | Path,
+    work: Path,
+    options: BuildOptions,
+    progress: Progress | None,
+    note: Callable[[str], None] | None,
 ) -> Checkpoint:
-    """Open the checkpoint, or make one beside the output that lives as long as `stack`."""
+    """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
     if options.dummy:
@@ -146,10 +187,16 @@ def _checkpoint_of(
         return open_checkpoint(Path(source))
     from wicore_trt.checkpoint.convert import convert
 
-    scratch = stack.enter_context(partial_directory(output, "checkpoint")) / "checkpoint"
-    dtype = "bfloat16" if options.dtype == "auto" and not unified else options.dtype
-    tp_size, calibration = options.tp_size, options.calibration
-    return convert(source, scratch, dtype=dtype, tp_size=tp_size, calibration=calibration, progress=progress)
+    return convert(
+        source,
+        work,
+        dtype="bfloat16" if options.dtype == "auto" and not unified else options.dtype,
+        tp_size=options.tp_size,
+        revision=options.revision,
+        calibration=options.calibration,
+        progress=progress,
+        note=note,
+    )
 
 
 def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
@@ -163,6 +210,11 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
         raise ConfigError(
             f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
             fix=f"Convert the source with --tp {options.tp_size}.",
+        )
+    if not options.dummy and not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
+        raise CheckpointError(
+            f"{checkpoint.source} has no tokenizer.json, and an engine without one can answer nothing.",
+            fix="Put the model's tokenizer files beside its weights and build again.",
         )
     limit = checkpoint.spec.max_position_embeddings
     if options.max_context is not None and not 1 <= options.max_context <= limit:
@@ -178,20 +230,26 @@ def _lay_out(
     progress: Progress | None,
 ) -> Manifest:
     """Place all files in `partial` and describe them."""
-    rank_files = []
+    weights: dict[str, WeightFile] = {}
     kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
     for rank, path in enumerate(checkpoint.rank_files):
         _report(progress, "weights", rank, len(checkpoint.rank_files))
-        rank_files.append(partial / f"rank{rank}.safetensors")
-        place_weights(path, rank_files[-1], drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)))
+        weights[path.name] = place_weights(
+            path,
+            partial / path.name,
+            checkpoint.files[path.name],
+            drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)),
+            damaged=lambda part, name=path.name: checkpoint.damaged(name, part),  # type: ignore[misc]
+        )
     for path in checkpoint.tokenizer_files:
-        shutil.copyfile(path, partial / path.name)
+        (partial / path.name).write_bytes(checkpoint.read(path.name))
     _report(progress, "hash", 0, 1)
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
-    weights_hash = hash_weights(rank_files)
-    files = describe_files(partial)
+        write_tokenizer(partial)
+    weights_hash = hash_weights(list(weights.values()))
+    files = describe_files(partial, weights)
     _report(progress, "hash", 1, 1)
     computed: dict[str, Any] = {
         "spec": checkpoint.spec,
@@ -215,7 +273,8 @@ def _lay_out(
         files=files,
         tools=_tools(),
         source=source,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        revision=checkpoint.revision,
+        created="",
     )
 
 
@@ -237,7 +296,7 @@ def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
 
 def model_id(source: str) -> str:
     """The model's name for clients: a hub id as it is, else the file or directory name without `.gguf`."""
-    return source if is_hub_id(source) and not Path(source).exists() else Path(source).name.removesuffix(".gguf")
+    return source if is_hub_id(source) and not present(Path(source)) else Path(source).name.removesuffix(".gguf")
 
 
 def _tools() -> dict[str, str]:

@@ -1,38 +1,31 @@
-"""Open an engine directory, verified; write one, atomically.
+"""Open an engine directory, verified, and describe one for its manifest.
 
-Knows files, sizes and hashes, and nothing of tensors or backends. Invariants: an `EngineDir` that was opened with
-`verify=True` has exactly the bytes that were built; at every moment the output path holds a whole engine or none.
+Knows files, sizes and digests, and nothing of what files mean. Invariants: an `EngineDir` that was opened with
+`verify=True` has exactly the files and bytes that were built; what `EngineDir.read` returns is what was built, and a
+file that the manifest does not list is never read.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-import re
-import shutil
-import stat
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from wicore_trt.engine.manifest import (
-    DIGEST_BYTES,
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    read_manifest,
-    rebuild_command,
-)
-from wicore_trt.errors import ConfigError, EngineFormatError
-
-HASH_CHUNK_BYTES = 64 << 20
-READ_BYTES = 4 << 20
+from wicore_trt.checkpoint.digest import hash_bytes
+from wicore_trt.checkpoint.records import WEIGHTS, record_of
+from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
+from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
+from wicore_trt.errors import CheckpointError, EngineFormatError
+from wicore_trt.files import Door
+from wicore_trt.scratch import Product
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
+
+_SYSTEM = "lost+found"
+"""What file systems put into a directory, beside names that begin with a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,164 +36,141 @@ class EngineDir:
     manifest: Manifest
 
     @property
+    def door(self) -> Door:
+        """How files of the engine are read."""
+        return Door(self.path, EngineFormatError, fix=self.rebuild)
+
+    @property
+    def rebuild(self) -> str:
+        """The sentence that says how to build the engine again."""
+        return rebuild_engine(self.path, self.manifest)
+
+    @property
     def rank_files(self) -> list[Path]:
         """Weight files in rank order."""
         return [self.path / f"rank{rank}.safetensors" for rank in range(self.manifest.tp_size)]
 
+    def read(self, name: str) -> bytes:
+        """The bytes of file `name`, compared with the manifest. Raises EngineFormatError for a file that the engine
+        was not built with, is missing, damaged or cannot be read."""
+        entry = self.manifest.files.get(name)
+        if entry is None:
+            raise self.damaged(f"{name} is not in {MANIFEST_NAME}")
+        data = self.door.read(self.path / name, limit=entry.bytes)
+        if hash_bytes(data) != entry.blake2b:
+            raise self.damaged(_corrupted(name))
+        return data
+
+    def read_json(self, name: str) -> Any:
+        """The value of the JSON file `name`, read by `read`. Raises EngineFormatError for what is not JSON, too."""
+        return self.door.parse(self.read(name), self.path / name)
+
+    def read_present(self, names: Iterable[str]) -> dict[str, bytes]:
+        """`read` of those of `names` that the engine was built with, by name."""
+        return {name: self.read(name) for name in names if name in self.manifest.files}
+
+    def unlisted(self) -> list[str]:
+        """Files in the directory that the engine was not built with, sorted: nothing reads them."""
+        found = []
+        for root, folders, files in os.walk(self.path):
+            links = [name for name in folders if (Path(root) / name).is_symlink()]
+            found += [(Path(root) / name).relative_to(self.path).as_posix() for name in (*files, *links)]
+        known = {MANIFEST_NAME, *self.manifest.files}
+        tops = {name: name.split("/")[0] for name in found}
+        return sorted(n for n in found if n not in known and not tops[n].startswith(".") and tops[n] != _SYSTEM)
+
+    def damaged(self, what: str) -> EngineFormatError:
+        """The error for an engine of which `what` is wrong."""
+        return EngineFormatError(f"engine {self.path}: {what}.", fix=self.rebuild)
+
 
 def open_engine(path: Path, *, verify: bool = True, progress: Progress | None = None) -> EngineDir:
-    """Open the engine at `path`; `verify=False` checks the sizes of its files but not their hashes.
+    """Open the engine at `path`. `verify=False` checks engine.json and the sizes of the files that it lists, but not
+    their digests, and leaves unlisted files alone.
 
     Raises EngineFormatError, naming the first bad file, and the command that mends it.
     """
     path = Path(path)
-    manifest = read_manifest(path)
-    for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
-        if f"rank{rank}.safetensors" not in manifest.files:
-            raise EngineFormatError(
-                f"engine {path}: {MANIFEST_NAME} lists no weights for rank {rank} of {manifest.tp_size}.",
-                fix=rebuild_command(path, manifest.source),
-            )
-    for name in manifest.files:
-        _check_size(path, name, manifest)
-    if verify:
-        done, total = 0, manifest.total_bytes
-        for name, entry in manifest.files.items():
-            if progress:
-                progress("verify", done, total)
-            if _hash_or_refuse(path, name, manifest) != entry.blake2b:
-                raise EngineFormatError(
-                    f"engine {path}: {name} is corrupted (its hash differs from {MANIFEST_NAME}).",
-                    fix=rebuild_command(path, manifest.source),
-                )
-            done += entry.bytes
+    engine = EngineDir(path, read_manifest(path))
+    for name in engine.manifest.files:
+        _check_size(engine, name)
+    if not verify:
+        return engine
+    extra = engine.unlisted()
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise EngineFormatError(
+            f"engine {path} holds {extra[0]}{more}, which it was not built with.",
+            fix=f"Move what is not the engine's elsewhere. {engine.rebuild}",
+        )
+    done, total = 0, engine.manifest.total_bytes
+    weights: dict[str, WeightFile] = {}
+    for name, entry in engine.manifest.files.items():
         if progress:
-            progress("verify", total, total)
-    return EngineDir(path, manifest)
+            progress("verify", done, total)
+        if _digest(engine, name, weights) != entry.blake2b:
+            raise engine.damaged(_corrupted(name))
+        done += entry.bytes
+    if not engine.manifest.dummy_weights:
+        ranks = [weights[file.name] for file in engine.rank_files]
+        if hash_weights(ranks) != engine.manifest.weights_hash:
+            raise engine.damaged(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
+    if progress:
+        progress("verify", total, total)
+    return engine
 
 
 def file_state(engine: EngineDir, name: str) -> str:
     """ "ok" or "corrupted": the named file's content against the manifest."""
-    return "ok" if hash_file(engine.path / name) == engine.manifest.files[name].blake2b else "corrupted"
+    return "ok" if _digest(engine, name, {}) == engine.manifest.files[name].blake2b else "corrupted"
 
 
-def _check_size(path: Path, name: str, manifest: Manifest) -> None:
-    fix = rebuild_command(path, manifest.source)
-    try:
-        status = (path / name).stat()
-    except OSError as error:
-        raise EngineFormatError(f"engine {path}: {name} is missing ({error.strerror}).", fix=fix) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise EngineFormatError(f"engine {path}: {name} is not a regular file.", fix=fix)
-    size = status.st_size
-    expected = manifest.files[name].bytes
+def _is_weights(name: str) -> bool:
+    return name.endswith(WEIGHTS)
+
+
+def _corrupted(name: str) -> str:
+    return f"{name} is corrupted (its digest differs from {MANIFEST_NAME})"
+
+
+def _check_size(engine: EngineDir, name: str) -> None:
+    size, expected = engine.door.check(engine.path / name), engine.manifest.files[name].bytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise EngineFormatError(f"engine {path}: {name} is {state}: {size} bytes, built with {expected}.", fix=fix)
+        raise engine.damaged(f"{name} is {state}: {size} bytes, built with {expected}")
 
 
-def _hash_or_refuse(path: Path, name: str, manifest: Manifest) -> str:
+def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str:
+    """Of a listed file; what a weight file holds goes into `weights`. Of a weight file without a header it is ""."""
     try:
-        return hash_file(path / name)
-    except OSError as error:
-        raise EngineFormatError(
-            f"engine {path}: {name} cannot be read ({error.strerror}).", fix=rebuild_command(path, manifest.source)
-        ) from error
+        if not _is_weights(name):
+            return record_of(engine.path / name, engine.door).blake2b
+        weights[name] = read_weights(engine.path / name, engine.door)
+        return weights[name].digest
+    except CheckpointError:
+        return ""
 
 
-def hash_file(path: Path) -> str:
-    """Hex blake2b over the blake2b digests of the file's 64 MiB chunks.
-
-    Two levels, so that a 54 GB file is hashed by all cores and not by one. Memory: READ_BYTES per core.
-    """
-    with path.open("rb", buffering=0) as file:
-        descriptor, size = file.fileno(), path.stat().st_size
-
-        def digest(at: int) -> bytes:
-            hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-            end = min(size, at + HASH_CHUNK_BYTES)
-            while at < end:
-                block = os.pread(descriptor, min(READ_BYTES, end - at), at)
-                if not block:
-                    raise OSError(errno.EIO, f"short read at byte {at}")
-                hasher.update(block)
-                at += len(block)
-            return hasher.digest()
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            digests = pool.map(digest, range(0, size, HASH_CHUNK_BYTES))
-            return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()
-
-
-def check_output(output: Path, *, force: bool) -> None:
-    """Refuse an output that exists, unless `force` is set and it is an engine or an empty directory.
-
-    Raises ConfigError. Called before the long work, and again by `replace_engine`.
-    """
-    if not output.exists() and not output.is_symlink():
-        return
-    if output.is_symlink() or not output.is_dir():
-        raise ConfigError(f"{output} is not a directory.", fix="Choose another output.")
-    if not any(output.iterdir()):
-        return
-    if not (output / MANIFEST_NAME).is_file():
-        raise ConfigError(f"{output} exists and is not an engine, so it is left alone.", fix="Choose another output.")
-    if not force:
-        raise ConfigError(f"engine {output} already exists.", fix="Add --force to replace it.")
-
-
-@contextmanager
-def partial_directory(output: Path, kind: str = "partial") -> Iterator[Path]:
-    """A scratch directory beside `output`, removed at the end if it is still there.
-
-    Left-overs of dead processes for the same output are removed first.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(output, kind)
-    partial = output.parent / f".{output.name}.{kind}-{os.getpid()}"
-    partial.mkdir()
+def _listed(path: Path) -> set[str] | None:
+    """Names of the files of an engine, damaged or not; None when the directory is none."""
     try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME)
+    except EngineFormatError:
+        return None
+    files = data.get("files")
+    return {MANIFEST_NAME, *files} if data.get("kind") == KIND and isinstance(files, dict) else None
 
 
-def replace_engine(partial: Path, output: Path, *, force: bool) -> None:
-    """Make `partial` the engine at `output`: all of it reaches the disk, then it is renamed into place."""
-    check_output(output, force=force)
-    for path in [*sorted(p for p in partial.rglob("*") if p.is_file()), partial]:
-        _fsync(path)
-    if not output.exists():
-        os.rename(partial, output)
-    else:
-        retired = output.parent / f".{output.name}.partial-{os.getpid()}-old"
-        os.rename(output, retired)
-        try:
-            os.rename(partial, output)
-        except OSError:
-            os.rename(retired, output)
-            raise
-        shutil.rmtree(retired, ignore_errors=True)
-    _fsync(output.parent)
+ENGINE = Product("engine", _listed)
+"""What `wicore build --force` may replace."""
 
 
-def describe_files(partial: Path) -> dict[str, FileEntry]:
-    """Sizes and hashes of all files below `partial`, by POSIX name."""
-    files = sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME)
-    return {p.relative_to(partial).as_posix(): FileEntry(p.stat().st_size, hash_file(p)) for p in files}
-
-
-def _remove_stale(output: Path, kind: str) -> None:
-    pattern = re.compile(re.escape(f".{output.name}.{kind}-") + r"(\d+)")
-    for entry in output.parent.iterdir():
-        match = pattern.fullmatch(entry.name)
-        if match and (int(match[1]) == os.getpid() or not Path(f"/proc/{match[1]}").exists()):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def describe_files(partial: Path, weights: Mapping[str, WeightFile] | None = None) -> dict[str, FileEntry]:
+    """Sizes and digests of all files below `partial`, by POSIX name; those in `weights` are not read again."""
+    entries = {name: FileEntry(file.bytes, file.digest) for name, file in (weights or {}).items()}
+    for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
+        name = path.relative_to(partial).as_posix()
+        if name not in entries:
+            record = record_of(path)
+            entries[name] = FileEntry(record.bytes, record.blake2b)
+    return dict(sorted(entries.items()))

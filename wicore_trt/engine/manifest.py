@@ -1,66 +1,119 @@
 """`engine.json`: what an engine directory is, as plain data.
 
-Parses, validates and writes the manifest; it opens no weights and knows no backend. Invariant: a parsed `Manifest`
-is of a format this version reads, its file names stay inside the directory, and its fingerprint matches its fields.
+Parses, validates and writes the manifest; it opens no weights and runs no backend. Invariant: a `Manifest` that was
+read is as it was written (its seal is whole), of this format, consistent in itself and with its spec, and its file
+names stay inside the directory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
+
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical
+from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
+from wicore_trt.checkpoint.sharding import check_tp
 from wicore_trt.errors import CheckpointError, EngineFormatError
+from wicore_trt.files import Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
 
 MANIFEST_NAME = "engine.json"
 KIND = "wicore-engine"
-FORMAT_VERSION = 1
-DTYPES = ("float32", "bfloat16", "float16", "fp8")
-DIGEST_BYTES = 32
+FORMAT_VERSION = 2
+DEFAULT_PAGE_TOKENS = 32
+MAX_PAGE_TOKENS = 1 << 16
 DUMMY_WEIGHTS = "dummy_weights"
 """Key of Manifest.compiled: the engine has no weight files, and whoever loads it makes weights up."""
+DUMMY_SOURCE = "--dummy-weights --model "
+"""What Manifest.source begins with for such an engine, before the model's name: it stands for a source in commands."""
+
+
+def _check_file_name(name: str) -> str:
+    pure = PurePosixPath(name)
+    normal = str(pure) == name and name != "."
+    if not normal or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
+        raise ValueError(f"file name {name!r} leaves the engine directory")
+    return name
+
+
+def _check_power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("it must be a power of two")
+    return value
+
+
+def _check_time(value: str) -> str:
+    datetime.fromisoformat(value)
+    return value
+
+
+def _one_of(*names: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"it must be one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
+
+
+Whole = Annotated[int, Strict(), Field(ge=1, le=1 << 31)]
+Hex = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+Target = Annotated[str, Field(pattern="^(any|sm[0-9]{2,3})$")]
+PageTokens = Annotated[int, Strict(), Field(ge=1, le=MAX_PAGE_TOKENS), AfterValidator(_check_power_of_two)]
+Backend = Annotated[str, _one_of("torch", "triton", "tensorrt", "tensorrt-llm")]
+Dtype = Annotated[str, _one_of("float32", "bfloat16", "float16", "fp8")]
+_STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size in bytes and content hash (see `directory.hash_file`) of one file of the engine."""
+    """Size in bytes and digest (see `directory.digest_of`) of one file of the engine."""
 
-    bytes: int
-    blake2b: str
+    __pydantic_config__ = _STRICT
+    bytes: Annotated[int, Strict(), Field(ge=0, le=1 << 62)]
+    blake2b: Hex
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything `engine.json` records.
+    """Everything `engine.json` records, its seal apart.
 
     `dtype` is that of the linear weights; for "fp8", `quantization` has "algo" and "base_dtype" (the dtype of
     everything that is not FP8). `page_tokens` is the default KV page size. `max_context` is the longest sequence in
     tokens. `weights_hash` is over tensor contents, not over file bytes. `fingerprint` names what a KV page computed
-    with this engine depends on. `created` is ISO 8601, UTC. `compiled` is what the backend says of its files.
+    with this engine depends on. `revision` is the hub commit of the source, if any. `created` is ISO 8601, UTC.
+    `compiled` is what the backend says of its files. Types and ranges are checked by `read_manifest`.
     """
 
+    __pydantic_config__ = _STRICT
     model_id: str
-    spec: Gemma3Spec
-    backend: str
-    targets: list[str]
-    dtype: str
-    kv_dtype: str
-    page_tokens: int
-    max_context: int
-    quantization: dict[str, Any] | None
-    tp_size: int
-    files: dict[str, FileEntry]
-    weights_hash: str
-    fingerprint: str
+    spec: Annotated[Gemma3Spec, PlainValidator(Gemma3Spec.from_dict)]
+    backend: Backend
+    targets: Annotated[list[Target], Field(min_length=1)]
+    dtype: Dtype
+    kv_dtype: Dtype
+    page_tokens: PageTokens
+    max_context: Whole
+    quantization: dict[str, str] | None
+    tp_size: Whole
+    files: dict[FileName, FileEntry]
+    weights_hash: Hex
+    fingerprint: Hex
     tools: dict[str, str]
     source: str
-    created: str
+    created: Annotated[str, AfterValidator(_check_time)]
     compiled: dict[str, Any] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    revision: str | None = None
+    format_version: Annotated[int, Strict()] = FORMAT_VERSION
 
     @property
     def base_dtype(self) -> str:
@@ -80,7 +133,9 @@ class Manifest:
         return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        """What `engine.json` holds: `to_dict` and its seal."""
+        data = self.to_dict()
+        return json.dumps({**data, SEAL: seal_of(data)}, indent=2, sort_keys=True) + "\n"
 
 
 def compute_fingerprint(
@@ -101,101 +156,110 @@ def compute_fingerprint(
         "quantization": quantization,
         "tp_size": tp_size,
     }
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.blake2b(canonical.encode(), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
+    return hashlib.blake2b(canonical(facts), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
 
 
-def rebuild_command(path: Path, source: str = "SOURCE") -> str:
-    """The command that replaces a bad engine."""
-    return f"Rebuild it: wicore build {source} {path} --force"
+def rebuild_command(path: Path, source: str = "") -> str:
+    """The sentence that says how to replace a bad engine of which no more is known; `source` "" is unknown, too."""
+    head = DUMMY_SOURCE if source.startswith(DUMMY_SOURCE) else ""
+    return f"Rebuild it: wicore build {head}{quoted(source.removeprefix(head) or 'SOURCE')} {quoted(path)} --force"
+
+
+def rebuild_engine(path: Path, manifest: Manifest, targets: Iterable[str] = (), page_tokens: int = 0) -> str:
+    """The sentence that says how to build the engine at `path` again: as it is, or with more `targets`, other pages."""
+    limit, pages = manifest.spec.max_position_embeddings, page_tokens or manifest.page_tokens
+    options = {
+        "--revision": quoted(manifest.revision) if manifest.revision else None,
+        "--dtype": manifest.dtype if manifest.dtype != "bfloat16" else None,
+        "--kv-dtype": manifest.kv_dtype if manifest.kv_dtype != manifest.base_dtype else None,
+        "--tp": manifest.tp_size if manifest.tp_size > 1 else None,
+        "--page-tokens": pages if pages != DEFAULT_PAGE_TOKENS else None,
+        "--max-context": manifest.max_context if manifest.max_context != limit else None,
+    }
+    if manifest.backend != "torch":
+        options |= {"--backend": manifest.backend, "--target": ",".join(dict.fromkeys((*manifest.targets, *targets)))}
+    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    return " ".join([rebuild_command(path, manifest.source).removesuffix(" --force"), *words, "--force"])
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read and validate `path/engine.json`.
 
     Raises EngineFormatError when the directory or the manifest is missing, when the manifest is not JSON, belongs to
-    another program, has a newer format, lacks a field, names a file outside the directory or was edited.
+    another program, has another format, was edited or damaged (naming the key), or does not agree with itself.
     """
-    build = f"Build one: wicore build SOURCE {path}"
-    if not path.exists():
+    build = f"Build one: wicore build SOURCE {quoted(path)}"
+    if not present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise EngineFormatError(
             f"{path} is a file; an engine is a directory.", fix="Build one: wicore build SOURCE OUTPUT"
         )
     manifest_path = path / MANIFEST_NAME
-    try:
-        data = json.loads(manifest_path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build) from None
-    except (ValueError, OSError) as error:
-        raise EngineFormatError(f"{manifest_path} cannot be read: {error}.", fix=rebuild_command(path)) from error
-    if not isinstance(data, dict) or data.get("kind") != KIND:
+    if not present(manifest_path):
+        raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)
+    data = Door(path, EngineFormatError, fix=rebuild_command(path)).json(manifest_path)
+    if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
-    version = data.get("format_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise EngineFormatError(f"{manifest_path} has format_version {version!r}.", fix=rebuild_command(path))
-    if version > FORMAT_VERSION:
-        raise EngineFormatError(
-            f"engine {path} has format {version}; this wicore reads up to {FORMAT_VERSION}.",
-            fix=f"Upgrade: pip install -U wicore-trt. Or {_lower(rebuild_command(path))}",
-        )
+    _check_version(path, data.get("format_version"))
+    seal = data.pop(SEAL, None)
+    broken = broken_seal(data, seal)
+    if broken:
+        raise EngineFormatError(f"{manifest_path} was edited or damaged: {broken}.", fix=rebuild_command(path))
+    del data["kind"]
     try:
-        return _parse(data)
+        manifest = _ADAPTER.validate_python(data)
+        _check_agreement(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        raise EngineFormatError(f"{manifest_path}: {where}: {first['msg']}.", fix=rebuild_command(path)) from None
     except (_InvalidFieldError, CheckpointError) as error:
         raise EngineFormatError(f"{manifest_path}: {error}", fix=rebuild_command(path)) from error
+    return manifest
 
 
 class _InvalidFieldError(ValueError):
-    """A field of the manifest is missing, unknown or wrong; read_manifest adds the path."""
+    """Fields of the manifest do not agree; read_manifest adds the path."""
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "model_id": str,
-    "spec": dict,
-    "backend": str,
-    "targets": list,
-    "dtype": str,
-    "kv_dtype": str,
-    "page_tokens": int,
-    "max_context": int,
-    "quantization": (dict, type(None)),
-    "tp_size": int,
-    "files": dict,
-    "weights_hash": str,
-    "fingerprint": str,
-    "tools": dict,
-    "source": str,
-    "created": str,
-    "compiled": dict,
-    "format_version": int,
-}
+_ADAPTER = TypeAdapter(Manifest)
 
 
-def _parse(data: Mapping[str, Any]) -> Manifest:
-    names = {f.name for f in fields(Manifest)}
-    data = {"compiled": {}, **data}  # engines of before there were compiled ones lack it
-    given = set(data) - {"kind"}
-    if names != given:
-        raise _InvalidFieldError(f"missing fields {sorted(names - given)}, unknown fields {sorted(given - names)}.")
-    for name, kind in _TYPES.items():
-        if not isinstance(data[name], kind) or isinstance(data[name], bool):
-            raise _InvalidFieldError(f"field {name!r} is {data[name]!r}.")
-    for name in ("page_tokens", "max_context", "tp_size"):
-        if data[name] < 1:
-            raise _InvalidFieldError(f"field {name!r} is {data[name]!r}; it must be positive.")
-    for name in ("dtype", "kv_dtype"):
-        if data[name] not in DTYPES:
-            raise _InvalidFieldError(f"field {name!r} is {data[name]!r}; known: {', '.join(DTYPES)}.")
-    if (data["dtype"] == "fp8") != bool(data["quantization"] and data["quantization"].get("base_dtype")):
+def _check_version(path: Path, version: object) -> None:
+    rebuild = rebuild_command(path)
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise EngineFormatError(f"{path / MANIFEST_NAME} has no valid format_version.", fix=rebuild)
+    if version > FORMAT_VERSION:
+        raise EngineFormatError(
+            f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION}.",
+            fix=f"Upgrade wicore-trt, or {rebuild[0].lower()}{rebuild[1:]}",
+        )
+    if version < FORMAT_VERSION:
+        raise EngineFormatError(
+            f"engine {path} has format {version} of an older wicore, whose manifest cannot be verified; this one reads "
+            f"{FORMAT_VERSION}.",
+            fix=rebuild,
+        )
+
+
+def _check_agreement(manifest: Manifest) -> None:
+    """Raises _InvalidFieldError or CheckpointError for fields that do not agree with one another."""
+    quantization, spec = manifest.quantization, manifest.spec
+    if (manifest.dtype == "fp8") != (quantization is not None):
         raise _InvalidFieldError("dtype and quantization do not agree.")
-    fields_ = {name: data[name] for name in names}
-    fields_["spec"] = Gemma3Spec.from_dict(data["spec"])
-    fields_["files"] = {name: _file_entry(name, entry) for name, entry in data["files"].items()}
-    manifest = Manifest(**fields_)
+    if quantization is not None and ({*quantization} != {"algo", "base_dtype"} or manifest.base_dtype == "fp8"):
+        raise _InvalidFieldError("quantization is not what an engine has.")
+    if manifest.max_context > spec.max_position_embeddings:
+        raise _InvalidFieldError(
+            f"max_context {manifest.max_context} is beyond the model's {spec.max_position_embeddings}."
+        )
+    check_tp(spec, manifest.tp_size)
+    for rank in range(0 if manifest.dummy_weights else manifest.tp_size):
+        if f"rank{rank}.safetensors" not in manifest.files:
+            raise _InvalidFieldError(f"files lists no weights for rank {rank} of {manifest.tp_size}.")
     if manifest.fingerprint != fingerprint_of(manifest):
-        raise _InvalidFieldError("the fingerprint does not match the fields; the manifest was edited or damaged.")
-    return manifest
+        raise _InvalidFieldError("the fingerprint does not match the fields.")
 
 
 def fingerprint_of(manifest: Manifest) -> str:
@@ -208,22 +272,3 @@ def fingerprint_of(manifest: Manifest) -> str:
         quantization=manifest.quantization,
         tp_size=manifest.tp_size,
     )
-
-
-def _file_entry(name: str, entry: object) -> FileEntry:
-    pure = PurePosixPath(name)
-    normal = str(pure) == name and name != "."
-    if not normal or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
-        raise _InvalidFieldError(f"file name {name!r} leaves the engine directory.")
-    if not isinstance(entry, dict) or set(entry) != {"bytes", "blake2b"}:
-        raise _InvalidFieldError(f"entry of file {name!r} is {entry!r}.")
-    size, digest = entry["bytes"], entry["blake2b"]
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise _InvalidFieldError(f"file {name!r} has size {size!r}.")
-    if not isinstance(digest, str) or len(digest) != 2 * DIGEST_BYTES:
-        raise _InvalidFieldError(f"file {name!r} has hash {digest!r}.")
-    return FileEntry(size, digest)
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

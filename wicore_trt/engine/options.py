@@ -31,7 +31,8 @@ class DummyModel:
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
-    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source."""
+    engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and
+    `revision` is the source's hub commit, branch or tag."""
 
     backend: str
     dtype: str
@@ -44,6 +45,7 @@ class BuildOptions:
     max_chunk: int
     calibration: Calibration | None
     dummy: DummyModel | None = None
+    revision: str | None = None
 
 
 class Backend(Protocol):

@@ -7,11 +7,12 @@ every role, bucket and cubin that was written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wicore_trt.errors import EngineFormatError
+from wicore_trt.files import Door
 from wicore_trt.model.triton_table import Entry, KernelTable, config_of
 from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
 
@@ -36,17 +37,20 @@ def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Map
     (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_table(directory: Path, target: str) -> KernelTable | None:
-    """The kernels for `target`, None where there are none. Raises EngineFormatError for files that do not fit."""
+def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> KernelTable | None:
+    """The kernels for `target`, None where there are none. `read` gives the bytes of a file in `directory` by its POSIX
+    name: `EngineDir.read`, so that nothing reaches a GPU that was not built.
+
+    Raises EngineFormatError for files that do not fit, and what `read` raises but OSError."""
     try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        index = Door(error=EngineFormatError, fix="Build the engine again.").parse(read(INDEX), directory / INDEX)
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']}")
         rows = index["targets"].get(target)
         if rows is None:
             return None
-        folder = directory / KERNELS / target
-        kernels = {name: load_kernel(folder, name) for name in {str(row["kernel"]) for row in rows}}
+        folder = f"{KERNELS}/{target}"
+        kernels = {name: load_kernel(read, f"{folder}/{name}") for name in {str(row["kernel"]) for row in rows}}
         entries = [
             Entry(row["role"], row["bucket"], kernels[row["kernel"]], config_of(row["role"], row["config"]))
             for row in rows
@@ -57,5 +61,7 @@ def read_table(directory: Path, target: str) -> KernelTable | None:
         ) from error
     wrong = [name for name, kernel in kernels.items() if kernel.target != target]
     if wrong:
-        raise EngineFormatError(f"{wrong[0]} in {folder} is not for {target}.", fix="Build the engine again.")
+        raise EngineFormatError(
+            f"{wrong[0]} in {directory / folder} is not for {target}.", fix="Build the engine again."
+        )
     return KernelTable(target, entries)

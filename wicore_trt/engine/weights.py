@@ -1,7 +1,8 @@
-"""Weight files of an engine: hash their tensors, place them, leave some out.
+"""Weight files of an engine: place them, compare them with what their checkpoint recorded, name their contents.
 
-Moves bytes in pieces of a few MB, so a 54 GB file needs no more. It must not know what the tensors mean. Invariant:
-the hash depends on names, dtypes, shapes and contents of tensors, not on their order in the file nor on metadata.
+Moves bytes in pieces of a few MB, so a 54 GB file needs no more. It must not know what the tensors mean. Invariants:
+every byte that is placed was compared with its record while it was read; the hash of weights depends on names, dtypes,
+shapes and contents of tensors, not on their order in the file nor on metadata.
 """
 
 from __future__ import annotations
@@ -10,61 +11,87 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
-from wicore_trt.engine.directory import READ_BYTES
-from wicore_trt.engine.manifest import DIGEST_BYTES
+from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, READ_BYTES, combined, hash_parts
+from wicore_trt.checkpoint.records import FileRecord
+from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter, TensorInfo
+from wicore_trt.errors import CheckpointError
+from wicore_trt.files import Door
 
 
-def hash_weights(rank_files: Sequence[Path]) -> str:
-    """Hex blake2b over (rank, name, dtype, shape, blake2b of the content) of every tensor, sorted by rank and name.
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """What a weight file of `bytes` bytes holds: its tensors, and the digests of its parts (`checkpoint.digest`)."""
 
-    Raises CheckpointError when a file is damaged.
-    """
+    bytes: int
+    tensors: Mapping[str, TensorInfo]
+    parts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the whole file."""
+        return combined(self.parts)
+
+
+def read_weights(path: Path, door: Door = ANYWHERE) -> WeightFile:
+    """Hash a weight file. Raises the door's error when it cannot be read, CheckpointError for a damaged header."""
+    size, file = door.check(path), SafetensorsFile(path)
+    return WeightFile(size, file.tensors, hash_parts(path, file.parts(), door))
+
+
+def hash_weights(ranks: Sequence[WeightFile]) -> str:
+    """Hex blake2b over (rank, name, dtype, shape, digest of the content) of every tensor, sorted by rank and name."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for rank, path in enumerate(rank_files):
-            file = SafetensorsFile(path)
-            names = sorted(file.tensors)
-            for name, digest in zip(names, pool.map(lambda name, f=file: _digest(f, name), names), strict=True):
-                info = file.tensors[name]
-                hasher.update(json.dumps([rank, name, info.dtype, info.shape, digest]).encode() + b"\n")
+    for rank, file in enumerate(ranks):
+        for name, info in sorted(file.tensors.items()):
+            hasher.update(json.dumps([rank, name, info.dtype, info.shape, file.parts[name]]).encode() + b"\n")
     return hasher.hexdigest()
 
 
-def place_weights(source: Path, target: Path, *, drop: Collection[str] = ()) -> None:
-    """Put `source` at `target` without the tensors named in `drop`.
+def place_weights(
+    source: Path,
+    target: Path,
+    record: FileRecord,
+    *,
+    drop: Collection[str] = (),
+    damaged: Callable[[str], CheckpointError],
+) -> WeightFile:
+    """Put `source` at `target` without the tensors named in `drop`, compared with `record` while it is read.
 
-    With nothing to drop the file is hard-linked, or copied where the file system cannot link.
+    With nothing to drop the file is hard-linked, or copied where the file system cannot link. Raises `damaged` of the
+    first part that is not as recorded, dropped ones included: what is wrong with a checkpoint is said at once.
     """
     file = SafetensorsFile(source)
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
-    if len(kept) < len(file.tensors):
-        with SafetensorsWriter(target, kept) as writer:
-            for name, _, _ in kept:
-                for block in _blocks(file, name):
-                    writer.write(name, block)
-        return
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    if len(kept) == len(file.tensors):
+        try:
+            os.link(source.resolve(), target)
+        except OSError:
+            shutil.copyfile(source, target)
+        placed = read_weights(target)
+        if part := record.changed_part(placed.parts):
+            raise damaged(part)
+        return placed
+    spans = {name: span for name, span in file.parts().items() if name == HEADER or name in drop}
+    found = hash_parts(source, spans)
+    with SafetensorsWriter(target, kept) as writer:
+        for name, _, _ in kept:
+            for block in _blocks(file, name):
+                writer.write(name, block)
+            if writer.digests[name] != record.parts.get(name):
+                raise damaged(name)
+    if part := record.changed_part({**writer.digests, **found}):
+        raise damaged(part)
+    return WeightFile(writer.size, {name: TensorInfo(shape, tag) for name, tag, shape in kept}, writer.digests)
 
 
 def has_tensor(path: Path, name: str) -> bool:
     """True when the weight file holds tensor `name`."""
     return name in SafetensorsFile(path).tensors
-
-
-def _digest(file: SafetensorsFile, name: str) -> str:
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for block in _blocks(file, name):
-        hasher.update(block)
-    return hasher.hexdigest()
 
 
 def _blocks(file: SafetensorsFile, name: str) -> Iterator[bytes]:

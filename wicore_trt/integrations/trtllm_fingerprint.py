@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.engine.directory import hash_file
+from wicore_trt.checkpoint.digest import hash_file
 from wicore_trt.errors import EnvironmentUnfitError
 
 _ARGUMENTS = ("dtype", "load_format", "model_kwargs", "quant_config", "attn_backend")

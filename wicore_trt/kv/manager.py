@@ -12,6 +12,7 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,9 @@ class KVCacheManager:
         self._prefix_cache = options.prefix_cache
         self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
+        self._on_the_way: Counter[bytes] = Counter()
+        self.failures = 0
+        """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
     def names(self, who: str, salt: str) -> TenantNames:
         """What pages of tenant `who` are called that were made with this cache_salt; `.tag` stands for the tenant in
@@ -156,6 +160,7 @@ class KVCacheManager:
                 table.append(slot)
         pages.first_local = first
         pages.published = pages.attached = count
+        pages.failures = self.failures
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
@@ -182,6 +187,17 @@ class KVCacheManager:
             self._copies.begin_due()
             self.tiers.transfers.close(timeout_s)
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """A sequence waits for these pages, to be loaded or because it is parked: their time does not end meanwhile.
+        Ends with `expect_no_more` of the same keys."""
+        self._on_the_way.update(keys)
+
+    def expect_no_more(self, keys: Sequence[bytes]) -> None:
+        self._on_the_way.subtract(keys)
+        for key in keys:
+            if not self._on_the_way[key]:
+                del self._on_the_way[key]
+
     def housekeep(self) -> None:
         """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
         if self.tiers is not None:
@@ -191,9 +207,11 @@ class KVCacheManager:
             self.drop(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
-        """Whether a page cannot be dropped now: a sequence holds it, or it is on its way to a tier."""
-        return any(pool.in_use(key) for pool in self.pools.values()) or (
-            self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools)
+        """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
+        return (
+            key in self._on_the_way
+            or any(pool.in_use(key) for pool in self.pools.values())
+            or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
 
     def announce(self, pages: SequencePages, owner: int) -> None:
@@ -227,7 +245,10 @@ class KVCacheManager:
         """
         self.wrote(pages, begin, end)
         full = end // self.page_tokens
-        if self._prefix_cache and full > pages.published:
+        if finite:
+            pages.failures = self.failures
+        # since another's step failed, what this one computes may come from a page that was condemned then
+        if self._prefix_cache and full > pages.published and pages.failures == self.failures:
             pages.names.extend(pages.keys, tokens)
             for i in range(pages.published, full):
                 for group in self.pools:
@@ -239,7 +260,7 @@ class KVCacheManager:
             pages.published = full
         if pages.load is not None:
             pages.load.floor = full
-        if finite and self.tiers is not None:
+        if finite:
             self._trust(pages)
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
@@ -282,7 +303,8 @@ class KVCacheManager:
             page = self.pools[LOCAL].page(slot)
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust(slot)
-                self._copies.finished(LOCAL, slot)
+                if not low and self.near(pages.resume_points, i):
+                    self._copies.finished(LOCAL, slot)
         pages.left.clear()
         pages.trusted = pages.published
 
@@ -305,14 +327,15 @@ class KVCacheManager:
         for i in range(stop - 1, start - 1, -1):
             if table[i] >= 0:
                 durable = self.near(pages.resume_points, i)
-                if durable and i < pages.published and pages.hints.priority is not CachePriority.LOW:
-                    if self.pools[LOCAL].trusted(table[i]):
-                        self._copies.finished(LOCAL, table[i])
-                    else:
-                        pages.left[i] = table[i]
                 checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
+                keep = durable or self.near([checkpoint], i)
+                if keep and i < pages.published:
+                    if not self.pools[LOCAL].trusted(table[i]):
+                        pages.left[i] = table[i]
+                    elif durable and pages.hints.priority is not CachePriority.LOW:
+                        self._copies.finished(LOCAL, table[i])
                 # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
-                self._release(LOCAL, [table[i]], keep=durable or self.near([checkpoint], i), spare=not durable)
+                self._release(LOCAL, [table[i]], keep=keep, spare=not durable)
                 table[i] = -1
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
@@ -351,14 +374,18 @@ class KVCacheManager:
 
     def condemn(self, pages: SequencePages) -> None:
         """A step of this sequence had logits that are not finite, and any page that it read may be why: no tier keeps
-        one. Sequences that share them go on, and nobody finds them again."""
-        for key in pages.keys[: pages.published]:
-            for group, pool in self.pools.items():
+        one. Nor does the device keep a page that no other step has vouched for: it may have been computed from one of
+        those, by a request that was cut short. Sequences that share them go on, publish nothing more until a step of
+        theirs has finite logits, and give up what they load; nobody finds the pages again."""
+        self.failures += 1
+        for group, pool in self.pools.items():
+            for key in {*pages.keys[: pages.published], *pool.doubtful()}:
                 slot = pool.condemn(key)
                 if slot is not None:
                     self._copies.forget(group, slot)
                     self.events.append_removed("device", group, key, "failed")
-            if self.tiers is not None:
+        if self.tiers is not None:
+            for key in pages.keys[: pages.published]:
                 self.tiers.condemn(key, "failed")
 
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
@@ -418,5 +445,6 @@ class KVCacheManager:
         for pool in self.pools.values():
             pool.check_integrity()
         self._copies.check_integrity()
+        assert all(count > 0 for count in self._on_the_way.values()), "pages are waited for less than not at all"
         if self.tiers is not None:
             self.tiers.check_integrity()

@@ -114,6 +114,10 @@ class PagePool:
         """Whether any step that read this page had finite logits, since it came into its slot."""
         return bool(self._trusted[slot])
 
+    def doubtful(self) -> list[bytes]:
+        """Names of the published pages that are not `trusted`."""
+        return [page.key for page, trusted in zip(self._page_of, self._trusted, strict=True) if page and not trusted]
+
     def page(self, slot: int) -> Page | None:
         """What a slot was published as, or None."""
         return self._page_of[slot]

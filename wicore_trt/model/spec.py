@@ -1,15 +1,16 @@
-"""What a Gemma 3 text model is: its sizes and constants, read from the model's own files.
+"""What a Gemma 3 text model is: its sizes and constants, checked in one place for every source of them.
 
-Everything comes from `config.json` (both `gemma3_text` and the multimodal wrapper `gemma3`, both spellings of the
-rope and window keys) or from GGUF metadata; nothing is remembered from a model card. This module knows neither
-tensors nor torch. Invariant: a constructed spec is consistent (heads divide, one kind per layer).
+Readers of Hugging Face's config.json (`model.hf_config`), of GGUF metadata, of our checkpoints and of manifests hand
+over plain values; types and ranges are checked here before anything is allocated from them. This module knows neither
+files nor tensors nor torch. Invariant: a constructed spec is consistent (heads divide, one kind per layer) and every
+value lies within the limits below.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from wicore_trt.errors import CheckpointError
@@ -17,6 +18,42 @@ from wicore_trt.errors import CheckpointError
 GLOBAL = "global"
 LOCAL = "local"
 GROUPS = (GLOBAL, LOCAL)
+MAX_LAYERS = 512
+
+# Far beyond every Gemma 3 and small enough that tables of such a size fit into memory.
+_WHOLE: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 20),
+    "num_layers": (1, MAX_LAYERS),
+    "num_heads": (1, 4096),
+    "num_kv_heads": (1, 4096),
+    "head_dim": (2, 4096),
+    "intermediate_size": (1, 1 << 22),
+    "sliding_window": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 24),
+}
+_REAL: dict[str, tuple[float, float]] = {
+    "query_pre_attn_scalar": (1.0, 1e6),
+    "rms_norm_eps": (1e-12, 0.1),
+    "rope_theta": (1.0, 1e12),
+    "rope_local_theta": (1.0, 1e12),
+    "rope_scaling_factor": (1.0, 1e5),
+    "final_logit_softcapping": (0.1, 1e6),
+}
+_SHOWN = 60
+
+
+class SpecError(CheckpointError):
+    """A value is of the wrong type or out of range. `field` is the spec's name for it, `problem` the sentence behind
+    the name; `at` words it for the file that it was read from."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"model spec: {field} {problem}")
+        self.field, self.problem = field, problem
+
+    def at(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
+        """The same for `place`, which calls the field `keys[field]`."""
+        return CheckpointError(f"{place}: {keys.get(self.field, self.field)} {self.problem}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +62,7 @@ class Gemma3Spec:
 
     `layer_groups[i]` is "global" (full attention, `rope_theta`, positions divided by `rope_scaling_factor`) or
     "local" (the last `sliding_window` tokens with self, `rope_local_theta`, no scaling). Attention scores are
-    scaled by `query_pre_attn_scalar ** -0.5`.
+    scaled by `query_pre_attn_scalar ** -0.5`. Making one raises SpecError for a value that cannot be right.
     """
 
     vocab_size: int
@@ -47,12 +84,26 @@ class Gemma3Spec:
     final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
-        if len(self.layer_groups) != self.num_layers or any(g not in GROUPS for g in self.layer_groups):
-            raise CheckpointError(f"config: {self.num_layers} layers but layer kinds {self.layer_groups!r}.")
+        for name, limits in _WHOLE.items():
+            check_whole(name, getattr(self, name), *limits)
+        for name, (low, high) in _REAL.items():
+            value = getattr(self, name)
+            if value is None and name == "final_logit_softcapping":
+                continue
+            real = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not real or not low <= value <= high:
+                raise SpecError(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise SpecError("tie_word_embeddings", f"is {shown(self.tie_word_embeddings)}; it must be true or false.")
+        groups = self.layer_groups
+        if not isinstance(groups, tuple) or any(not isinstance(g, str) or g not in GROUPS for g in groups):
+            raise SpecError("layer_groups", f"is {shown(groups)}; it must list {GLOBAL!r} and {LOCAL!r}.")
+        if len(groups) != self.num_layers:
+            raise SpecError("layer_groups", f"names {len(groups)} layers; the model has {self.num_layers}.")
         if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(f"config: {self.num_heads} heads do not divide by {self.num_kv_heads} KV heads.")
-        if self.head_dim % 2 or self.sliding_window < 1:
-            raise CheckpointError("config: head_dim must be even and sliding_window positive.")
+            raise SpecError("num_kv_heads", f"is {self.num_kv_heads}; it must divide the {self.num_heads} heads.")
+        if self.head_dim % 2:
+            raise SpecError("head_dim", f"is {self.head_dim}; it must be even.")
 
     def layers_of(self, group: str) -> tuple[int, ...]:
         """Indices of the layers whose KV belongs to `group`, ascending."""
@@ -79,113 +130,46 @@ class Gemma3Spec:
         return {**asdict(self), "layer_groups": list(self.layer_groups)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Gemma3Spec:
-        """Inverse of to_dict. Raises CheckpointError on unknown or missing keys."""
+    def from_dict(cls, data: Mapping[str, Any], place: str = "model spec") -> Gemma3Spec:
+        """Inverse of to_dict; `place` names the file. Raises CheckpointError on unknown or missing keys and for values
+        that cannot be right."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            given = set(data) if isinstance(data, Mapping) else set()
+            wrong = ", ".join(sorted(map(str, names ^ given))[:4])
+            raise CheckpointError(f"{place}: these keys are missing or unknown: {wrong}.")
+        groups = data["layer_groups"]
         try:
-            return cls(**{**data, "layer_groups": tuple(data["layer_groups"])})
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(f"model spec: {error}.") from error
+            return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
+        except SpecError as error:
+            raise error.at(place, {}) from error
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> Gemma3Spec:
-        """Read a Hugging Face config.json of model_type gemma3_text or gemma3.
+    def from_hf_config(cls, config: Mapping[str, Any], place: str = "config.json") -> Gemma3Spec:
+        """Read the contents of a Hugging Face config.json of model_type gemma3_text or gemma3; `place` names the file.
 
-        Raises CheckpointError for another architecture or a missing key, naming it.
+        Raises CheckpointError for another architecture, a missing key or a value that cannot be right, naming the key.
         """
-        kind = config.get("model_type")
-        if kind == "gemma3":
-            text = dict(config.get("text_config") or {})
-            text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
-        elif kind == "gemma3_text":
-            text = dict(config)
-        else:
-            raise CheckpointError(
-                f"model_type {kind!r} is not supported.", fix="WiCore builds Gemma 3: 'gemma3_text' or 'gemma3'."
-            )
-        text = _WITH_DEFAULTS | {k: v for k, v in text.items() if v is not None}
-        if text.get("attn_logit_softcapping"):
-            raise CheckpointError("attn_logit_softcapping is not part of Gemma 3.")
-        if text.get("use_bidirectional_attention"):
-            raise CheckpointError("config: bidirectional attention (EmbeddingGemma) is not a text generator.")
-        if text["hidden_activation"] != "gelu_pytorch_tanh" or text["attention_bias"]:
-            raise CheckpointError("config: only gelu_pytorch_tanh without attention bias is Gemma 3.")
-        missing = [k for k in _REQUIRED if k not in text]
-        if missing:
-            raise CheckpointError(f"config.json lacks {', '.join(missing)}.")
-        theta, local_theta, factor = _rope(text)
-        return cls(
-            vocab_size=int(text["vocab_size"]),
-            hidden_size=int(text["hidden_size"]),
-            num_layers=int(text["num_hidden_layers"]),
-            num_heads=int(text["num_attention_heads"]),
-            num_kv_heads=int(text["num_key_value_heads"]),
-            head_dim=int(text["head_dim"]),
-            intermediate_size=int(text["intermediate_size"]),
-            query_pre_attn_scalar=float(text["query_pre_attn_scalar"]),
-            rms_norm_eps=float(text["rms_norm_eps"]),
-            rope_theta=theta,
-            rope_local_theta=local_theta,
-            rope_scaling_factor=factor,
-            sliding_window=int(text["sliding_window"]),
-            layer_groups=_layer_groups(text),
-            max_position_embeddings=int(text["max_position_embeddings"]),
-            tie_word_embeddings=bool(text["tie_word_embeddings"]),
-            final_logit_softcapping=text.get("final_logit_softcapping"),
-        )
+        from wicore_trt.model.hf_config import read_hf_config
+
+        return read_hf_config(config, place)
 
 
-_REQUIRED = ("hidden_size", "num_hidden_layers", "intermediate_size")
-
-# What transformers' Gemma3TextConfig assumes for a key that config.json leaves out (27B-IT leaves out most).
-_WITH_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-}
+def check_whole(name: str, value: object, low: int, high: int) -> int:
+    """`value` when it is an int (no bool) from `low` to `high`. Raises SpecError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise SpecError(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
+    return value
 
 
-def _rope(text: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Global base, local base and linear factor, from the old keys or from rope_parameters (transformers 5)."""
-    theta, local_theta = float(text["rope_theta"]), float(text["rope_local_base_freq"])
-    scaling = text.get("rope_scaling")
-    parameters = text.get("rope_parameters")
-    if parameters:
-        full = parameters.get("full_attention", {})
-        theta = float(full.get("rope_theta", theta))
-        sliding = parameters.get("sliding_attention", {})
-        local_theta = float(sliding.get("rope_theta", local_theta))
-        if sliding.get("rope_type", "default") != "default":
-            raise CheckpointError("rope scaling on local layers is not part of Gemma 3.")
-        scaling = full
-    if not scaling:
-        return theta, local_theta, 1.0
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return theta, local_theta, 1.0
-    if kind != "linear":
-        raise CheckpointError(f"rope type {kind!r} is not supported; Gemma 3 uses 'linear' on global layers.")
-    return theta, local_theta, float(scaling["factor"])
+def shown(value: object) -> str:
+    """A value as an error shows it: one line, and not long."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return "a number of very many digits"
+    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _layer_groups(text: Mapping[str, Any]) -> tuple[str, ...]:
-    """Layer kinds from `layer_types`, or from the window pattern: every pattern-th layer is global."""
-    count = int(text["num_hidden_layers"])
-    types = text.get("layer_types")
-    if types:
-        names = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
-        unknown = sorted(set(types) - set(names))
-        if unknown:
-            raise CheckpointError(f"config: layer types {unknown} are not Gemma 3.")
-        return tuple(names[t] for t in types)
-    pattern = int(text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6)
-    return tuple(LOCAL if (i + 1) % pattern else GLOBAL for i in range(count))
+def named(name: str) -> str:
+    """A name that a file gives something, as an error shows it: as it is when that is one line and not long."""
+    return name if name.isprintable() and len(name) <= 2 * _SHOWN else shown(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from wicore_trt.engine.manifest import rebuild_command
+from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.engine.triton_index import read_table
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.triton_table import EngineShape, KernelTable
@@ -27,14 +27,11 @@ def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTabl
     Raises EngineFormatError for files that do not fit, EnvironmentUnfitError where neither kernels nor Triton are here.
     """
     manifest = engine.manifest
-    table = read_table(engine.path, target) if shape.page_tokens == manifest.page_tokens else None
-    if table is not None:
-        return table
-    targets = list(dict.fromkeys([*manifest.targets, target]))
-    rebuild = (
-        f"{rebuild_command(engine.path, manifest.source)} --backend triton --dtype {manifest.dtype} "
-        f"--kv-dtype {manifest.kv_dtype} --page-tokens {shape.page_tokens} --target {','.join(targets)}"
-    )
+    if shape.page_tokens == manifest.page_tokens:
+        table = read_table(engine.read, engine.path, target)
+        if table is not None:
+            return table
+    rebuild = rebuild_engine(engine.path, manifest, [target], shape.page_tokens)
     reason = (
         f"engine {engine.path} has kernels for {', '.join(manifest.targets)} with pages of {manifest.page_tokens} "
         f"tokens, and {target} with pages of {shape.page_tokens} is needed"

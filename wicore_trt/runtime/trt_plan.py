@@ -6,12 +6,12 @@ Knows the files of `engine.tensorrt_backend` and TensorRT's engine object; no de
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.engine.directory import EngineDir
+from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.engine.plan_log import BuildLog, make_logger
 from wicore_trt.engine.tensorrt_backend import INDEX, plan_file
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
@@ -50,9 +50,7 @@ def plan_limits(engine: EngineDir) -> PlanLimits:
 
 def rebuild_plans(engine: EngineDir, *more: str) -> str:
     """The command that builds the engine again, for its targets and `more`."""
-    targets = ",".join(dict.fromkeys((*engine.manifest.targets, *more)))
-    source = engine.manifest.source or "SOURCE"
-    return f"Rebuild it: wicore build {source} {engine.path} --backend tensorrt --target {targets} --force"
+    return rebuild_engine(engine.path, engine.manifest, more)
 
 
 def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
@@ -61,9 +59,9 @@ def read_index(engine: EngineDir) -> dict[str, list[PlanTensor]]:
     Raises EngineFormatError for an index that cannot be read, or that does not list what this version binds.
     """
     try:
-        data = json.loads((engine.path / INDEX).read_text(encoding="utf-8"))["tensors"]
+        data = engine.read_json(INDEX)["tensors"]
         index = {phase: [PlanTensor.from_dict(tensor) for tensor in data[phase]] for phase in PHASES}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(engine, f"{INDEX} cannot be read ({error!r})") from None
     spec, limits, dtype = engine.manifest.spec, plan_limits(engine), engine.manifest.base_dtype
     caches = plan_io.cache_tensors(spec, limits, dtype)
@@ -93,11 +91,7 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
     plans = {}
     for phase in PHASES:
         name = plan_file(target, phase)
-        try:
-            data = (engine.path / name).read_bytes()
-        except OSError as error:
-            raise _damaged(engine, f"{name} cannot be read ({error.strerror})") from None
-        loaded = runtime.deserialize_cuda_engine(data)
+        loaded = runtime.deserialize_cuda_engine(engine.read(name))
         if loaded is None:
             raise EnvironmentUnfitError(
                 f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.",

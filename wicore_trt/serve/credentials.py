@@ -16,13 +16,14 @@ from pathlib import Path
 import grpc
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import Door
 
 
 def _read(name: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}.") from None
+        return Door(error=ConfigError).read(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:

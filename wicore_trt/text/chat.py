@@ -24,7 +24,7 @@ _KEYS = {"role", "content", "name"}
 _IMAGE_PARTS = {"image", "image_url", "input_image"}
 
 
-class _TemplateRefusal(jinja2.TemplateError):
+class TemplateRefusal(jinja2.TemplateError):
     """The template itself called raise_exception."""
 
 
@@ -69,7 +69,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=turns, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._tokens
             )
-        except _TemplateRefusal as error:
+        except TemplateRefusal as error:
             raise _invalid(f"The chat template refuses these messages: {error.message}") from error
         except Exception as error:  # a template is a program from a file: whatever it does, the engine goes on
             raise _invalid(f"The chat template failed on these messages: {type(error).__name__}: {error}.") from error
@@ -111,7 +111,7 @@ def _invalid(message: str) -> InvalidRequestError:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise _TemplateRefusal(message)
+    raise TemplateRefusal(message)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:

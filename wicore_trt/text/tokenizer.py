@@ -10,7 +10,6 @@ and `apply_chat_template` do. Who passes on untrusted text and minds that remove
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,21 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.files import SMALL_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 
+TOKENIZER = "tokenizer.json"
+FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
+_SAID = 300  # characters of what `tokenizers` says, which may quote the whole file
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
@@ -52,28 +64,40 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
-        """Read a directory's tokenizer files.
+        """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
+        door = Door(path, EngineFormatError, _REBUILD)
+        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else SMALL_BYTES for name in FILES}
+        files = {
+            n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
+        }
+        return cls.from_files(files, path)
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], where: Path) -> Tokenizer:
+        """The tokenizer of these files, by name; others than FILES are left alone. `where` is for messages.
 
         tokenizer.json is required. End ids come from generation_config.json, else config.json, else the eos_token of
         tokenizer_config.json or special_tokens_map.json; BOS from the same files, the token names first. The chat
         template is chat_template.jinja, chat_template.json or the one in tokenizer_config.json, in this order.
         Raises EngineFormatError for missing, broken or contradicting files.
         """
+        if TOKENIZER not in files:
+            raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=_REBUILD)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(_existing(path / "tokenizer.json")))
-        except EngineFormatError:
-            raise
+            backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         except Exception as error:  # tokenizers raises bare Exception for every defect of the file
-            raise EngineFormatError(f"{path / 'tokenizer.json'} cannot be read: {error}.", fix=_REBUILD) from error
+            raise EngineFormatError(
+                f"{where / TOKENIZER} cannot be read: {str(error)[:_SAID]}.", fix=_REBUILD
+            ) from error
         backend.no_padding()
         backend.no_truncation()
-        files = _Files(path, backend)
+        read = _Files(files, where, backend)
         return cls(
             backend,
-            bos_id=files.bos_id(),
-            eos_ids=files.eos_ids(),
-            adds_bos=files.tokenizer_config.get("add_bos_token") is not False,
-            chat=files.chat_template(),
+            bos_id=read.bos_id(),
+            eos_ids=read.eos_ids(),
+            adds_bos=read.tokenizer_config.get("add_bos_token") is not False,
+            chat=read.chat_template(),
         )
 
     @property
@@ -168,34 +192,25 @@ def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:
     return [i for i in map(backend.token_to_id, pieces) if i is not None]
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise EngineFormatError(f"{path} is missing.", fix=_REBUILD)
-    return path
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} when the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EngineFormatError(f"{path} is not valid JSON: {error}.", fix=_REBUILD) from error
-    if not isinstance(value, dict):
-        raise EngineFormatError(f"{path} must hold a JSON object.", fix=_REBUILD)
-    return value
-
-
 class _Files:
     """The small files beside tokenizer.json, and what they say together."""
 
-    def __init__(self, path: Path, backend: tokenizers.Tokenizer) -> None:
-        self._path = path
+    def __init__(self, files: Mapping[str, bytes], path: Path, backend: tokenizers.Tokenizer) -> None:
+        self._files, self._path = files, path
+        self._door = Door(path, EngineFormatError, _REBUILD)
         self._backend = backend
-        self.tokenizer_config = _json(path / "tokenizer_config.json")
-        self._names = _json(path / "special_tokens_map.json") | self.tokenizer_config
-        self._configs = [_json(path / name) for name in ("generation_config.json", "config.json")]
+        self.tokenizer_config = self._json("tokenizer_config.json")
+        self._names = self._json("special_tokens_map.json") | self.tokenizer_config
+        self._configs = [self._json(name) for name in ("generation_config.json", "config.json")]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A JSON object, {} when there is no such file."""
+        if name not in self._files:
+            return {}
+        value = self._door.parse(self._files[name], self._path / name)
+        if not isinstance(value, dict):
+            raise EngineFormatError(f"{self._path / name} must hold a JSON object.", fix=_REBUILD)
+        return value
 
     def bos_id(self) -> int | None:
         name = self._token("bos_token")
@@ -224,14 +239,11 @@ class _Files:
         return ChatTemplate(source, {role: self._token(role) or "" for role in roles}, origin)
 
     def _template(self) -> tuple[str | None, Path]:
-        jinja = self._path / "chat_template.jinja"
-        if jinja.exists():
-            try:
-                return jinja.read_text(encoding="utf-8"), jinja
-            except (OSError, ValueError) as error:
-                raise EngineFormatError(f"{jinja} cannot be read: {error}.", fix=_REBUILD) from error
-        for path in (self._path / "chat_template.json", self._path / "tokenizer_config.json"):
-            value = _json(path).get("chat_template")
+        jinja = "chat_template.jinja"
+        if jinja in self._files:
+            return self._door.decode(self._files[jinja], self._path / jinja), self._path / jinja
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            value, path = self._json(name).get("chat_template"), self._path / name
             if isinstance(value, list):  # several named templates
                 named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
                 value = named.get("default")

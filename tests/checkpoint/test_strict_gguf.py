@@ -1,0 +1,165 @@
+"""GGUF files that are not what llama.cpp writes: refused in one line with file, tensor or key, at no cost."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzz import models
+from fuzz.models import ARRAY, BOOL, F32, I32, STRING, U32, U64
+from fuzz.reader import read_gguf
+
+from wicore_trt.checkpoint.gguf_file import open_gguf
+from wicore_trt.checkpoint.safetensors_io import read_at
+from wicore_trt.checkpoint.source import open_source
+from wicore_trt.errors import CheckpointError
+
+G, T = "gemma3.", "tokenizer.ggml."
+TENSORS = models.gguf_tensors(np.random.default_rng(1))
+
+
+def keys(*change: tuple[str, int, Any], without: str = "") -> list[tuple[str, int, Any]]:
+    """The metadata of a whole file with some keys set anew or left out."""
+    found = {name: (name, kind, value) for name, kind, value in models.metadata() if name != without}
+    return list((found | {key[0]: key for key in change}).values())
+
+
+def tensors(index: int, **change: Any) -> list[dict[str, Any]]:
+    return [t | change if i == index else dict(t) for i, t in enumerate(TENSORS)]
+
+
+def refused(path: Path, data: bytes, *words: str) -> None:
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        open_source(path)
+    message = str(caught.value)
+    assert message.startswith(str(path)) and message.isprintable(), message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("kind", [models.GGUF_F32, models.GGUF_F16, models.GGUF_BF16])
+def test_norms_of_every_type_lose_llama_cpps_one(kind: int, tmp_path: Path) -> None:
+    import gguf
+
+    table = []
+    for tensor in TENSORS:
+        if len(tensor["dims"]) == 1:
+            x = np.linspace(0.5, 2, tensor["dims"][0], dtype=np.float32)
+            raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
+            tensor = tensor | {"kind": kind, "raw": raw}
+        table.append(tensor)
+    (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(), table))
+    source, model = open_source(tmp_path / "m.gguf"), read_gguf(tmp_path / "m.gguf")
+    for name in source.tensors:
+        if name.endswith("norm.weight"):
+            np.testing.assert_array_equal(source.read(name), model.tensors[name] - np.float32(1))
+
+
+def test_rope_keys_are_llama_cpps(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def spec(*change: tuple[str, int, Any], without: str = "") -> Any:
+        path.write_bytes(models.gguf_file(keys(*change, without=without), TENSORS))
+        return open_source(path).spec
+
+    linear, factor = (G + "rope.scaling.type", STRING, "linear"), (G + "rope.scaling.factor", F32, 8.0)
+    assert spec().rope_scaling_factor == 1.0
+    assert spec(linear, factor).rope_scaling_factor == 8.0
+    assert spec((G + "rope.scale_linear", F32, 4.0)).rope_scaling_factor == 4.0
+    assert spec((G + "rope.scaling.type", STRING, "none"), factor).rope_scaling_factor == 1.0
+    assert spec(without=G + "rope.freq_base").rope_theta == 10_000.0
+    for change in (
+        (factor,),
+        (linear,),
+        (linear, (factor[0], F32, 0.0)),
+        (linear, factor, (G + "rope.scale_linear", F32, 4.0)),
+    ):
+        refused(path, models.gguf_file(keys(*change), TENSORS), "rope.sc")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value"),
+    [
+        (G + "block_count", U32, 0xFFFFFFFF), (G + "block_count", U64, 1 << 63), (G + "block_count", STRING, "x"),
+        (G + "block_count", F32, 2.0), (G + "attention.head_count", U32, 0), (G + "attention.head_count_kv", U32, 3),
+        (G + "attention.head_count", ARRAY, (U32, [4, 4])), (G + "attention.key_length", F32, 8.0),
+        (G + "attention.value_length", U32, 4), (G + "attention.layer_norm_rms_epsilon", F32, float("nan")),
+        (G + "attention.layer_norm_rms_epsilon", STRING, "x"), (G + "rope.freq_base", F32, 0.0),
+        (G + "rope.freq_base", U32, 10_000), (G + "attention.sliding_window", U32, 0),
+        (G + "attention.sliding_window_pattern", U32, 0), (G + "attention.sliding_window_pattern", I32, -6),
+        (G + "attention.sliding_window_pattern", ARRAY, (BOOL, [True])), (G + "context_length", F32, 1.5),
+        (G + "attention.sliding_window_pattern", ARRAY, (U32, [1, 0])), (G + "final_logit_softcapping", STRING, "x"),
+        (G + "rope.scaling.type", STRING, "yarn"), (G + "rope.dimension_count", U32, 4), (G + "vocab_size", U32, 47),
+        (G + "attn_logit_softcapping", F32, 50.0), (G + "expert_count", U32, 4), (G + "mystery", U32, 1),
+        ("general.alignment", U32, 0), ("general.alignment", U32, 3), ("general.alignment", STRING, "x"),
+        ("split.count", STRING, "x"), ("split.count", U32, 3), (T + "tokens", U32, 5), (T + "tokens", STRING, "abc"),
+        (T + "tokens", ARRAY, (STRING, models.PIECES[:-3])), (T + "tokens", ARRAY, (STRING, [*models.PIECES, "more"])),
+        (T + "tokens", ARRAY, (STRING, [*models.PIECES[:-1], "a"])), (T + "tokens", ARRAY, (U32, list(range(48)))),
+        (T + "tokens", ARRAY, (STRING, [*models.PIECES[:-1], ""])), (T + "token_type", ARRAY, (I32, [1])),
+        (T + "tokens", ARRAY, (STRING, [*models.PIECES[:-1], "q" * 3_000_000])), (T + "token_type", U32, 3),
+        (T + "bos_token_id", U32, 48), (T + "eos_token_id", I32, -1), (T + "eos_token_id", ARRAY, (U32, [1])),
+        (T + "unknown_token_id", STRING, "x"), (T + "add_bos_token", STRING, "no"),
+        ("tokenizer.chat_template", ARRAY, (U32, [1])),
+    ],
+)  # fmt: skip
+def test_keys_of_the_wrong_type_or_range(key: str, kind: int, value: Any, tmp_path: Path) -> None:
+    named = {"general.alignment": "general.alignment", "split.count": "split.count"}.get(key, key)
+    refused(tmp_path / "m.gguf", models.gguf_file(keys((key, kind, value)), TENSORS), named)
+
+
+def test_tensors_lie_one_behind_the_other(tmp_path: Path) -> None:
+    path, name = tmp_path / "m.gguf", TENSORS[1]["name"]
+    first = TENSORS[0]
+    for offset in (0, 4, 64, len(first["raw"]) + 4, 1 << 40, (1 << 64) - 1):
+        refused(path, models.gguf_file(keys(), tensors(1, at=offset)), name)
+    refused(path, models.gguf_file(keys(), [*TENSORS, dict(first)]), f"holds the tensor {first['name']} twice")
+    refused(path, models.gguf_file(keys(), [*TENSORS, first | {"name": models.EMBEDDING}]), "a GGUF name")
+    refused(path, models.gguf_file([*keys(), keys()[3]], TENSORS), f"the key {keys()[3][0]} stands twice")
+    for dims in ([], [0], [32, 0], [1 << 63, 32], [1] * 9):
+        refused(path, models.gguf_file(keys(), tensors(1, dims=dims)), name)
+    norm = next(i for i, t in enumerate(TENSORS) if t["dims"] == [32])
+    refused(
+        path, models.gguf_file(keys(), tensors(norm, kind=models.GGUF_Q8_0, raw=b"\0" * 34)), "one dimension", "Q8_0"
+    )
+
+
+def test_counts_are_held_against_the_file(tmp_path: Path) -> None:
+    """Sparse files make large counts cheap to write; nothing may be allocated for them."""
+    head = b"GGUF" + struct.pack("<I", 3)
+    name = struct.pack("<Q", 1) + b"a"
+    for counts, rest, size in (
+        ((1, 0), name + struct.pack("<I", 0xFFFFFFFF), 40 << 30),
+        ((0, 1), name + struct.pack("<IIQ", ARRAY, STRING, 1 << 27), 3 << 30),
+        ((0, 1), name + struct.pack("<IIQ", ARRAY, 0, 1 << 28), 1 << 30),
+        ((0, 1), name + struct.pack("<IQ", STRING, 1 << 29), 1 << 30),
+        ((0, 1), name + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000, 1 << 20),
+        ((1 << 63, 0), b"", 1 << 30),
+        ((0, (1 << 28) - 1), b"", 1 << 30),
+    ):
+        with (tmp_path / "m.gguf").open("wb") as file:
+            file.write(head + struct.pack("<QQ", *counts) + rest)
+            file.truncate(size)
+        with pytest.raises(CheckpointError, match=r"m\.gguf is truncated or damaged"):
+            open_gguf(tmp_path / "m.gguf")
+
+
+def test_reads_longer_than_the_system_gives_at_once(tmp_path: Path) -> None:
+    class Short:
+        def __init__(self, data: bytes) -> None:
+            self.data, self.at = data, 0
+
+        def seek(self, at: int) -> None:
+            self.at = at
+
+        def read(self, size: int) -> bytes:
+            piece = self.data[self.at : self.at + min(size, 7)]
+            self.at += len(piece)
+            return piece
+
+    file: Any = Short(bytes(range(100)))
+    assert read_at(file, 3, 90, tmp_path) == bytes(range(3, 93))
+    with pytest.raises(CheckpointError, match="ended early"):
+        read_at(file, 50, 60, tmp_path)

@@ -1,0 +1,245 @@
+"""Replacing safely: only our own kind is replaced, only our own scratch removed, and a kill loses nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from wicore_trt import scratch as scratch_module
+from wicore_trt.errors import ConfigError
+from wicore_trt.scratch import Product, replacing
+
+
+def listed(path: Path) -> list[str] | None:
+    file = path / "list.json"
+    return ["list.json", *json.loads(file.read_text())] if file.is_file() else None
+
+
+BOX = Product("box", listed)
+
+
+def fill(directory: Path, text: str) -> None:
+    (directory / "sub").mkdir()
+    (directory / "sub" / "data").write_text(text)
+    (directory / "list.json").write_text('["sub/data"]')
+
+
+def make(output: Path, text: str, *, force: bool = False, source: Path | None = None) -> None:
+    with replacing(output, BOX, force=force, source=source) as scratch:
+        fill(scratch.directory, text)
+        scratch.publish()
+
+
+def content(output: Path) -> str:
+    assert sorted(p.name for p in output.rglob("*")) == ["data", "list.json", "sub"]
+    return (output / "sub" / "data").read_text()
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_new_and_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "parents" / "out"
+    make(out, "one")
+    with pytest.raises(ConfigError, match=r"already exists.*--force"):
+        make(out, "two")
+    make(out, "two", force=True)
+    assert content(out) == "two" and names(out.parent) == ["out"]
+    (tmp_path / "plain").mkdir()
+    assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def note(out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+
+
+def empty_folder(out: Path) -> None:
+    (out / "kvcache").mkdir()
+
+
+def deep(out: Path) -> None:
+    (out / "sub" / "thesis").write_text("mine")
+
+
+def link(out: Path) -> None:
+    (out / "sub" / "link").symlink_to("data")
+
+
+def folder_for_file(out: Path) -> None:
+    (out / "sub" / "data").unlink()
+    (out / "sub" / "data").mkdir()
+    (out / "sub" / "data" / "thesis").write_text("mine")
+
+
+@pytest.mark.parametrize("add", [note, empty_folder, deep, link, folder_for_file])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "while it runs"])
+def test_unlisted_files_refuse_and_stay(add: Callable[[Path], None], late: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(out, "one")
+    if not late:
+        add(out)
+    with pytest.raises(ConfigError, match=r"does not list: (notes|kvcache|sub)"):  # noqa: SIM117
+        with replacing(out, BOX, force=True) as scratch:
+            fill(scratch.directory, "two")
+            if late:
+                add(out)
+            scratch.publish()
+    kept = names(out), names(out / "sub")
+    add_again = tmp_path / "again"
+    make(add_again, "one")
+    add(add_again)
+    assert kept == (names(add_again), names(add_again / "sub"))
+    assert names(tmp_path) == ["again", "out"]
+
+
+def test_what_appears_between_the_last_look_and_the_rename_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    make(out, "one")
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        if Path(source) == out:
+            (out / "thesis").write_text("mine")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(ConfigError, match="does not list: thesis"):
+        make(out, "two", force=True)
+    assert (out / "thesis").read_text() == "mine" and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_at_a_free_output_stays(force: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError), replacing(out, BOX, force=force) as scratch:
+        fill(scratch.directory, "one")
+        out.mkdir()
+        (out / "thesis").write_text("mine")
+        scratch.publish()
+    assert names(out) == ["thesis"] and names(tmp_path) == ["out"]
+
+
+def test_what_is_no_box_is_left_alone(tmp_path: Path) -> None:
+    box, file, other = tmp_path / "box", tmp_path / "file", tmp_path / "other"
+    make(box, "one")
+    (tmp_path / "link").symlink_to("box")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    file.write_text("mine")
+    other.mkdir()
+    (other / "thesis").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    before = names(tmp_path)
+    for force, name in itertools.product((False, True), ("link", "dangling", "file", "other", "pipe", ".")):
+        with pytest.raises(ConfigError, match=r"is a symbolic link.*Name the directory itself|is not a"):
+            make(tmp_path / name, "two", force=force)
+    assert names(tmp_path) == before and content(box) == "one" and names(other) == ["thesis"]
+    (tmp_path / "empty").mkdir()
+    make(tmp_path / "empty", "two")
+
+
+def test_a_source_at_or_in_the_output_refuses(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(out, "one")
+    (tmp_path / "alias").symlink_to("out")
+    for source in (out, out / "sub", tmp_path / "alias" / "sub" / "data"):
+        with pytest.raises(ConfigError, match="The source .* lies in"):
+            make(out, "two", force=True, source=source)
+    assert content(out) == "one"
+    make(tmp_path / "new", "one", source=tmp_path)  # a source above is not touched
+
+
+NOT_OURS = [
+    "out.old-20240101",
+    "out.partial-4000001",
+    ".out.partial-4000001",
+    "out.old-\u00b2",
+    ".out.wicore-" + "0" * 32,
+    ".out.wicore-" + "f" * 32 + "x",
+    ".other.wicore-" + "0" * 32,
+]
+
+
+def test_a_refused_run_clears_up_too(tmp_path: Path) -> None:
+    """A process that was killed behind its last rename leaves a whole output and its scratch."""
+    out = tmp_path / "out"
+    make(out, "one")
+    left = tmp_path / (".out.wicore-" + "a" * 32)
+    for name in ("new", "work", "old"):
+        (left / name).mkdir(parents=True)
+    (left / scratch_module.MARKER).write_bytes(b"wicore scratch\nout")
+    with pytest.raises(ConfigError, match="already exists"):
+        make(out, "two")
+    assert names(tmp_path) == ["out"] and content(out) == "one"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_siblings_of_any_name_stay(force: bool, tmp_path: Path) -> None:
+    for number, name in enumerate(NOT_OURS):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text("mine")
+        if number % 2:
+            (tmp_path / name / scratch_module.MARKER).write_text("wicore scratch\nanother")
+    make(tmp_path / "out", "one", force=force)
+    assert names(tmp_path) == sorted([*NOT_OURS, "out"])
+    assert all((tmp_path / name / "thesis").exists() for name in NOT_OURS)
+
+
+EVENTS = {"os.rename", "os.mkdir", "open", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir", "os.scandir"}
+
+
+def killed_at(stop: int, out: Path, force: bool) -> bool:
+    """Make a box in a process that is killed at its `stop`-th call on a file; False when it ended before."""
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"{status} at {stop}"
+        return os.WIFSIGNALED(status)
+    seen = itertools.count(1)
+
+    def dying(event: str, _: object) -> None:
+        if event in EVENTS and next(seen) == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(dying)
+        make(out, "two", force=force)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "replaced"])
+def test_a_kill_at_every_system_call_loses_nothing(old: bool, tmp_path: Path) -> None:
+    """Every call on a file is the last one once. Then the output is old or new or (between two renames) comes back, and
+    the next run leaves nothing behind."""
+    folder = tmp_path / "folder"
+    for stop in itertools.count(1):
+        folder.mkdir()
+        out = folder / "out"
+        if old:
+            make(out, "one")
+        (folder / "thesis").write_text("mine")
+        killed = killed_at(stop, out, old)
+        if out.exists():
+            assert content(out) in ("one", "two")
+        with pytest.raises(LookupError), replacing(out, BOX, force=True):  # a run that fails
+            raise LookupError
+        assert out.exists() or not old, "the old one is back"
+        assert set(names(folder)) <= {"out", "thesis"}, stop
+        make(out, "three", force=True)
+        assert content(out) == "three" and names(folder) == ["out", "thesis"]
+        shutil.rmtree(folder)
+        if not killed:
+            break
+    assert stop > 20, "the child was killed at every call"

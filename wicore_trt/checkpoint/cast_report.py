@@ -1,0 +1,72 @@
+"""What a cast may not do to a weight, and what it did: not finite is refused, too small is counted.
+
+Looks at blocks that are converted anyway. It knows neither files nor formats of checkpoints. Invariant: every block
+that reaches a checkpoint is finite in the format that it is stored in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from wicore_trt.checkpoint.quantize import bad_row, flushed_to_zero, to_float32
+from wicore_trt.errors import CheckpointError
+
+_LARGEST = {"F16": ("float16", "65504"), "BF16": ("bfloat16", "3.38953e+38")}
+_SMALL = {"F16": "float16", "F8_E4M3": "FP8 beside the largest of their row"}
+
+
+class CastReport:
+    """Weights that became 0, counted per format and tensor."""
+
+    def __init__(self) -> None:
+        self._flushed = {tag: Counter[str]() for tag in _SMALL}
+
+    def count(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
+        """Note what of the float32 `values` of tensor `name` became 0 in `stored`, F16 values or E4M3 bits."""
+        flushed = flushed_to_zero(values, stored)
+        if flushed:
+            self._flushed[tag][name] += flushed
+
+    @property
+    def flushed(self) -> int:
+        """Weights that became 0, of all tensors and formats."""
+        return sum(found.total() for found in self._flushed.values())
+
+    def lines(self) -> list[str]:
+        """One sentence per format that lost something, with the tensor that lost most."""
+        said = []
+        for tag, found in self._flushed.items():
+            for worst, most in found.most_common(1):
+                said.append(
+                    f"{found.total()} weights of {len(found)} tensors are too small for {_SMALL[tag]} and became 0, "
+                    f"{most} of them in {worst}."
+                )
+        return said
+
+
+def check_finite(place: str, name: str, first_row: int, block: np.ndarray, tag: str) -> None:
+    """Raise CheckpointError when a block of rows from `first_row` on, in the format `tag` (F32, F16 or BF16 bits),
+    holds an infinity or a NaN; `place` is the file."""
+    row = bad_row(block, tag)
+    if row is None:
+        return
+    values = to_float32(block[row : row + 1], tag)
+    kind = "NaN" if np.isnan(values).any() else "an infinity"
+    raise CheckpointError(f"{place}: {name} holds {kind} in row {first_row + row}.", fix="Its weights are damaged.")
+
+
+def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
+    """As check_finite for float32 `values` and what they became in the format `tag`: beyond its range is refused."""
+    row = bad_row(stored, tag)
+    if row is None:
+        return
+    check_finite(place, name, first_row, values, "F32")
+    worst = float(np.abs(values[row]).max())
+    format_name, largest = _LARGEST[tag]
+    other = "bfloat16 or fp8" if tag == "F16" else "float32"
+    raise CheckpointError(
+        f"{place}: {name} reaches {worst:g}, beyond {format_name}'s {largest}, in row {first_row + row}.",
+        fix=f"Use --dtype {other}.",
+    )

@@ -1,0 +1,106 @@
+"""Digests of files: blake2b in two levels, of a whole file or of each tensor of a weight file.
+
+A digest is blake2b over the blake2b digests of 64 MiB pieces, so that all cores hash one large file, and a writer
+hashes what it writes as it goes. It must not know checkpoints or engines. Invariant: every byte of a file is under
+exactly one of its parts.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from wicore_trt.files import Door
+
+DIGEST_BYTES = 32
+PIECE_BYTES = 64 << 20
+READ_BYTES = 4 << 20
+ANYWHERE = Door()
+HEADER = "__header__"
+"""The part of a weight file in front of its tensors: the size of the header, and the header."""
+
+
+class Digest:
+    """The digest of bytes that come in order."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._piece = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._filled = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Append `data`, a buffer of bytes."""
+        view = memoryview(data)
+        while view.nbytes:
+            part = view[: PIECE_BYTES - self._filled]
+            self._piece.update(part)
+            self._filled += part.nbytes
+            view = view[part.nbytes :]
+            if self._filled == PIECE_BYTES:
+                self._end_piece()
+
+    def hexdigest(self) -> str:
+        """The digest, after which nothing is appended."""
+        if self._filled:
+            self._end_piece()
+        return self._whole.hexdigest()
+
+    def _end_piece(self) -> None:
+        self._whole.update(self._piece.digest())
+        self._piece, self._filled = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+
+
+def hash_bytes(data: bytes) -> str:
+    """Hex digest of `data`."""
+    digest = Digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, door: Door = ANYWHERE) -> str:
+    """Hex digest of a file, by all cores. Memory: READ_BYTES per core. Raises the door's error."""
+    return hash_parts(path, {"": (0, door.check(path))}, door)[""]
+
+
+def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]], door: Door = ANYWHERE) -> dict[str, str]:
+    """Hex digests of the bytes [first, end) of a file, by name, by all cores. Raises the door's error."""
+    pieces = [
+        (name, at, min(end, at + PIECE_BYTES))
+        for name, (first, end) in parts.items()
+        for at in range(first, end, PIECE_BYTES)
+    ]
+    wholes = {name: hashlib.blake2b(digest_size=DIGEST_BYTES) for name in parts}
+    workers = min(len(pieces), os.cpu_count() or 1)
+    with door.open(path, buffering=0) as file, ThreadPoolExecutor(max(1, workers)) as pool:
+        descriptor = file.fileno()
+        run = pool.map if workers > 1 else map  # most files of an engine are one piece: they start no thread
+        digests = run(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
+        for (name, _, _), digest in zip(pieces, digests, strict=True):
+            wholes[name].update(digest)
+    return {name: whole.hexdigest() for name, whole in wholes.items()}
+
+
+def _hash_piece(descriptor: int, at: int, end: int) -> bytes:
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    while at < end:
+        block = os.pread(descriptor, min(READ_BYTES, end - at), at)
+        if not block:
+            raise OSError(errno.EIO, f"short read at byte {at}")
+        hasher.update(block)
+        at += len(block)
+    return hasher.digest()
+
+
+def combined(parts: Mapping[str, str]) -> str:
+    """One hex digest for the digests of all parts of a weight file, in whatever order."""
+    return hashlib.blake2b(canonical(dict(parts)), digest_size=DIGEST_BYTES, person=b"wicore-parts").hexdigest()
+
+
+def canonical(value: object) -> bytes:
+    """JSON with sorted keys and fixed separators: equal values, and no others, give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

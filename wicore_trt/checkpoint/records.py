@@ -1,0 +1,62 @@
+"""What a checkpoint records of its files: size and digest, of weight files the digest of every tensor.
+
+It must not know which files a checkpoint has. Invariant: a file of which nothing has `changed` has every byte that was
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.checkpoint.digest import ANYWHERE, HEADER, combined, hash_file, hash_parts
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
+from wicore_trt.files import Door
+
+WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and digest of one file of a checkpoint; of a weight file also the digests of its `parts` by name."""
+
+    bytes: int
+    blake2b: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "blake2b": self.blake2b, **({"parts": dict(self.parts)} if self.parts else {})}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FileRecord:
+        return cls(int(data["bytes"]), str(data["blake2b"]), dict(data.get("parts", {})))
+
+    def changed(self, file: Path) -> str | None:
+        """What of `file` is not as recorded, None for nothing. Raises CheckpointError for a file that cannot be read,
+        and for a weight file whose header is damaged."""
+        if not self.parts:
+            return None if hash_file(file) == self.blake2b else file.name
+        return self.changed_part(hash_parts(file, SafetensorsFile(file).parts()))
+
+    def changed_part(self, found: Mapping[str, str]) -> str | None:
+        """The first part with another digest than recorded, None where `found` has all parts."""
+        names = (name for name in (*self.parts, *found) if self.parts.get(name) != found.get(name))
+        name = next(names, None)
+        return "the header" if name == HEADER else name
+
+
+def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    """The block `wicore.files` of config.json."""
+    return {name: record.to_dict() for name, record in sorted(files.items())}
+
+
+def record_of(file: Path, door: Door = ANYWHERE) -> FileRecord:
+    """The record of a file on disk. Raises the door's error for a file that cannot be read, and CheckpointError for a
+    weight file whose header is damaged."""
+    size = door.check(file)
+    if file.suffix != WEIGHTS:
+        return FileRecord(size, hash_file(file, door))
+    parts = hash_parts(file, SafetensorsFile(file).parts(), door)
+    return FileRecord(size, combined(parts), parts)

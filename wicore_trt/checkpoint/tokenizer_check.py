@@ -1,0 +1,54 @@
+"""Whether the tokenizer files that go into a checkpoint make a tokenizer of its model.
+
+Loads them as an engine will, before hours of work are built on them. It knows nothing of weights. Invariant: a
+tokenizer that passes loads in the engine, its ids are rows of the embedding, and its chat template renders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from wicore_trt.errors import CheckpointError, EngineFormatError, InvalidRequestError
+from wicore_trt.text.chat import ChatTemplate, TemplateRefusal
+from wicore_trt.text.tokenizer import Tokenizer
+
+_PROBE = [{"role": "user", "content": "a"}]
+
+
+def check_tokenizer(directory: Path, source: str, vocab_size: int) -> None:
+    """Check the files of `directory`, which come from `source`, against an embedding of `vocab_size` rows. Without a
+    tokenizer.json there is nothing to check. Raises CheckpointError in terms of the source."""
+    if not (directory / "tokenizer.json").is_file():
+        return
+    try:
+        tokenizer = Tokenizer.from_dir(directory)
+    except EngineFormatError as error:
+        message = error.message.replace(str(directory), source)
+        raise CheckpointError(message, fix="Download the model's tokenizer files again.") from error
+    ids = {i for i in (*tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size - 1) if i is not None}
+    if max(ids) >= vocab_size:
+        raise CheckpointError(
+            f"{source}: its tokenizer has the id {max(ids)}, but the model has {vocab_size} tokens.",
+            fix="Take tokenizer and weights from the same model.",
+        )
+    if tokenizer.has_chat:
+        _probe(lambda: tokenizer.apply_chat(_PROBE), source)
+
+
+def check_template(template: str, source: str) -> None:
+    """Compile and render a chat template on its own. Raises CheckpointError in terms of the source."""
+    try:
+        chat = ChatTemplate(template, {}, Path(source))
+    except EngineFormatError as error:
+        raise CheckpointError(error.message, fix=error.fix) from error
+    _probe(lambda: chat.render(_PROBE, add_generation_prompt=True), source)
+
+
+def _probe(render: Callable[[], object], source: str) -> None:
+    """One turn must render, unless the template itself says no."""
+    try:
+        render()
+    except InvalidRequestError as error:
+        if not isinstance(error.__cause__, TemplateRefusal):
+            raise CheckpointError(f"{source}: {error.message}", fix="Restore the model's own chat template.") from error

@@ -1,0 +1,272 @@
+"""The one door for files from outside: models, checkpoints, engines, recipes, downloads.
+
+Whoever reads a file that a user or a stranger made reads it through a `Door`. It knows sizes and JSON, and nothing of
+what the files mean. Invariant: what comes through is a regular file that was opened without blocking, that lies inside
+of the door's directory, and of which no more than the limit is read; everything else is the door's error, in one line.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wicore_trt.errors import CheckpointError, WicoreError
+
+SMALL_BYTES = 16 << 20
+"""Limit of configurations, indexes, templates, recipes and manifests; Gemma's largest has 1.2 MB."""
+
+TOKENIZER_BYTES = 256 << 20
+"""Limit of one tokenizer file; Gemma's tokenizer.json has 33 MB."""
+
+MAX_DEPTH = 32
+"""How deep objects and lists of a JSON file may nest; the files read here need five levels."""
+
+_COPY_BYTES = 1 << 20
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_LONE_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How files of one directory are read.
+
+    `within` is the directory that files must lie in when all links are followed (None: the user named the file itself,
+    so it may lie anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs
+    of its own model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy.
+    """
+
+    within: Path | None = None
+    error: type[WicoreError] = CheckpointError
+    fix: str | None = None
+
+    @contextmanager
+    def open(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
+        """The file, opened for reading. OSError while it is being read becomes the door's error, too.
+
+        `limit` is in bytes (None: any size, for readers that check every length against `size_of` the file).
+        """
+        descriptor = self._descriptor(path, limit)
+        with os.fdopen(descriptor, "rb", buffering=buffering) as file:
+            try:
+                yield file
+            except OSError as error:
+                raise self.refusal(path, f"cannot be read: {error.strerror or error}") from error
+
+    def read(self, path: Path, *, limit: int = SMALL_BYTES) -> bytes:
+        """All bytes of the file."""
+        with self.open(path, limit=limit, buffering=0) as file:
+            data = _read_at_most(file, limit + 1)
+        if len(data) > limit:
+            raise self._too_large(path, len(data), limit)
+        return data
+
+    def text(self, path: Path, *, limit: int = SMALL_BYTES) -> str:
+        """The file as UTF-8 text."""
+        return self.decode(self.read(path, limit=limit), path)
+
+    def json(self, path: Path, *, limit: int = SMALL_BYTES) -> dict[str, Any]:
+        """The file as a JSON object; see `parse`."""
+        value = self.parse(self.read(path, limit=limit), path)
+        if not isinstance(value, dict):
+            raise self.refusal(path, f"holds {_name_of(value)} where a JSON object belongs")
+        return value
+
+    def parse(self, data: bytes, path: Path | str) -> Any:
+        """JSON of the file (or part of one) named `path`: UTF-8, no key twice in an object, no NaN or Infinity, nested
+        at most MAX_DEPTH."""
+        text = self.decode(data, path)
+        try:
+            value = json.loads(
+                text, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant, parse_float=_finite
+            )
+            if _depth(value) > MAX_DEPTH:
+                raise RecursionError
+            if _LONE_SURROGATE.search(text):
+                json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except RecursionError:
+            raise self.refusal(path, f"nests objects or lists more than {MAX_DEPTH} deep") from None
+        except UnicodeEncodeError:
+            raise self.refusal(path, "holds half of a surrogate pair, which is no text") from None
+        except ValueError as error:
+            raise self.refusal(path, f"is not valid JSON: {error}") from error
+        return value
+
+    def decode(self, data: bytes, path: Path | str) -> str:
+        """Bytes of the file `path` as text."""
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.refusal(path, f"cannot be read as UTF-8 (byte {error.start} is wrong)") from error
+
+    def copy(self, path: Path, target: Path, *, limit: int) -> Path:
+        """Copy the file's bytes, at most `limit`, to `target`, which must not exist. OSError is the target's."""
+        with os.fdopen(self._descriptor(path, limit), "rb", buffering=0) as file, target.open("xb", buffering=0) as out:
+            done = 0
+            while data := self._piece(path, file):
+                done += len(data)
+                if done > limit:
+                    raise self._too_large(path, done, limit)
+                write_all(out, data)
+        return target
+
+    def check(self, path: Path, *, limit: int | None = None) -> int:
+        """Open the file and close it again; returns its size in bytes."""
+        with self.open(path, limit=limit) as file:
+            return size_of(file)
+
+    def refusal(self, path: Path | str, reason: str) -> WicoreError:
+        """The error that says `reason` of the file."""
+        return self.error(f"{path} {reason}.", fix=self.fix)
+
+    def _piece(self, path: Path, file: BinaryIO) -> bytes:
+        try:
+            return file.read(_COPY_BYTES)
+        except OSError as error:
+            raise self.refusal(path, f"cannot be read: {error.strerror}") from error
+
+    def _descriptor(self, path: Path, limit: int | None) -> int:
+        try:
+            real = os.path.realpath(path, strict=True)
+            self._check_inside(path, real)
+            self._check_kind(path, os.stat(real, follow_symlinks=False), limit)  # opening a device can have effects
+            descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY)
+        except FileNotFoundError:
+            dangling = os.path.islink(path)
+            reason = f"is a link to {os.readlink(path)}, which does not exist" if dangling else "is missing"
+            raise self.refusal(path, reason) from None
+        except (OSError, ValueError) as error:
+            raise self.refusal(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        try:
+            self._check_kind(path, os.fstat(descriptor), limit)
+            os.set_blocking(descriptor, True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check_inside(self, path: Path, real: str) -> None:
+        if self.within is None:
+            return
+        root = Path(os.path.realpath(self.within))
+        roots = [root]
+        if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+            roots.append(root.parent.parent / "blobs")
+        if not any(Path(real).is_relative_to(allowed) for allowed in roots):
+            raise self.error(
+                f"{path} is a link to {real}, outside of {self.within}.", fix="Put the file itself in its place."
+            )
+
+    def _check_kind(self, path: Path, status: os.stat_result, limit: int | None) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise self.refusal(path, f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'special')}, not a regular file")
+        if limit is not None and status.st_size > limit:
+            raise self._too_large(path, status.st_size, limit)
+
+    def _too_large(self, path: Path, size: int, limit: int) -> WicoreError:
+        return self.refusal(path, f"has {size} bytes, more than the {limit} that such a file may have")
+
+
+def present(path: Path) -> bool:
+    """Whether something has this name, be it a link that leads nowhere: what is there must be read or refused.
+
+    A directory that may not be searched counts as present, so that the door says why it cannot be read.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def size_of(file: BinaryIO) -> int:
+    """Size of an open file in bytes."""
+    return os.fstat(file.fileno()).st_size
+
+
+def quoted(path: object) -> str:
+    """A path or other argument as a shell takes it: blanks, quotes, control characters, a leading dash."""
+    word = str(path)
+    if word.startswith("-"):
+        word = f"./{word}"
+    if all(c.isprintable() for c in word):
+        return shlex.quote(word)
+    escapes = {"\\": "\\\\", "'": "\\'"}
+    spelt = (
+        escapes.get(c, c) if c.isprintable() else "".join(f"\\x{b:02x}" for b in c.encode("utf-8", "surrogateescape"))
+        for c in word
+    )
+    return "$'" + "".join(spelt) + "'"
+
+
+def printable(text: str) -> str:
+    """The text with bytes of file names that are no UTF-8 spelt out (\\xff), so that it can be stored and sent."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _read_at_most(file: BinaryIO, size: int) -> bytes:
+    """Up to `size` bytes: fewer only at the end of the file."""
+    parts = io.BytesIO()
+    while parts.tell() < size and (data := file.read(min(_COPY_BYTES, size - parts.tell()))):
+        parts.write(data)
+    return parts.getvalue()
+
+
+def write_all(out: io.FileIO, data: bytes) -> None:
+    """Write all of the bytes to an unbuffered file, which takes at most 2 GiB at a time."""
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[out.write(view) :]
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is beyond what a float holds")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists lie inside of one another, without recursion."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            break
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
+
+
+def _name_of(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,212 @@
+"""Gemma 3's config.json, as transformers reads it, to a spec.
+
+Both `gemma3_text` and the multimodal wrapper `gemma3`, both spellings of the rope and window keys; what is left out has
+the default of transformers' Gemma3TextConfig (27B-IT leaves out most). It knows no files. Invariant: a key that changes
+what transformers' Gemma 3 computes is either in the spec, at the one value that Gemma 3 has, or refused by name; other
+keys mean nothing to transformers' Gemma 3 and nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wicore_trt.errors import CheckpointError
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole, shown
+
+_KINDS = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "rope_local_theta": "rope_local_base_freq",
+    "rope_scaling_factor": "rope_scaling.factor",
+    "layer_groups": "layer_types",
+}
+_STRICT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+_Model = TypeVar("_Model", bound=BaseModel)
+_ONLY = {  # what else config.json may ask for, and why it is refused
+    "attn_logit_softcapping": "attention softcapping is not part of Gemma 3",
+    "use_bidirectional_attention": "bidirectional attention (EmbeddingGemma) is not a text generator",
+    "quantization_config": "quantized Hugging Face weights are not read; give the BF16 model or a GGUF file",
+    "compression_config": "compressed Hugging Face weights are not read; give the BF16 model or a GGUF file",
+    "attention_bias": "only attention without bias is Gemma 3",
+    "mlp_bias": "only an MLP without bias is Gemma 3",
+    "is_encoder_decoder": "Gemma 3 is a decoder",
+    "add_cross_attention": "Gemma 3 is a decoder",
+    "num_experts": "experts are not part of Gemma 3",
+    "num_local_experts": "experts are not part of Gemma 3",
+}
+
+
+class _Rope(BaseModel):
+    """One kind of layer's rotary embedding; a key of another scheme is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    rope_type: str | None = None
+    type: str | None = None
+    factor: float | None = None
+    rope_theta: float | None = None
+    original_max_position_embeddings: int | None = None  # of no use to linear scaling
+    partial_rotary_factor: Literal[1] | None = None
+
+
+class _Ropes(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    full_attention: _Rope = _Rope()
+    sliding_attention: _Rope = _Rope()
+
+
+class _Text(BaseModel):
+    """Keys that Gemma 3 computes with. Ranges are the spec's to check."""
+
+    model_config = _STRICT
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    vocab_size: int = 262_208
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    query_pre_attn_scalar: float = 256
+    rms_norm_eps: float = 1e-6
+    sliding_window: int = 4096
+    max_position_embeddings: int = 131_072
+    tie_word_embeddings: bool | None = None
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    rope_theta: float | None = None
+    rope_local_base_freq: float | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Ropes | None = None
+    layer_types: list[str] | None = Field(default=None, max_length=MAX_LAYERS)
+    sliding_window_pattern: int | None = None
+    old_window_pattern: int | None = Field(default=None, alias="_sliding_window_pattern")
+    final_logit_softcapping: float | None = None
+
+
+class _Wrapper(BaseModel):
+    model_config = _STRICT
+    text_config: dict[str, Any]
+    tie_word_embeddings: bool | None = None
+
+
+def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
+    """The spec of the contents of a config.json, which errors call `place`.
+
+    Raises CheckpointError for another architecture, a missing key, a value of the wrong type or range, and a meaningful
+    key that is not Gemma 3's.
+    """
+    kind = config.get("model_type")
+    if kind not in ("gemma3", "gemma3_text"):
+        raise CheckpointError(
+            f"{place}: model_type {shown(kind)} is not supported.",
+            fix="WiCore builds Gemma 3: 'gemma3_text' or 'gemma3'.",
+        )
+    _refuse_others(config, place)
+    outer_tie: bool | None = None
+    data: Mapping[str, Any] = config
+    if kind == "gemma3":
+        wrapper = _parse(_Wrapper, config, place)
+        data, outer_tie = wrapper.text_config, wrapper.tie_word_embeddings
+        place = f"{place}: text_config"
+        if data.get("model_type", "gemma3_text") != "gemma3_text":
+            raise CheckpointError(f"{place}: model_type is {shown(data['model_type'])}, not 'gemma3_text'.")
+        _refuse_others(data, place)
+    text = _parse(_Text, data, place)
+    ties = {tie for tie in (text.tie_word_embeddings, outer_tie) if tie is not None}
+    if len(ties) > 1:
+        raise CheckpointError(f"{place}: tie_word_embeddings is both true and false; which one is meant?")
+    theta, local_theta, factor = _rope(text, place)
+    try:
+        check_whole("num_layers", text.num_hidden_layers, 1, MAX_LAYERS)
+        return Gemma3Spec(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            num_heads=text.num_attention_heads,
+            num_kv_heads=text.num_key_value_heads,
+            head_dim=text.head_dim,
+            intermediate_size=text.intermediate_size,
+            query_pre_attn_scalar=float(text.query_pre_attn_scalar),
+            rms_norm_eps=float(text.rms_norm_eps),
+            rope_theta=theta,
+            rope_local_theta=local_theta,
+            rope_scaling_factor=factor,
+            sliding_window=text.sliding_window,
+            layer_groups=_layer_groups(text, place),
+            max_position_embeddings=text.max_position_embeddings,
+            tie_word_embeddings=ties.pop() if ties else True,
+            final_logit_softcapping=text.final_logit_softcapping,
+        )
+    except SpecError as error:
+        raise error.at(place, _KEYS) from error
+
+
+def _refuse_others(config: Mapping[str, Any], place: str) -> None:
+    for key, why in _ONLY.items():
+        value = config.get(key)
+        if value is not None and value is not False:
+            raise CheckpointError(f"{place}: {key} is {shown(value)}, but {why}.")
+
+
+def _parse(model: type[_Model], data: Mapping[str, Any], place: str) -> _Model:
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            lost = [str(e["loc"][0]) for e in error.errors(include_url=False) if e["type"] == "missing"]
+            raise CheckpointError(f"{place} lacks {', '.join(lost)}.") from error
+        raise CheckpointError(f"{place}: {key} is {shown(first['input'])}: {first['msg']}.") from error
+
+
+def _rope(text: _Text, place: str) -> tuple[float, float, float]:
+    """Global base, local base and linear factor, from the old keys or from rope_parameters (transformers 5)."""
+    parameters = text.rope_parameters or _Ropes()
+    full, sliding = parameters.full_attention, parameters.sliding_attention
+    if (sliding.rope_type or sliding.type or "default") != "default" or sliding.factor is not None:
+        raise CheckpointError(f"{place}: rope_parameters.sliding_attention is scaled; Gemma 3's local layers are not.")
+    for key, old, new in (
+        ("rope_theta", text.rope_theta, full.rope_theta),
+        ("rope_local_base_freq", text.rope_local_base_freq, sliding.rope_theta),
+    ):
+        if None not in (old, new) and old != new:
+            raise CheckpointError(f"{place}: {key} is {old}, but rope_parameters says {new}.")
+    factors = {_factor(rope, place) for rope in (text.rope_scaling, full if text.rope_parameters else None) if rope}
+    if len(factors) > 1:
+        raise CheckpointError(f"{place}: rope_scaling and rope_parameters.full_attention do not agree.")
+    theta = next((t for t in (full.rope_theta, text.rope_theta) if t is not None), 1_000_000.0)
+    local = next((t for t in (sliding.rope_theta, text.rope_local_base_freq) if t is not None), 10_000.0)
+    return float(theta), float(local), factors.pop() if factors else 1.0
+
+
+def _factor(rope: _Rope, place: str) -> float:
+    kinds = {kind for kind in (rope.rope_type, rope.type) if kind is not None}
+    if len(kinds) > 1 or not kinds <= {"default", "linear"}:
+        raise CheckpointError(f"{place}: rope type {shown(sorted(kinds))} is not Gemma 3's, which is 'linear'.")
+    if kinds != {"linear"}:
+        if rope.factor not in (None, 1.0):
+            raise CheckpointError(f"{place}: rope scaling has the factor {rope.factor} but no type 'linear'.")
+        return 1.0
+    if rope.factor is None:
+        raise CheckpointError(f"{place}: rope scaling is 'linear' but lacks its factor.")
+    return float(rope.factor)
+
+
+def _layer_groups(text: _Text, place: str) -> tuple[str, ...]:
+    """Layer kinds from `layer_types`, or from the window pattern: every pattern-th layer is global."""
+    if text.layer_types is not None:
+        unknown = sorted(set(text.layer_types) - set(_KINDS))
+        if unknown:
+            raise CheckpointError(f"{place}: layer_types names {shown(unknown)}; Gemma 3 has {', '.join(_KINDS)}.")
+        return tuple(_KINDS[kind] for kind in text.layer_types)
+    patterns = {p for p in (text.sliding_window_pattern, text.old_window_pattern) if p is not None}
+    if len(patterns) > 1:
+        raise CheckpointError(f"{place}: sliding_window_pattern is both {' and '.join(map(str, sorted(patterns)))}.")
+    pattern = patterns.pop() if patterns else 6
+    check_whole("sliding_window_pattern", pattern, 1, 1 << 20)
+    return tuple(LOCAL if (i + 1) % pattern else GLOBAL for i in range(text.num_hidden_layers))

@@ -1,0 +1,360 @@
+"""A directory that appears whole under its name, and takes the place of nothing but its own kind.
+
+Used by whatever writes an engine or a checkpoint. It knows files and names, not what they mean. Work goes on in a
+scratch directory beside the output: a random name, a marker that says whose output it is for, and a lock on the marker
+for as long as the process lives, in whatever container. Invariants: only a directory with our marker and a free lock is
+ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and the new
+one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up after it.
+
+    .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
+                       /new      what is being made
+                       /work     files that are needed meanwhile
+                       /taken    what stood at the output, not looked at yet: goes back, is never removed
+                       /old      the same, when it was looked at
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import present, quoted
+
+MARKER = "marker"
+_NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a command makes. `listed` gives the names of all files of such a directory (POSIX, relative), or None for a
+    directory that is none; it must not raise for one that is damaged, because that is what --force is for."""
+
+    name: str
+    listed: Callable[[Path], Collection[str] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A directory to fill for `output`, and to publish."""
+
+    output: Path
+    folder: Path
+    product: Product
+    force: bool
+    source: Path | None
+
+    @property
+    def directory(self) -> Path:
+        """What gets the name `output` in `publish`."""
+        return self.folder / _NEW
+
+    @property
+    def work(self) -> Path:
+        """An empty directory for files that vanish with the scratch."""
+        return self.folder / _WORK
+
+    def publish(self) -> None:
+        """Give the finished directory its name: all of it reaches the disk first, and what it replaces is looked at
+        again. Raises ConfigError when something came into its way; nothing is changed then."""
+        _sync_tree(self.directory)
+        check_output(self.output, self.product, force=self.force, source=self.source)
+        taken, old = self.folder / _TAKEN, self.folder / _OLD
+        if present(self.output):
+            os.rename(self.output, taken)  # from here on nobody puts anything into it by its name
+            check_output(taken, self.product, force=self.force, source=None, name=self.output)
+            os.replace(taken, old)
+        try:
+            os.replace(self.directory, self.output)
+        except OSError as error:
+            if not present(self.output):
+                raise
+            raise ConfigError(
+                f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
+            ) from error
+        _sync(self.output.parent)
+
+    def publish_file(self, file: Path) -> None:
+        """Give a finished file its name, which must be free. Raises ConfigError when it no longer is."""
+        _sync(file)
+        try:
+            try:
+                os.link(file, self.output)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                check_output(self.output, self.product, force=False)
+                os.rename(file, self.output)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
+            ) from error
+        _sync(self.output.parent)
+
+
+@contextmanager
+def replacing(output: Path, product: Product, *, force: bool, source: str | Path | None = None) -> Iterator[Scratch]:
+    """A Scratch to fill and publish. Whatever was not published vanishes with the block.
+
+    `force` replaces a directory of the same kind; `source` is what is being read, which must not lie in it. What
+    earlier processes for this output left behind when they were killed is removed, and an output that one of them had
+    taken away comes back unless this block publishes one.
+
+    Raises ConfigError when something is in the way, EnvironmentUnfitError in place of an OSError of the block.
+    """
+    output = absolute(output)
+    origin = None if source is None else Path(os.path.expanduser(source))
+    try:
+        with _stale(output, product):
+            check_output(output, product, force=force, source=origin)
+            with _parents(output.parent), _folder(output, product) as folder:
+                yield Scratch(output, folder, product, force, origin)
+    except OSError as error:
+        raise EnvironmentUnfitError(
+            f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
+        ) from error
+
+
+def clear_up(output: Path, product: Product) -> None:
+    """Remove what killed processes left behind beside a finished output."""
+    with suppress(OSError), _stale(output, product):
+        pass
+
+
+def absolute(path: Path) -> Path:
+    """The absolute path, links not followed. Raises EnvironmentUnfitError when the current directory is gone."""
+    try:
+        return Path(os.path.abspath(path))
+    except FileNotFoundError as error:
+        raise EnvironmentUnfitError(
+            f"{path} is relative, and the current directory no longer exists.", fix="Give an absolute path."
+        ) from error
+
+
+def check_output(
+    output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
+) -> None:
+    """Refuse an output that is in the way: anything but an empty directory, or with `force` a directory of the same
+    kind that holds its listed files and nothing else, and not the source. `name` is what to call it.
+
+    Raises ConfigError, and OSError for what may not be looked at."""
+    name = name or output
+    if os.path.islink(output):
+        raise ConfigError(
+            f"{name} is a symbolic link.", fix=f"Name the directory itself: {quoted(os.path.realpath(output))}"
+        )
+    try:
+        status = os.lstat(output)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{name} is not a directory.", fix="Choose another output.")
+    if not os.listdir(output):
+        return
+    listed = product.listed(output)
+    if listed is None:
+        raise ConfigError(
+            f"{name} exists and is not a readable {product.name}, so it is left alone.",
+            fix="Choose another output, or remove it yourself.",
+        )
+    if not force:
+        raise ConfigError(f"The {product.name} {name} already exists.", fix="Add --force to replace it.")
+    if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(output)):
+        raise ConfigError(f"The source {source} lies in {name}, which would be replaced.", fix="Choose another output.")
+    odd = _unlisted(output, frozenset(listed))
+    if odd:
+        more = f" and {len(odd) - _MAX_NAMED} more" if len(odd) > _MAX_NAMED else ""
+        raise ConfigError(
+            f"{name} holds what the {product.name} does not list: {', '.join(odd[:_MAX_NAMED])}{more}.",
+            fix="Move it elsewhere; nothing was changed.",
+        )
+
+
+def _unlisted(directory: Path, listed: Collection[str]) -> list[str]:
+    """Files, links and directories below `directory` that are neither listed nor hold something listed."""
+    parents = {str(parent) for name in listed for parent in Path(name).parents}
+    found: list[str] = []
+
+    def look(folder: Path) -> None:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                name = Path(entry.path).relative_to(directory).as_posix()
+                if entry.is_dir(follow_symlinks=False) and name in parents:
+                    look(Path(entry.path))
+                elif entry.is_dir(follow_symlinks=False) or name not in listed:
+                    found.append(name)
+
+    look(directory)
+    return found
+
+
+@contextmanager
+def _folder(output: Path, product: Product) -> Iterator[Path]:
+    """A scratch directory with marker and lock, settled at the end."""
+    while True:
+        folder = output.parent / f"{_prefix(output)}{secrets.token_hex(16)}"
+        folder.mkdir(mode=0o700)
+        lock = _mark(folder, output)
+        if lock is not None:
+            break
+    try:
+        for name in (_NEW, _WORK):
+            (folder / name).mkdir()
+        yield folder
+    finally:
+        _settle(folder, output, product)
+        os.close(lock)
+
+
+def _mark(folder: Path, output: Path) -> int | None:
+    """Lock and write the marker; None when another process took the new, still empty directory for a left-over."""
+    try:
+        lock = os.open(folder / MARKER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        with suppress(OSError):  # a file system without locks: nobody can lock it later either, so it is never removed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            os.write(lock, _content(output))
+            return lock
+    except BaseException:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    os.close(lock)
+    return None
+
+
+@contextmanager
+def _stale(output: Path, product: Product) -> Iterator[None]:
+    """Clear up after killed processes. A directory in which one of them left the only output is settled at the end."""
+    held: list[tuple[Path, int]] = []
+    try:
+        for folder, lock in _left_behind(output):
+            if present(output) or not any(present(folder / name) for name in (_TAKEN, _OLD)):
+                _settle(folder, output, product)
+                os.close(lock)
+            else:
+                held.append((folder, lock))
+        yield
+    finally:
+        for folder, lock in held:
+            _settle(folder, output, product)
+            os.close(lock)
+
+
+def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
+    """Scratch directories for `output` whose process is gone, each with its lock, which is ours now."""
+    pattern = re.compile(re.escape(_prefix(output)) + "[0-9a-f]{32}")
+    try:
+        names = sorted(os.listdir(output.parent))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # none yet, or not to be listed
+        return
+    for name in names:
+        folder = output.parent / name
+        if not pattern.fullmatch(name) or not _own_directory(folder):
+            continue
+        try:
+            lock = os.open(folder / MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()  # killed before it had a marker; goes only when it is empty
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status, content = os.fstat(lock), os.read(lock, 1 << 16)
+        except OSError:  # it lives, or the file system has no locks
+            os.close(lock)
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_nlink and content == _content(output):
+            yield folder, lock
+            continue
+        if not content and status.st_nlink:  # killed before it wrote the marker
+            with suppress(OSError):
+                os.unlink(folder / MARKER)
+                folder.rmdir()
+        os.close(lock)
+
+
+def _settle(folder: Path, output: Path, product: Product) -> None:
+    """Remove a scratch directory, the marker last. What stood at the output goes back if nothing stands there now."""
+    for name in (_OLD, _TAKEN):
+        if present(folder / name) and not present(output):
+            os.rename(folder / name, output)
+    with suppress(ConfigError, OSError):
+        check_output(folder / _TAKEN, product, force=True)
+        _remove(folder / _TAKEN)
+    if present(folder / _TAKEN):  # no engine of ours, and its place is taken: whoever put it there will look for it
+        return
+    for name in (_NEW, _WORK, _TAKEN, _OLD):
+        _remove(folder / name)
+    with suppress(OSError):
+        os.unlink(folder / MARKER)
+        folder.rmdir()
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def _own_directory(path: Path) -> bool:
+    """Whether this user made the directory, which is none by a link: strangers' markers count for nothing."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return False
+
+
+def _prefix(output: Path) -> str:
+    return f".{output.name}.wicore-"
+
+
+def _content(output: Path) -> bytes:
+    return b"wicore scratch\n" + os.fsencode(output.name)
+
+
+@contextmanager
+def _parents(parent: Path) -> Iterator[None]:
+    """Make a directory and what is missing above it; what is still empty at the end goes again."""
+    missing = []
+    while not os.path.isdir(parent) and parent != parent.parent:
+        missing.append(parent)
+        parent = parent.parent
+    made: list[Path] = []
+    try:
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                path.mkdir()
+                made.append(path)
+        yield
+    finally:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
