@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny_source import write_tiny_source
 
 from wicore_trt.cli.main import run
@@ -61,6 +62,28 @@ def test_build_from_a_recipe_and_flags_over_it(
     assert (manifest.page_tokens, manifest.dtype) == (4, "float16")
     assert run(["build", str(source)]) == 3
     assert "SOURCE and an OUTPUT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--page-tokens", 1 << 62), ("--page-tokens", 0), ("--tp", 10**8), ("--max-context", 0), ("--page-tokens", 24)],
+)
+def test_option_ranges(
+    option: str, value: int, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["build", str(source), str(tmp_path / "e"), option, str(value)]) in (2, 3)
+    assert option.strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
+    assert not (tmp_path / "e").exists()
+
+
+def test_what_a_cast_loses_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, :3] = 1e-30
+    save_file(weights, source / "model.safetensors")
+    for command in ("build", "convert"):
+        assert run([command, str(source), str(tmp_path / command), "--dtype", "float16"]) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert len(notes) == 1 and "of them in model.layers.0.mlp.up_proj.weight" in notes[0]
 
 
 def test_inspect_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

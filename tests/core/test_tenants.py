@@ -1,4 +1,4 @@
-"""Several tenants on one engine: ids, counts and places are each one's own; and requests that it cannot take."""
+"""Several tenants on one engine: ids, counts and places of each are its own. Requests that the engine cannot take."""
 
 from __future__ import annotations
 

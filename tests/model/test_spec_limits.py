@@ -77,6 +77,8 @@ def test_patterns_and_wrappers() -> None:
                 "tie_word_embeddings": False,
             }
         )
+    with pytest.raises(CheckpointError, match="text_config: model_type is 'gemma2'"):
+        Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": CONFIG | {"model_type": "gemma2"}})
     with pytest.raises(CheckpointError, match=r"model_type \['gemma3'\] is not supported"):
         Gemma3Spec.from_hf_config({"model_type": ["gemma3"]})
 

@@ -86,8 +86,9 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        if finite and self.tiers is not None:",
-        "        if self.tiers is not None:",
+        "        if finite:\n",
+        "        if True:\n",
+        "tests/kv/test_failed_steps.py",
     ),
     # --- loads: what has arrived, where to jump, what is given back
     Mutant(
@@ -187,6 +188,7 @@ MUTANTS = (
         "kv/disk_format.py",
         "!= _payload_check(identity, sealed, payload):",
         "!= _payload_check(identity, sealed, payload) and not sealed:",
+        "tests/kv/test_disk_format.py",
     ),
     Mutant(
         "kv/hashing.py",
@@ -213,6 +215,7 @@ MUTANTS = (
         "schedule/scheduler.py",
         "                if victim is sequence and sequence.pages.load is not None:",
         "                if victim is not sequence and sequence.pages.load is not None:",
+        "tests/kv/test_written_pages.py",
     ),
     # --- core
     Mutant(

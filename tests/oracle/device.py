@@ -55,7 +55,7 @@ class Device:
         self.copier: object = None
         self.bad = Bad()
         self.steps = self.tokens = 0
-        self.busy_s = 0.0
+        self.busy_s = self.busy_until = 0.0
         self.pages: dict[str, list[memoryview]] = {}
         for group, count in layout.num_pages.items():
             nbytes = layout.page_bytes[group]
@@ -199,6 +199,7 @@ class AheadDevice(Device):
         seconds = self._seconds(batch)
         self.busy_s += seconds
         self._ends.append(begin + seconds)
+        self.busy_until = begin + seconds
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
         pieces = [
             replace(s, token_ids=[*s.token_ids], history=[*s.history], pages={g: s.pages[g][:] for g in s.pages})

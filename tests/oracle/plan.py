@@ -219,7 +219,7 @@ class Planner:
                 ttl_s=some(rng, (0.5, None), (0.5, power(rng, -2, 1))),
             )
         if self.picky:
-            values["priority"] = some(rng, (0.8, 0), (0.2, rng.randint(-3, 3)))
+            values["priority"] = some(rng, (0.8, 0), (0.2, rng.randint(-2, 2)))
             if rng.random() < 0.1:
                 values["deadline"] = power(rng, -3, 0)
         return values
@@ -241,13 +241,13 @@ class Planner:
         seeded = rng.random() < 0.3
         return SamplingParams(
             max_tokens=some(rng, (0.97, most), (0.03, None)) if room < 40 else most,
-            min_tokens=some(rng, (0.9, 0), (0.1, rng.randint(0, most))),
+            min_tokens=some(rng, (0.75, 0), (0.25, rng.randint(0, most))),
             temperature=0.8 if seeded else 0.0,
             seed=rng.randrange(1 << 40) if seeded else None,
             n=some(rng, (0.85, 1), (0.15, rng.randint(2, 4))),
             repetition_penalty=some(rng, (0.9, 1.0), (0.1, 1.2)),
             frequency_penalty=some(rng, (0.9, 0.0), (0.1, 0.5)),
-            stop_token_ids=tuple(self.tokens(3)) if rng.random() < 0.2 else (),
+            stop_token_ids=tuple(self.tokens(rng.choice((3, 20)))) if rng.random() < 0.3 else (),
             ignore_eos=rng.random() < 0.7,
         )
 

@@ -250,9 +250,9 @@ class Stack:
                 self.idle[pages.load] = Idle(chosen.stop - there, chosen)
             return done
 
-        def stepped(pages, computed):
+        def stepped(pages, computed, **company):
             load = pages.load
-            action = step(pages, computed)
+            action = step(pages, computed, **company)
             counts[f"step {action.action}"] += 1
             if load in self.idle:
                 self._bound_idle(self.idle[load], action.action)

@@ -65,8 +65,9 @@ class Lone:
     @classmethod
     def begin(cls, place: tuple[str, int], prompt: int, stack: Stack) -> Lone:
         device = stack.device
-        spent = (stack.world.clock(), device.busy_s, stack.copier.seconds, device.tokens)
-        return cls(place, prompt, *spent, len(stack.waits))
+        now = stack.world.clock()
+        busy_s = device.busy_s - max(0.0, device.busy_until - now)  # a step that nobody needs any more may still run
+        return cls(place, prompt, now, busy_s, stack.copier.seconds, device.tokens, len(stack.waits))
 
     def answered(self, stack: Stack) -> None:
         device, waits = stack.device, stack.waits[self.plans :]

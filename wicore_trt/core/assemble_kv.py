@@ -30,6 +30,7 @@ from wicore_trt.kv.tiers import LowerTiers
 from wicore_trt.kv.transfers import Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.types import MAX_TTL_S
 
 QUEUE_LIMIT = 256
 
@@ -156,31 +157,25 @@ def _keep_times(retention: Retention, transfers: Transfers) -> None:
     if transfers.disk is None:
         return
     books, store = transfers.disk
-    now = time.time()
     for key, end in store.ending.items():
-        retention.restore(key, end - now)
+        retention.restore(key, min(end - store.now, MAX_TTL_S))
 
     def expires(key: bytes) -> int:
         left = retention.left(key)
-        return 0 if left is None else _unix(left)
+        return 0 if left is None else max(1, int(store.now + left))
 
     def stamped(key: bytes, left: float | None) -> None:
-        end = 0 if left is None else _unix(left)
+        end = 0 if left is None else max(1, int(store.now + left))
         for group in books.slots_per_page:
             copy = books.get(group, key)
             if copy is not None and copy.ready:
                 known = store.expires(copy.slots)
                 # what is used all the time need not be written each time: an earlier end only costs a later restart
-                if not known or not end or end < known or known - time.time() < (left or 0.0) / 2:
+                if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
                     store.stamp(copy.page, copy.slots, end)
 
     transfers.expires = expires
     retention.stamped = stamped
-
-
-def _unix(left_s: float) -> int:
-    """Whole seconds since 1970, not later than in `left_s` seconds; more than 0, which is never."""
-    return max(1, int(time.time() + left_s))
 
 
 def _left(events: KVEventLog, tier: str, store: PageStore | None, copy: TierCopy, cause: str) -> None:

@@ -38,6 +38,8 @@ from wicore_trt.kv.page import Page
 
 WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
+EXPIRED = 1
+"""An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
 _MAX_PARTS = 65535
 _log = logging.getLogger(__name__)
 
@@ -129,6 +131,11 @@ class DiskStore:
         return self._space.secret
 
     @property
+    def now(self) -> float:
+        """Seconds since 1970, and not before the newest write: the clock may have been set back since."""
+        return max(time.time(), self._last_id / 1e9)
+
+    @property
     def usable_slots(self) -> int:
         """Slots that writes can reach: `num_slots`, or fewer since the file system was found full."""
         return self._space.usable_slots
@@ -188,7 +195,7 @@ class DiskStore:
         def told(outcome: Outcome) -> None:
             if outcome is Outcome.RETURNED:  # it may have succeeded after all, but was never acknowledged
                 for slot in held:
-                    self._expires[slot] = expires
+                    self._expires[slot] = expires or self._expires[slot]
                 self.erase(held)
             done(outcome)
 
@@ -239,15 +246,17 @@ class DiskStore:
 
     def _write(self, op: Operation, write: _Write) -> Outcome:
         slots = write.slots
+        taken = self._wiper.take(slots)
+        expires = write.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
         for slot in slots:
-            self._written[slot], self._expires[slot] = 0, write.expires
-        self._index.forget(self._wiper.take(slots))
+            self._written[slot], self._expires[slot] = 0, expires
         try:
             if not self._space.reach(max(slots), self._index.grow):
+                self.erase(slots)
                 return Outcome.NO_SPACE
+            if expires:
+                self._index.put(write.page, slots, 0, expires)  # if we die now, the next life overwrites them
             self._index.flush()  # before data changes: no record may name what was just overwritten
-            if write.expires:
-                self._index.put(write.page, slots, 0, write.expires)  # if we die now, the next life overwrites them
             write_id = self._next_id()
             self._move(write, write_id)
             if op.timed_out:

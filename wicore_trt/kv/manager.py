@@ -12,6 +12,7 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,9 @@ class KVCacheManager:
         self._prefix_cache = options.prefix_cache
         self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
+        self._on_the_way: Counter[bytes] = Counter()
+        self.failures = 0
+        """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
     def names(self, who: str, salt: str) -> TenantNames:
         """What pages of tenant `who` are called that were made with this cache_salt; `.tag` stands for the tenant in
@@ -156,6 +160,7 @@ class KVCacheManager:
                 table.append(slot)
         pages.first_local = first
         pages.published = pages.attached = count
+        pages.failures = self.failures
         # The next request with this prompt, and one that leaves it where this one did, start at these points.
         ends = {prompt_tokens // self.page_tokens, (prompt_tokens - 1) // self.page_tokens}
         pages.resume_points.update(ends | {hit.reachable})
@@ -182,6 +187,17 @@ class KVCacheManager:
             self._copies.begin_due()
             self.tiers.transfers.close(timeout_s)
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """A sequence waits for these pages, to be loaded or because it is parked: their time does not end meanwhile.
+        Ends with `expect_no_more` of the same keys."""
+        self._on_the_way.update(keys)
+
+    def expect_no_more(self, keys: Sequence[bytes]) -> None:
+        self._on_the_way.subtract(keys)
+        for key in keys:
+            if not self._on_the_way[key]:
+                del self._on_the_way[key]
+
     def housekeep(self) -> None:
         """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
         if self.tiers is not None:
@@ -191,9 +207,11 @@ class KVCacheManager:
             self.drop(key, "expired")
 
     def _in_use(self, key: bytes) -> bool:
-        """Whether a page cannot be dropped now: a sequence holds it, or it is on its way to a tier."""
-        return any(pool.in_use(key) for pool in self.pools.values()) or (
-            self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools)
+        """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
+        return (
+            key in self._on_the_way
+            or any(pool.in_use(key) for pool in self.pools.values())
+            or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
 
     def announce(self, pages: SequencePages, owner: int) -> None:
@@ -227,7 +245,10 @@ class KVCacheManager:
         """
         self.wrote(pages, begin, end)
         full = end // self.page_tokens
-        if self._prefix_cache and full > pages.published:
+        if finite:
+            pages.failures = self.failures
+        # since another's step failed, what this one computes may come from a page that was condemned then
+        if self._prefix_cache and full > pages.published and pages.failures == self.failures:
             pages.names.extend(pages.keys, tokens)
             for i in range(pages.published, full):
                 for group in self.pools:
@@ -354,7 +375,9 @@ class KVCacheManager:
     def condemn(self, pages: SequencePages) -> None:
         """A step of this sequence had logits that are not finite, and any page that it read may be why: no tier keeps
         one. Nor does the device keep a page that no other step has vouched for: it may have been computed from one of
-        those, by a request that was cut short. Sequences that share them go on, and nobody finds them again."""
+        those, by a request that was cut short. Sequences that share them go on, publish nothing more until a step of
+        theirs has finite logits, and give up what they load; nobody finds the pages again."""
+        self.failures += 1
         for group, pool in self.pools.items():
             for key in {*pages.keys[: pages.published], *pool.doubtful()}:
                 slot = pool.condemn(key)
@@ -422,5 +445,6 @@ class KVCacheManager:
         for pool in self.pools.values():
             pool.check_integrity()
         self._copies.check_integrity()
+        assert all(count > 0 for count in self._on_the_way.values()), "pages are waited for less than not at all"
         if self.tiers is not None:
             self.tiers.check_integrity()

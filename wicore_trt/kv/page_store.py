@@ -25,6 +25,9 @@ class PageStore(Protocol):
     @property
     def ending(self) -> Mapping[bytes, int]: ...
 
+    @property
+    def now(self) -> float: ...
+
     def write(
         self,
         page: Page,

@@ -10,7 +10,7 @@ of those that were asked for have arrived.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wicore_trt.kv.page import Page
@@ -29,7 +29,9 @@ class PrefixLoad:
     """`tokens` is where the sequence goes on when all has arrived, `stop` its page count. Global pages from `first` on
     are asked for; those before it the sequence computes. `window` are the device slots of local pages
     [window_first, stop). `found` maps global pages that the device had to their slots, which are held for the jump.
-    `here` are group and index of all pages that the device had. Global pages below `floor` are no longer wanted."""
+    `here` are group and index of all pages that the device had. `expected` are the names of all that the manager was
+    told to expect, `failures` its count of failed steps at the beginning. Global pages below `floor` are no longer
+    wanted."""
 
     def __init__(
         self,
@@ -49,6 +51,8 @@ class PrefixLoad:
         self.window_first = window_first
         self.window = list(window)
         self.found = dict(found or {})
+        self.expected: Sequence[bytes] = ()
+        self.failures = 0
         self.floor = 0
         self.todo = deque(items)
         self.in_flight = 0

@@ -23,6 +23,7 @@ from wicore_trt.kv.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import CachePriority
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +159,8 @@ class PrefixLoader:
             found=found,
             here=self._on_device(items, window, stop, found),
         )
+        load.expected, load.failures = pages.keys[:stop], manager.failures
+        manager.expect(load.expected)
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
@@ -193,11 +196,14 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int) -> Step:
-        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
+    def step(self, pages: SequencePages, computed: int, *, alone: bool = True) -> Step:
+        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages. One that
+        is not `alone` does not wait: the step takes its time for the others in any case."""
         load = pages.load
         assert load is not None
         size = self._manager.page_tokens
+        if load.failures != self._manager.failures:
+            return DROP  # what has come may have been condemned meanwhile
         if pages.parked is not None:
             return DROP if load.failed else JUMP if load.complete else WAIT
         if load.broken:
@@ -211,7 +217,8 @@ class PrefixLoader:
         load.floor = computed // size
         ready_from = load.meeting_page() * size if load.window_here else begun.plan.stop + 1
         # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
-        step = advance(begun.plan, computed, ready_from, begun.plan.wait_s if load.failed else begun.idle_s)
+        waits = alone and not load.failed
+        step = advance(begun.plan, computed, ready_from, begun.idle_s if waits else begun.plan.wait_s)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
@@ -230,13 +237,16 @@ class PrefixLoader:
         self._place(pages, load, computed)
         full = min(load.stop, load.tokens // manager.page_tokens)
         private = parked.private if parked is not None else ()
-        for i in range(pages.published, full):
-            for group in manager.pools:
-                slot = pages.tables[group][i]
-                if slot >= 0:
-                    manager.publish(pages, group, i, slot, saved=(group, i) not in private)
-            manager.done_computing(pages.keys[i], owner)
-        pages.published = max(pages.published, full)
+        if pages.failures == manager.failures:
+            for i in range(pages.published, full):
+                if (manager.chain_group, i) in private:
+                    manager.retention.made(pages.keys[i], pages.hints)
+                for group in manager.pools:
+                    slot = pages.tables[group][i]
+                    if slot >= 0:
+                        manager.publish(pages, group, i, slot, saved=(group, i) not in private)
+                manager.done_computing(pages.keys[i], owner)
+            pages.published = max(pages.published, full)
         self._measure_host()
         if parked is not None:
             self.let_go(pages)
@@ -287,6 +297,7 @@ class PrefixLoader:
         load = pages.load
         assert load is not None
         load.cancel()
+        self._manager.expect_no_more(load.expected)
         self._begun.pop(load, None)
         pages.load = None
 
@@ -312,11 +323,12 @@ class PrefixLoader:
         manager, size = self._manager, self._manager.page_tokens
         parked = ParkedPages(computed)
         trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
+        low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
         for group, pool in manager.pools.items():
             held = parked.pages[group] = {}
             for i in range(manager.first_visible_page(computed) if group == LOCAL else 0, manager.pages_for(computed)):
                 slot = pages.tables[group][i]
-                if i < trusted and pool.page(slot) is not None:
+                if i < trusted and pool.page(slot) is not None and not low:
                     held[i] = pages.page(group, i)
                 else:
                     held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
@@ -329,6 +341,8 @@ class PrefixLoader:
             parked.copies = []
             self.let_go(pages)
             return False
+        parked.expected = pages.keys[: computed // size]
+        manager.expect(parked.expected)
         self.parked += 1
         return True
 
@@ -337,6 +351,7 @@ class PrefixLoader:
         parked = pages.parked
         if parked is None:
             return
+        self._manager.expect_no_more(parked.expected)
         for copy in parked.copies:
             self.tiers.host.release(copy)
         for group, i in parked.private:
@@ -366,12 +381,18 @@ class PrefixLoader:
             held.update(zip(lacking, fresh, strict=True))
             items += [LoadItem(parked.pages[group][i], held[i]) for i in lacking]
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
-        first = min(slots[LOCAL], default=0) if LOCAL in slots else 0
+        first = manager.first_visible_page(parked.tokens)
         if GLOBAL in slots:
             pages.tables[GLOBAL].extend(slots[GLOBAL][i] for i in sorted(slots[GLOBAL]))
         pages.load = PrefixLoad(
-            parked.tokens, manager.pages_for(parked.tokens), items, window_first=first, window=window, here=here
+            parked.tokens,
+            manager.pages_for(parked.tokens),
+            items,
+            window_first=first,
+            window=window,
+            here=here,
         )
+        pages.load.failures = manager.failures
         self.tiers.begin(pages.load)
         self.resumed += 1
         return True

@@ -20,6 +20,7 @@ SessionName = tuple[bytes, str | bytes]
 """Scope (`TenantNames.scope`) and session; a request of high priority without a session goes by the last key of its
 chain."""
 _MAX_KEYS = 1 << 18
+KEPT_AT_ONCE = 64
 
 
 class Retention:
@@ -96,13 +97,17 @@ class Retention:
         while (name := self._session_ends.first(now, force=self._held_keys > self._max_keys)) is not None:
             self._release(name)
         found: list[bytes] = []
+        kept = 0
         while True:
             crowded = len(self._ends) > self._max_keys
             key = self._ends.first(now, force=crowded)
             if key is None:
                 return found
-            if in_use(key) and not crowded:
+            if in_use(key):
                 self._extend(key, now, max(self._ends.span(key), 1.0))  # at least a second, so that it does move
+                kept += 1
+                if crowded and kept > KEPT_AT_ONCE:
+                    return found  # all that end soonest are in use: later calls go on
             else:
                 self._ends.discard(key)
                 found.append(key)

@@ -21,11 +21,13 @@ from wicore_trt.types import CacheHints
 class ParkedPages:
     """Where a preempted sequence continues: `tokens` are computed; `pages[group]` are the pages it needs, by index, and
     `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can make: the
-    last page may be partly filled, and pages that no step with finite logits has read are for this sequence alone."""
+    last page may be partly filled, and pages that no step with finite logits has read are for this sequence alone.
+    `expected` are the names of all that the manager was told to expect."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
     private: set[tuple[str, int]] = field(default_factory=set)
+    expected: list[bytes] = field(default_factory=list)
     copies: list[TierCopy] = field(default_factory=list)
 
 
@@ -42,8 +44,9 @@ class SequencePages:
     slid out. `keys[i]` names page i. `published` pages are findable; of those the first `trusted` were read by a step
     of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local` is the
     first page index still held in the local table. `resume_points` are page counts whose local windows stay cached when
-    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `load` brings the
-    prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `failures` is the
+    manager's count of failed steps when what this sequence holds was last known to be good. `load` brings the prefix up
+    from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
     names: TenantNames
@@ -56,6 +59,7 @@ class SequencePages:
     first_local: int = 0
     resume_points: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)
+    failures: int = 0
     load: PrefixLoad | None = None
     parked: ParkedPages | None = None
 

@@ -112,6 +112,8 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
         wrapper = _parse(_Wrapper, config, place)
         data, outer_tie = wrapper.text_config, wrapper.tie_word_embeddings
         place = f"{place}: text_config"
+        if data.get("model_type", "gemma3_text") != "gemma3_text":
+            raise CheckpointError(f"{place}: model_type is {shown(data['model_type'])}, not 'gemma3_text'.")
         _refuse_others(data, place)
     text = _parse(_Text, data, place)
     ties = {tie for tie in (text.tie_word_embeddings, outer_tie) if tie is not None}

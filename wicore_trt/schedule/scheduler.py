@@ -173,23 +173,31 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        step = self.loader.step(sequence.pages, computed)
+        alone = len(self.running) == 1 and not len(self.waiting)
+        step = self.loader.step(sequence.pages, computed, alone=alone)
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
             sequence.computed = self.loader.jump(sequence.pages, sequence.seq_id, computed)
+            if parked and sequence.pages.parked is not None:
+                return self._start_over(sequence)  # what was parked does not fit together
             if not parked and sequence.computed > computed:
                 if not sequence.requeued:  # later it finds what it has computed itself
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
                 self._load_more(sequence)
         elif step.action == "drop":
-            if parked:  # the parked pages are lost: start over
-                self._release(sequence)
-                self.loader.let_go(sequence.pages)
-                self._requeue(sequence)
-                return 0
+            if parked:
+                return self._start_over(sequence)
             self._drop_load(sequence)
         return 0 if sequence.pages.load is not None else sequence.remaining
+
+    def _start_over(self, sequence: Sequence) -> int:
+        """The parked pages of a sequence are lost."""
+        assert self.loader is not None
+        self._release(sequence)
+        self.loader.let_go(sequence.pages)
+        self._requeue(sequence)
+        return 0
 
     def _drop_load(self, sequence: Sequence) -> None:
         assert self.loader is not None

@@ -1,0 +1,98 @@
+"""API keys: the file's lines, its mode, and that no key is ever shown."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from wicore_trt.config import resolve_settings
+from wicore_trt.errors import ConfigError
+from wicore_trt.serve.gate import Gate
+from wicore_trt.serve.keys import EVERYBODY, Identity, KeyRing
+
+ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
+
+
+def written(path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_keys_stand_for_tenants_and_operators(tmp_path):
+    text = f"# keys\n\nalice:{ALICE}\n  alice:{ALICE}-new  \nbob:{BOB}\nops:{OPS}:operator\n"
+    ring = KeyRing.load("the single key", written(tmp_path / "keys", text))
+    assert ring.find(ALICE) == ring.find(f"{ALICE}-new") == Identity("alice")
+    assert ring.find(BOB) == Identity("bob") and ring.find(OPS) == Identity("ops", operator=True)
+    assert ring.find("the single key") == EVERYBODY == Identity("", operator=True)
+    for wrong in ("", ALICE[:-1], ALICE.upper(), f" {ALICE}", "alice", "\udcff", "x" * 10_000):
+        assert ring.find(wrong) is None
+    assert not any(key in repr(vars(ring)) for key in (ALICE, BOB, OPS, "the single key"))
+
+
+def test_without_keys_everybody_is_the_one_trusted_user():
+    ring = KeyRing.load(None, None)
+    assert not ring.needed and ring.find("") == ring.find("anything") == EVERYBODY
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n", "holds no key"),
+        (f"alice:{ALICE}\nbob\n", "line 2"),
+        (f"a b:{ALICE}", "line 1: a tenant's name"),
+        (f":{ALICE}", "line 1: a tenant's name"),
+        ("alice:short", "line 1: a key has"),
+        (f"alice:{ALICE} trailing", "line 1: a key has"),
+        (f"alice:{ALICE}:root", "line 1: behind a key"),
+        (f"alice:{ALICE}:", "line 1: behind a key"),
+        (f"alice:{ALICE}\nbob:{ALICE}", "line 2: the key is there already"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_line_and_no_key_is_shown(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        KeyRing.load(None, written(tmp_path / "keys", text))
+    assert "secret" not in str(error.value) and "short" not in str(error.value)
+
+
+def test_a_file_that_others_may_read_or_nobody_can_is_refused(tmp_path):
+    path = written(tmp_path / "keys", f"alice:{ALICE}", 0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        KeyRing.load(None, path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        KeyRing.load(None, str(tmp_path / "missing"))
+    (tmp_path / "binary").write_bytes(os.urandom(64) + b"\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        KeyRing.load(None, str(tmp_path / "binary"))
+    with pytest.raises(ConfigError, match=r"also in server\.keys_file"):
+        KeyRing.load(ALICE, written(tmp_path / "keys", f"alice:{ALICE}"))
+
+
+def test_the_single_key_is_not_printed(monkeypatch):
+    monkeypatch.setenv("WICORE_SERVER__API_KEY", OPS)
+    monkeypatch.setenv("WICORE_SERVER__KEYS_FILE", "/etc/wicore/keys")
+    text = resolve_settings(None).render()
+    assert OPS not in text and 'keys_file: "/etc/wicore/keys"' in text
+
+
+def test_a_tenant_takes_half_of_the_places_and_another_finds_room():
+    gate = Gate(8, "calls")
+    held = []
+
+    def take(tenant: str) -> bool:
+        place = gate.place(tenant)
+        try:
+            place.__enter__()
+        except Exception:
+            return False
+        held.append(place)
+        return True
+
+    assert [take("flood") for _ in range(6)] == [True] * 4 + [False] * 2
+    assert [take("polite") for _ in range(3)] == [True, True, False]
+    assert [take("") for _ in range(3)] == [True, True, False]
+    for place in held:
+        place.__exit__(None, None, None)
+    assert gate.taken == 0 and take("flood")
