@@ -12,7 +12,7 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 SEED = int.from_bytes(os.urandom(4), "little")
-SALTS = ["", "a", "A", "a ", "a\0", "aa", "ab", "b", "ä", "a\u0308", "0", "00", "x" * 300, "x" * 301]
+SALTS = ["", "a", "A", "a ", "a\0", "aa", "ab", "b", "ä", "a\u0308", "0", "00", "x" * 200, "x" * 201]
 PAGES = {GLOBAL: 300, LOCAL: 300}
 SHARED = 16
 

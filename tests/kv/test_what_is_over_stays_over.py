@@ -84,19 +84,6 @@ def test_pages_that_are_waited_for_do_not_expire():
     assert not any(map(manager._in_use, keys))
 
 
-def test_a_sequence_that_is_not_alone_does_not_wait():
-    prefix = [2 + i * 7 % 90 for i in range(40)]
-    core = core_with_a_prefix_in_host(prefix)
-    loader = core.scheduler.loader
-    loader.tiers.transfers.fetch = lambda page, arrival: True  # nothing arrives
-    measured(core, 1.0, 1e-6)
-    core.add(GenerateRequest("loads", (*prefix, 5), GREEDY))
-    core.step()
-    (sequence,) = core.scheduler.running
-    assert loader.step(sequence.pages, 0).action == "wait"
-    assert loader.step(sequence.pages, 0, alone=False).action == "compute"
-
-
 def test_a_request_of_low_priority_is_parked_under_no_name():
     core = make_core(kv=KVSettings(host_bytes=2000 * 4096))
     scheduler, manager = core.scheduler, core.scheduler.manager

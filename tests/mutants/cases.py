@@ -86,8 +86,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        if finite:\n",
-        "        if True:\n",
+        "        if finite:\n            self._trust(pages)",
+        "        if True:\n            self._trust(pages)",
         "tests/kv/test_failed_steps.py",
     ),
     # --- loads: what has arrived, where to jump, what is given back

@@ -39,7 +39,7 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
         (["serve", ".", "--port", "70000"], 3, "server.port"),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
-        (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "cannot read /no.pem"),
+        (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "/no.pem is missing"),
         (["serve", ".", "--host", "192.0.2.1"], 4, "Cannot listen on 192.0.2.1"),
         (["serve"], 2, "ENGINE"),
     ],

@@ -196,9 +196,8 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int, *, alone: bool = True) -> Step:
-        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages. One that
-        is not `alone` does not wait: the step takes its time for the others in any case."""
+    def step(self, pages: SequencePages, computed: int) -> Step:
+        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
         load = pages.load
         assert load is not None
         size = self._manager.page_tokens
@@ -217,8 +216,7 @@ class PrefixLoader:
         load.floor = computed // size
         ready_from = load.meeting_page() * size if load.window_here else begun.plan.stop + 1
         # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
-        waits = alone and not load.failed
-        step = advance(begun.plan, computed, ready_from, begun.idle_s if waits else begun.plan.wait_s)
+        step = advance(begun.plan, computed, ready_from, begun.plan.wait_s if load.failed else begun.idle_s)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 

@@ -34,7 +34,7 @@ _WHOLE: dict[str, tuple[int, int]] = {
 }
 _REAL: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1.0, 1e6),
-    "rms_norm_eps": (1e-12, 0.1),
+    "rms_norm_eps": (1e-12, 1.0),
     "rope_theta": (1.0, 1e12),
     "rope_local_theta": (1.0, 1e12),
     "rope_scaling_factor": (1.0, 1e5),
@@ -47,9 +47,14 @@ class SpecError(CheckpointError):
     """A value is of the wrong type or out of range. `field` is the spec's name for it, `problem` the sentence behind
     the name; `at` words it for the file that it was read from."""
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"model spec: {field} {problem}")
+    def __init__(self, message: str, *, field: str = "", problem: str = "", fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
         self.field, self.problem = field, problem
+
+    @classmethod
+    def of(cls, field: str, problem: str) -> SpecError:
+        """`problem` is what stands behind the field's name."""
+        return cls(f"model spec: {field} {problem}", field=field, problem=problem)
 
     def at(self, place: str, keys: Mapping[str, str]) -> CheckpointError:
         """The same for `place`, which calls the field `keys[field]`."""
@@ -92,18 +97,20 @@ class Gemma3Spec:
                 continue
             real = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not real or not low <= value <= high:
-                raise SpecError(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
+                raise SpecError.of(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
         if not isinstance(self.tie_word_embeddings, bool):
-            raise SpecError("tie_word_embeddings", f"is {shown(self.tie_word_embeddings)}; it must be true or false.")
+            raise SpecError.of(
+                "tie_word_embeddings", f"is {shown(self.tie_word_embeddings)}; it must be true or false."
+            )
         groups = self.layer_groups
         if not isinstance(groups, tuple) or any(not isinstance(g, str) or g not in GROUPS for g in groups):
-            raise SpecError("layer_groups", f"is {shown(groups)}; it must list {GLOBAL!r} and {LOCAL!r}.")
+            raise SpecError.of("layer_groups", f"is {shown(groups)}; it must list {GLOBAL!r} and {LOCAL!r}.")
         if len(groups) != self.num_layers:
-            raise SpecError("layer_groups", f"names {len(groups)} layers; the model has {self.num_layers}.")
+            raise SpecError.of("layer_groups", f"names {len(groups)} layers; the model has {self.num_layers}.")
         if self.num_heads % self.num_kv_heads:
-            raise SpecError("num_kv_heads", f"is {self.num_kv_heads}; it must divide the {self.num_heads} heads.")
+            raise SpecError.of("num_kv_heads", f"is {self.num_kv_heads}; it must divide the {self.num_heads} heads.")
         if self.head_dim % 2:
-            raise SpecError("head_dim", f"is {self.head_dim}; it must be even.")
+            raise SpecError.of("head_dim", f"is {self.head_dim}; it must be even.")
 
     def layers_of(self, group: str) -> tuple[int, ...]:
         """Indices of the layers whose KV belongs to `group`, ascending."""
@@ -158,7 +165,7 @@ class Gemma3Spec:
 def check_whole(name: str, value: object, low: int, high: int) -> int:
     """`value` when it is an int (no bool) from `low` to `high`. Raises SpecError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise SpecError(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
+        raise SpecError.of(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
     return value
 
 

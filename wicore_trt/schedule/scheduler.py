@@ -173,8 +173,7 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        alone = len(self.running) == 1 and not len(self.waiting)
-        step = self.loader.step(sequence.pages, computed, alone=alone)
+        step = self.loader.step(sequence.pages, computed)
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
