@@ -17,7 +17,7 @@ import raw_http2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from serving import HERE, SERVICE, details_of, failure, make_engine, process, request, serving, until
+from serving import HERE, SERVICE, details_of, failure, make_engine, process, request, rest_of, serving, until
 
 from wicore_trt.serve import interceptors
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -35,7 +35,7 @@ def silent(channel, method: str, metadata=None):
 
 
 async def test_calls_without_the_key_end_before_anything_is_read():
-    """16 gzip messages of 60 KB that unpack to 60 MiB each, and 300 streams that never send."""
+    """4 gzip messages of 60 KB that unpack to 60 MiB each, and 300 streams that never send."""
     async with process(server={"api_key": KEY, "max_message_mb": 64}) as server:
         await server.until_serving()
         memory = psutil.Process(server.process.pid).memory_info
@@ -44,7 +44,7 @@ async def test_calls_without_the_key_end_before_anything_is_read():
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
             bomb = channel.unary_unary(SERVICE + "Generate")
-            calls = [bomb(bytes(60 << 20), compression=grpc.Compression.Gzip, timeout=60) for _ in range(16)]
+            calls = [bomb(bytes(60 << 20), compression=grpc.Compression.Gzip, timeout=60) for _ in range(4)]
             codes = asyncio.gather(*(call.code() for call in calls))
             while not codes.done():
                 peak = max(peak, memory().rss)
@@ -65,7 +65,7 @@ async def test_a_compressed_message_is_not_unpacked_beyond_the_limit():
         memory = psutil.Process(server.process.pid).memory_info
         before = memory().rss
         async with grpc.aio.insecure_channel(server.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call = channel.unary_unary(SERVICE + "Tokenize")(bytes(400 << 20), compression=grpc.Compression.Gzip)
+            call = channel.unary_unary(SERVICE + "Tokenize")(bytes(100 << 20), compression=grpc.Compression.Gzip)
             assert await call.code() is EXHAUSTED
         assert memory().rss - before < 60 << 20
 
@@ -119,6 +119,8 @@ async def test_two_thousand_calls_at_once_are_answered_or_told_when_to_come_back
         assert set(outcomes) == {"OK", EXHAUSTED} and outcomes["OK"] >= 100, outcomes
         for channel in channels:
             await channel.close()
+        server.process.terminate()
+        assert (await server.end())[0] == 0
 
 
 async def test_calls_and_watches_at_once_are_limited(monkeypatch):
@@ -194,8 +196,8 @@ async def test_a_log_that_nobody_reads_hangs_nothing_and_says_what_it_lost():
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             for _ in range(12):
-                calls = [stub.Generate(request("x", 1), wait_for_ready=True, timeout=60) for _ in range(100)]
-                assert set(await asyncio.gather(*(call.code() for call in calls))) == {grpc.StatusCode.OK}
+                calls = [stub.Generate(request("x", 1), wait_for_ready=True) for _ in range(100)]
+                assert all(await asyncio.gather(*map(rest_of, calls)))
         done.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(done.wait, 60) == 0
     finally:
@@ -210,7 +212,7 @@ async def test_a_hangup_drains_like_sigterm():
         call = server.stub.Generate(request("hi", 50))
         await call.read()
         server.process.send_signal(signal.SIGHUP)
-        assert await call.code() is grpc.StatusCode.OK
+        assert (await rest_of(call))[-1].finish.usage.completion_tokens == 50
         code, log = await server.end()
         assert code == 0 and "SIGHUP received" in log
 

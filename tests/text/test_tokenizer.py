@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
@@ -13,7 +17,7 @@ from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
 from wicore_trt.checkpoint.source import open_source
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import Tokenizer, longest_token
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +233,28 @@ def test_same_as_transformers(tmp_path: Path) -> None:
     assert ours.apply_chat(messages) == theirs.encode(rendered, add_special_tokens=False)
 
 
+def longest_gap(work) -> tuple[float, float]:
+    """How long `work` kept another thread from running at most, and how long it took, in seconds."""
+    gaps, running = [0.0], True
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while running:
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    running = False
+    thread.join()
+    return max(gaps), seconds
+
+
 @pytest.mark.model
 def test_real_tokenizer(gemma_270m_gguf: Path, tmp_path: Path) -> None:
     open_source(str(gemma_270m_gguf)).write_tokenizer(tmp_path)
@@ -242,3 +268,40 @@ def test_real_tokenizer(gemma_270m_gguf: Path, tmp_path: Path) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("𓂀",))
     assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text[:-1]
     assert detokenizer.matched == "𓂀"
+
+    rng = random.Random(1)
+    long = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(200_000))
+    gap, seconds = longest_gap(lambda: tokenizer.encode(long))
+    assert tokenizer.longest_token == 31
+    assert gap < max(0.5 * seconds, 0.05), f"other threads were kept from running for {gap:.2f} of {seconds:.2f} s"
+
+
+def test_a_token_stands_for_no_more_characters_than_the_tokenizer_says() -> None:
+    """So a text of more than max_tokens times as many is refused before it is encoded, and no other one is."""
+    tokenizer, rng = synthetic(), random.Random(1)
+    longest = tokenizer.longest_token
+    assert longest is not None and longest >= len("<end_of_turn>")
+    pieces = [*tokenizer._backend.get_vocab(with_added_tokens=True), " ", "\n", "é", "\U0001f600", "a\u0300", "\0"]
+    for _ in range(300):
+        text = "".join(rng.choice(pieces) * rng.choice((1, 1, 5)) for _ in range(rng.randint(1, 30)))
+        tokens = tokenizer.encode(text, add_bos=False)
+        assert len(text) <= len(tokens) * longest, text
+        assert tokenizer.encode(text, add_bos=False, max_tokens=len(tokens)) == tokens
+    with pytest.raises(InvalidRequestError, match="more than 10 tokens") as error:
+        tokenizer.encode("a" * (10 * longest + 1), max_tokens=10)
+    assert error.value.field == "prompt"
+    assert tokenizer.encode("<end_of_turn>" * 10, add_bos=False, max_tokens=10)
+
+
+def test_where_a_tokenizer_may_lose_characters_no_text_is_refused_by_its_length() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    assert longest_token(backend) is None
+    stripping = tokenizers.Tokenizer.from_str(synthetic()._backend.to_str())
+    assert longest_token(stripping) is not None
+    stripping.add_tokens([tokenizers.AddedToken("<greedy>", lstrip=True)])
+    assert longest_token(stripping) is None
+    for normalizer in (tokenizers.normalizers.NFC(), tokenizers.normalizers.Replace("ab", "c")):
+        losing = tokenizers.Tokenizer.from_str(synthetic()._backend.to_str())
+        losing.normalizer = normalizer
+        assert longest_token(losing) is None
