@@ -126,6 +126,7 @@ def test_vision_tensors_are_looked_at_too(tmp_path: Path) -> None:
         ("generation_config.json", '{"eos_token_id": 1000000000}', "eos_token_id is 1000000000"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
         ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": 1, "bos_token_id": [2]}', "bos_token_id is [2]"),
         ("generation_config.json", "[]", "generation_config.json"),
     ],
 )  # fmt: skip

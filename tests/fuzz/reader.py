@@ -258,7 +258,7 @@ def tokenizer_differences(source: Path, built: Path) -> str | None:
         if (built / "generation_config.json").exists()
         else {}
     )
-    ids = [*vocabulary.values(), *np.ravel(ends.get("eos_token_id") or []), ends.get("bos_token_id") or 0]
+    ids = [*vocabulary.values(), *np.ravel([ends.get("eos_token_id") or 0]), ends.get("bos_token_id") or 0]
     return f"an id of {max(ids)} in a model of {size} tokens" if max(ids) >= size else None
 
 

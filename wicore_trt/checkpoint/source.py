@@ -171,11 +171,11 @@ def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> 
     that are no numbers below `vocab_size`."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
-        for token in value if isinstance(value, list) else [value]:
+        for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
             whole = isinstance(token, int) and not isinstance(token, bool)
             if token is not None and not (whole and 0 <= token < vocab_size):
                 raise CheckpointError(
-                    f"{place}: {key} is {shown(value)}; it must be ids below {vocab_size}, the size of the vocabulary."
+                    f"{place}: {key} is {shown(value)}; it must be an id below {vocab_size}, the size of the vocabulary."
                 )
 
 
