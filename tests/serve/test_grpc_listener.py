@@ -75,3 +75,24 @@ async def test_a_hundred_attacks_in_a_row_leave_little_of_a_log_and_a_server_tha
         server.process.terminate()
         code, log = await server.end()
         assert code == 0 and len(log.splitlines()) < 60, log
+
+
+async def test_attacks_while_others_call_do_not_end_the_process():
+    """What the core still writes into must not be freed when a listener breaks: the process would crash."""
+    async with process() as server:
+        await server.until_serving()
+        done = asyncio.Event()
+
+        async def keep_asking() -> None:
+            while not done.is_set():
+                assert await ask(server.address) == expected("new", 5)[0]
+
+        asking = [asyncio.ensure_future(keep_asking()) for _ in range(4)]
+        for _ in range(150):
+            (await attacked(server.address, b"/\xff")).close()
+            assert server.process.returncode is None, (await server.end())[1]
+        done.set()
+        await asyncio.gather(*asking)
+        server.process.terminate()
+        code, log = await server.end()
+        assert code == 0, log

@@ -86,17 +86,6 @@ def check_free(host: str, port: int) -> None:
         raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {failures[0].strerror}.")
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether nobody listens on an address of this machine."""
-    if host.startswith("unix:"):
-        return not Path(host.removeprefix("unix:")).exists()
-    try:
-        check_free(host, port)
-    except EnvironmentUnfitError:
-        return False
-    return True
-
-
 def _check_socket_path(path: Path) -> None:
     """gRPC silently replaces a socket file, that of a running server included; so look whether one answers."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

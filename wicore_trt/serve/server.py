@@ -1,47 +1,35 @@
 """The listening gRPC server: options, TLS, health, reflection, interceptors.
 
-Must not know what the engine is or when it is ready; the lifecycle tells it. Invariants: health is NOT_SERVING from the
-first moment of listening until `set_serving`, and for ever after `set_draining`; while it is not stopped, it listens.
-
-grpc.aio ends its loop that accepts calls, and with it the port, when a call cannot be decoded: one HTTP/2 request whose
-:path is not UTF-8 is enough, before any code of ours runs. Streams that are open then go on. Nothing tells of it in
-time (`wait_for_termination` waits for the very client that did it), so we look whether the address is still taken, and
-if it is not, a fresh grpc.aio server with the same services takes it. Calls that come in the same moment are lost.
+Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: health is NOT_SERVING from the
+first moment of listening until `set_serving`, and for ever after `set_draining`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from contextlib import suppress
-
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.serve.credentials import address_of, check_free, is_free, server_credentials
+from wicore_trt.serve.credentials import address_of, check_free, server_credentials
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.health import Health
 from wicore_trt.serve.interceptors import CallInterceptor
 from wicore_trt.serve.keys import KeyRing
-from wicore_trt.serve.log import Sparingly
+from wicore_trt.serve.listeners import LISTENERS, Generic, Listeners
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
-
-log = logging.getLogger(__name__)
 
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME)
-MAX_PENDING = 1 << 16
-"""Calls that gRPC holds for us to take. Beyond its own default of 1,000 it refuses them as CANCELLED, with nothing that
-tells clients why or when to come back; we take each at once and say so."""
+MAX_PENDING, MOST_PENDING = 2500, 4000
+"""Calls that each listener holds for us to take; above the first number gRPC refuses some, above the second all, as
+CANCELLED and with nothing that tells clients why. Ordinary bursts stay below, so that we take each call at once and say
+so. Strangers can fill them with calls of 13 KB."""
+MAX_STREAMS = 1024
+"""Calls that are open on one connection; a client's own library holds back what is more."""
 BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
 """No token of Gemma's is longer than 93 bytes of UTF-8, so that every prompt that fits the context fits a message."""
-WATCH_S = 0.02
-"""How often we look whether the address is still taken, which costs some 20 us."""
-STOP_S = 1.0
-"""How much longer than its grace gRPC may take to stop. A server that broke waits for the client that broke it."""
 KEEPALIVE_OPTIONS = (
     # Clients may ping every 10 s, with or without a call, and are never thrown out for more ("too many pings").
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -50,6 +38,9 @@ KEEPALIVE_OPTIONS = (
     # A client machine that vanished without closing its connection is noticed after 80 s and its work is stopped.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # Connections that nobody uses give their file descriptors back; a client's library connects again when it calls.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
 )
 
 
@@ -61,11 +52,12 @@ def message_limit(max_context: int | None) -> int:
 def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     """Options of the listening server."""
     return (
-        ("grpc.so_reuseport", 0),  # gRPC would share a used port with the other process, which then gets half the calls
+        ("grpc.so_reuseport", 1),  # for our own listeners; `check_free` sees the port of another process
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.server.max_pending_requests", MAX_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         *KEEPALIVE_OPTIONS,
     )
 
@@ -83,18 +75,17 @@ class GrpcServer:
         self._health = Health(HEALTH_NAMES)
         self._interceptor = CallInterceptor(KeyRing.load(settings.api_key, settings.keys_file))
         self._credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._server = self._fresh()
-        self._stopping = self._has_broken = False
-        self._watcher: asyncio.Task[None] | None = None
-        self._broke = Sparingly(log, logging.WARNING)
+        self._listeners = Listeners(self._fresh, self._bind)
 
     def _fresh(self) -> grpc.aio.Server:
         """A server of all services that does not listen yet."""
         server = grpc.aio.server(interceptors=[self._interceptor], options=channel_options(self._max_message_bytes))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        generic = Generic(server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, generic)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
         if self._settings.reflection:
-            reflection.enable_server_reflection((SERVICE_NAME, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+            servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, HEALTH_SERVICE, reflection.SERVICE_NAME))
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, generic)
         return server
 
     async def start(self) -> str:
@@ -104,41 +95,19 @@ class GrpcServer:
         """
         host, port = self._settings.host, self._settings.port
         check_free(host, port)
+        count = 1 if host.startswith("unix:") else LISTENERS
         try:
-            port = self._bind(address_of(host, port))
+            return await self._listeners.start(address_of(host, port), count, lambda bound: address_of(host, bound))
         except RuntimeError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
-        await self._server.start()
-        address = address_of(host, port)
-        self._watcher = asyncio.ensure_future(self._keep_listening(address, port))
-        return address
 
-    def _bind(self, address: str) -> int:
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
         """Raises RuntimeError when the address is taken."""
         if self._credentials is None:
-            port: int = self._server.add_insecure_port(address)
+            port: int = server.add_insecure_port(address)
         else:
-            port = self._server.add_secure_port(address, self._credentials)
+            port = server.add_secure_port(address, self._credentials)
         return port
-
-    async def _keep_listening(self, address: str, port: int) -> None:
-        """Take the address again whenever the server that listens on it has broken."""
-        while not self._stopping:
-            await asyncio.sleep(WATCH_S)
-            if self._stopping or not is_free(self._settings.host, port):
-                continue
-            if not self._has_broken:
-                # When the last server is freed, grpc.aio waits on the event loop's thread until every one has ended,
-                # and one that broke ends when its clients please. With one more reference it never does.
-                grpc.aio.init_grpc_aio()
-                self._has_broken = True
-            self._server = self._fresh()
-            try:
-                self._bind(address)
-            except RuntimeError:
-                continue
-            await self._server.start()
-            self._broke("a request that cannot be decoded broke the listener; listening again", address=address)
 
     async def set_serving(self) -> None:
         """Tell health checks that requests are taken."""
@@ -151,9 +120,4 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Close the port; calls still open after `grace_s` seconds are cancelled."""
-        self._stopping = True
-        stopping = asyncio.ensure_future(self._server.stop(grace_s))
-        await asyncio.wait((stopping,), timeout=grace_s + STOP_S)
-        with suppress(Exception):  # it broke in this moment
-            if stopping.done():
-                stopping.result()
+        await self._listeners.stop(grace_s)

@@ -1,0 +1,111 @@
+"""The servers that share the listening address, and what happens when one of them breaks.
+
+grpc.aio ends its loop that accepts calls, and with it the port, when a call cannot be decoded: one HTTP/2 request whose
+:path is not UTF-8 is enough, before any code of ours runs. Streams that are open then go on. So several servers listen
+on one TCP address (SO_REUSEPORT): while one is replaced, clients find the others. Must not know services. Invariants:
+while it is not stopped, each server that broke is replaced; neither a server that broke nor what it still waits for is
+ever freed while calls are open that use it, which would end the process with a segmentation fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc
+
+from wicore_trt.serve.log import Sparingly
+
+log = logging.getLogger(__name__)
+
+LISTENERS = 4
+"""Servers on one TCP address. The files of Unix sockets cannot be shared."""
+WATCH_S = 0.02
+"""How often we look whether a server has broken, and how soon its place is taken again."""
+PATIENCE, SLOW_S = 1000, 0.25
+"""Each broken server keeps some 40 KB for ever; after so many the next ones come more slowly."""
+STOP_S = 1.0
+"""How much longer than its grace gRPC may take to stop. A server that broke waits for the client that broke it."""
+
+_BROKEN: list[grpc.aio.Server] = []
+
+
+class Generic:
+    """A server to add services to, without registering their methods one by one.
+
+    grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees the
+    memory that gRPC's core writes the calls into; the core then writes. A server of generic handlers has one wait,
+    which is over whenever the loop breaks.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Left out."""
+
+
+class Listeners:
+    """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken)."""
+
+    def __init__(self, make: Callable[[], grpc.aio.Server], bind: Callable[[grpc.aio.Server, str], int]) -> None:
+        self._make, self._bind = make, bind
+        self._servers: list[grpc.aio.Server] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._broke = Sparingly(log, logging.WARNING)
+
+    async def start(self, address: str, count: int, named: Callable[[int], str]) -> str:
+        """Listen at `address`; returns the address `named` by the port that the system chose. Raises RuntimeError."""
+        self._servers.append(self._make())
+        address = named(self._bind(self._servers[0], address))
+        for _ in range(count - 1):
+            self._servers.append(self._make())
+            self._bind(self._servers[-1], address)
+        for place, server in enumerate(self._servers):
+            await server.start()
+            self._watchers.append(asyncio.ensure_future(self._watch(place, address)))
+        return address
+
+    async def _watch(self, place: int, address: str) -> None:
+        """Replace the server at this place whenever it has broken."""
+        while not self._stopping:
+            try:
+                # Gives back why the server broke, but only when the time is over: its end may be far away.
+                if not await self._servers[place].wait_for_termination(WATCH_S):
+                    return
+            except Exception:
+                await self._replace(place, address)
+
+    async def _replace(self, place: int, address: str) -> None:
+        if not _BROKEN:
+            # When the last server is freed, grpc.aio waits on the event loop's thread until every one has ended,
+            # and one that broke ends when its clients please. With one more reference it never does.
+            grpc.aio.init_grpc_aio()
+        _BROKEN.append(self._servers[place])
+        if len(_BROKEN) > PATIENCE:
+            await asyncio.sleep(SLOW_S)
+        server = self._make()
+        while not self._stopping:
+            try:
+                self._bind(server, address)
+            except RuntimeError:
+                await asyncio.sleep(WATCH_S)
+                continue
+            self._servers[place] = server
+            await server.start()
+            self._broke("a request that cannot be decoded broke the listener; listening again", address=address)
+            return
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port; calls still open after `grace_s` seconds are cancelled."""
+        self._stopping = True
+        stopping = [asyncio.ensure_future(server.stop(grace_s)) for server in self._servers]
+        if stopping:
+            await asyncio.wait(stopping, timeout=grace_s + STOP_S)
+        for ended in stopping:
+            with suppress(Exception):  # it broke in this moment
+                if ended.done():
+                    ended.result()
