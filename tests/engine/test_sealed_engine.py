@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text.synthetic_tokenizer import write as write_tokenizer
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
@@ -154,8 +153,9 @@ STRAYS = {
 def test_a_file_that_is_not_listed_is_refused_and_never_read(
     name: str, make_source: MakeSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write_tokenizer(make_source())
+    source = make_source()
     (source / "generation_config.json").unlink()
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     engine = build_engine(source, tmp_path / "engine")
     assert name not in engine.manifest.files
     before = Tokenizer.from_files(engine.read_present(FILES), engine.path)

@@ -183,16 +183,17 @@ def test_a_refused_run_clears_up_too(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"] and content(out) == "one"
 
 
+@pytest.mark.parametrize("marker", ["", "wicore scratch\nanother", "mine"], ids=["none", "another output's", "foreign"])
 @pytest.mark.parametrize("force", [False, True])
-def test_siblings_of_any_name_stay(force: bool, tmp_path: Path) -> None:
-    for number, name in enumerate(NOT_OURS):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "thesis").write_text("mine")
-        if number % 2:
-            (tmp_path / name / scratch_module.MARKER).write_text("wicore scratch\nanother")
+def test_siblings_of_any_name_stay(force: bool, marker: str, tmp_path: Path) -> None:
+    for name in NOT_OURS:
+        (tmp_path / name / "new").mkdir(parents=True)
+        (tmp_path / name / "new" / "thesis").write_text("mine")
+        if marker:
+            (tmp_path / name / scratch_module.MARKER).write_text(marker)
     make(tmp_path / "out", "one", force=force)
     assert names(tmp_path) == sorted([*NOT_OURS, "out"])
-    assert all((tmp_path / name / "thesis").exists() for name in NOT_OURS)
+    assert all((tmp_path / name / "new" / "thesis").exists() for name in NOT_OURS)
 
 
 EVENTS = {"os.rename", "os.mkdir", "open", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir", "os.scandir"}

@@ -55,7 +55,8 @@ def pick(rng: np.random.Generator, items: Any) -> Any:
 
 def odd_value(rng: np.random.Generator, old: Any = None) -> Any:
     """A value for a JSON field: near the old one, extreme, or of another type."""
-    if isinstance(old, (int, float)) and not isinstance(old, bool) and rng.random() < 0.5:
+    number = isinstance(old, (int, float)) and not isinstance(old, bool) and abs(old) < 1e300
+    if number and rng.random() < 0.5:
         return pick(rng, [old + 1, old - 1, old * 2, -old, float(old), str(old), old * 1.5, [old], bool(old)])
     return copy.deepcopy(pick(rng, pick(rng, [NUMBERS, REALS, TEXTS, OTHERS])))
 

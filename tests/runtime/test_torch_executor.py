@@ -8,6 +8,7 @@ import pytest
 import torch
 from parity.paged import GREEDY, PagedDriver, relative_error
 from parity.tiny import TinyModel, tiny_model
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -56,6 +57,7 @@ def test_a_sequence_that_reads_unwritten_slots_fails_alone() -> None:
 def test_runs_engine_directories(dtype: str, tmp_path: Path) -> None:
     model = tiny_model(22, vocab_size=256)
     model.hf.save_pretrained(tmp_path / "hf")
+    write_tiny_tokenizer(tmp_path / "hf")
     engine = build_engine(tmp_path / "hf", tmp_path / "engine", dtype=dtype, page_tokens=8)
     executor = TorchExecutor(engine, ExecutorSettings(device="cpu", kernels="torch", kv_bytes=1 << 24, max_context=200))
     assert executor.layout.kv_dtype == engine.manifest.kv_dtype and executor.layout.page_tokens == 8

@@ -15,6 +15,7 @@ from parity.paged import PagedDriver, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
 from runtime.trt_engines import fake_engine
 from runtime.trt_fakes import fake_tensorrt
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir
@@ -117,6 +118,7 @@ def real_engine(tmp_path: Path, model: TinyModel, **options: Any) -> EngineDir:
     if target not in api.targets:
         pytest.skip(f"{api.flavour} does not run on {target}")
     model.hf.save_pretrained(tmp_path / "hf")
+    write_tiny_tokenizer(tmp_path / "hf")
     return build_engine(
         tmp_path / "hf", tmp_path / "engine", backend="tensorrt", targets=(target,), page_tokens=8, max_batch=3,
         max_chunk=11, max_context=128, **options,

@@ -13,6 +13,7 @@ import torch
 from parity.tiny import tiny_model
 from runtime.trt_engines import LIMITS, executor_of, fake_engine
 from runtime.trt_fakes import FakeDevice, fake_tensorrt
+from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.config import Settings
 from wicore_trt.core.assemble import make_executor
@@ -101,6 +102,7 @@ def test_the_index_of_a_real_build_is_accepted(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     model = tiny_model(22, vocab_size=256, head_dim=16, num_hidden_layers=2, sliding_window_pattern=2)
     model.hf.save_pretrained(tmp_path / "hf")
+    write_tiny_tokenizer(tmp_path / "hf")
     real = build_engine(
         tmp_path / "hf", tmp_path / "engine", backend="tensorrt", dtype="bfloat16", targets=("sm89",), max_context=128
     )

@@ -97,7 +97,7 @@ def _blocks(door: Door, paths: Iterable[Path]) -> Iterator[bytes]:
 
 
 def _remove_partials(target: Path, size: int) -> None:
-    """Remove what killed runs of version 0.1.0 left: NAME.partial-PID, no larger than the model, its process gone."""
+    """Remove what killed runs of wicore 0.1.0 left: NAME.partial-PID, no larger than the model, its process gone."""
     pattern = re.compile(re.escape(target.name) + r"\.partial-([0-9]{1,9})")
     for name in os.listdir(target.parent):
         match, path = pattern.fullmatch(name), target.parent / name
