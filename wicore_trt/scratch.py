@@ -5,6 +5,7 @@ scratch directory beside the output: a random name, a marker that says whose out
 for as long as the process lives, in whatever container. Invariants: only a directory with our marker and a free lock is
 ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and the new
 one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up after it.
+What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there.
 
     .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
                        /new      what is being made
@@ -16,6 +17,7 @@ one is there; a process that dies at any moment loses nothing, and the next run 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -32,6 +34,7 @@ from wicore_trt.files import present, quoted
 MARKER = "marker"
 _NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
 _MAX_NAMED = 3
+_MAX_NAME = 200  # bytes, of the 255 that file systems allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class Scratch:
         _sync_tree(self.directory)
         check_output(self.output, self.product, force=self.force, source=self.source)
         taken, old = self.folder / _TAKEN, self.folder / _OLD
-        if present(self.output):
+        if _is_empty(self.output):  # a rename replaces it, unless something appears in it
+            os.chmod(self.directory, stat.S_IMODE(os.lstat(self.output).st_mode))
+        elif present(self.output):
             os.rename(self.output, taken)  # from here on nobody puts anything into it by its name
             check_output(taken, self.product, force=self.force, source=None, name=self.output)
             os.replace(taken, old)
@@ -131,9 +136,14 @@ def clear_up(output: Path, product: Product) -> None:
 
 
 def absolute(path: Path) -> Path:
-    """The absolute path, links not followed. Raises EnvironmentUnfitError when the current directory is gone."""
+    """The absolute path that the kernel takes `path` for; its last part may be a link. Raises EnvironmentUnfitError when the current directory is gone."""
     try:
-        return Path(os.path.abspath(path))
+        if ".." not in path.parts:
+            return Path(os.path.abspath(path))
+        # `..` behind a link leads to the parent of what the link names, which the text of the path does not say.
+        if path.name == "..":
+            return Path(os.path.realpath(path))
+        return Path(os.path.realpath(path.parent)) / path.name
     except FileNotFoundError as error:
         raise EnvironmentUnfitError(
             f"{path} is relative, and the current directory no longer exists.", fix="Give an absolute path."
@@ -144,7 +154,8 @@ def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
     """Refuse an output that is in the way: anything but an empty directory, or with `force` a directory of the same
-    kind that holds its listed files and nothing else, and not the source. `name` is what to call it.
+    kind that holds its listed files and nothing else, and not the source; the current directory in any case, because
+    whoever works in it would be left in a deleted one. `name` is what to call it.
 
     Raises ConfigError, and OSError for what may not be looked at."""
     name = name or output
@@ -158,6 +169,10 @@ def check_output(
         return
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{name} is not a directory.", fix="Choose another output.")
+    if os.path.samestat(status, os.stat(".")):
+        raise ConfigError(
+            f"{name} is the current directory, which would be replaced.", fix="Name a new directory in it."
+        )
     if not os.listdir(output):
         return
     listed = product.listed(output)
@@ -241,7 +256,8 @@ def _stale(output: Path, product: Product) -> Iterator[None]:
     held: list[tuple[Path, int]] = []
     try:
         for folder, lock in _left_behind(output):
-            if present(output) or not any(present(folder / name) for name in (_TAKEN, _OLD)):
+            free = not present(output) or _is_empty(output)
+            if not free or not any(present(folder / name) for name in (_TAKEN, _OLD)):
                 _settle(folder, output, product)
                 os.close(lock)
             else:
@@ -287,20 +303,44 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _settle(folder: Path, output: Path, product: Product) -> None:
-    """Remove a scratch directory, the marker last. What stood at the output goes back if nothing stands there now."""
+    """Remove a scratch directory, the marker last. What stood at the output goes back unless the new one is there."""
+    published = not present(folder / _NEW)
     for name in (_OLD, _TAKEN):
-        if present(folder / name) and not present(output):
-            os.rename(folder / name, output)
+        if present(folder / name) and (not present(output) or (not published and _is_empty(output))):
+            with suppress(OSError):  # something appeared there
+                os.rename(folder / name, output)
+    replaced = published or _is_whole(output, product)
     with suppress(ConfigError, OSError):
-        check_output(folder / _TAKEN, product, force=True)
-        _remove(folder / _TAKEN)
-    if present(folder / _TAKEN):  # no engine of ours, and its place is taken: whoever put it there will look for it
+        if replaced:
+            check_output(folder / _TAKEN, product, force=True)
+            _remove(folder / _TAKEN)
+    if present(folder / _TAKEN) or (present(folder / _OLD) and not replaced):
+        _remove(folder / _WORK)  # its place is taken by something else: whoever put it there will look for it
+        if not published:
+            for name in os.listdir(folder / _NEW):  # `new` itself says that nothing was published
+                _remove(folder / _NEW / name)
         return
-    for name in (_NEW, _WORK, _TAKEN, _OLD):
+    for name in (_WORK, _TAKEN, _OLD, _NEW):
         _remove(folder / name)
     with suppress(OSError):
-        os.unlink(folder / MARKER)
+        if os.listdir(folder) == [MARKER]:  # without its marker nobody may remove what is left
+            os.unlink(folder / MARKER)
         folder.rmdir()
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether it is a directory, and no link to one, with nothing in it."""
+    with suppress(OSError):
+        return stat.S_ISDIR(os.lstat(directory).st_mode) and not os.listdir(directory)
+    return False
+
+
+def _is_whole(output: Path, product: Product) -> bool:
+    """Whether a product with all of its files stands at the output."""
+    if os.path.islink(output) or not os.path.isdir(output):
+        return False
+    listed = product.listed(output)
+    return listed is not None and all(present(output / name) for name in listed)
 
 
 def _remove(path: Path) -> None:
@@ -318,7 +358,9 @@ def _own_directory(path: Path) -> bool:
 
 
 def _prefix(output: Path) -> str:
-    return f".{output.name}.wicore-"
+    """`.NAME.wicore-`; of a NAME that leaves no room for the random part its digest."""
+    name = os.fsencode(output.name)
+    return f".{hashlib.sha256(name).hexdigest() if len(name) > _MAX_NAME else output.name}.wicore-"
 
 
 def _content(output: Path) -> bytes:

@@ -244,3 +244,91 @@ def test_a_kill_at_every_system_call_loses_nothing(old: bool, tmp_path: Path) ->
         if not killed:
             break
     assert stop > 20, "the child was killed at every call"
+
+
+def killed_between_the_renames(out: Path) -> None:
+    """What a kill behind the first of `publish`'s renames leaves: the old one in the scratch, nothing at the output."""
+    make(out, "one")
+    left = out.parent / f".{out.name}.wicore-{'a' * 32}"
+    for name in ("new", "work"):
+        (left / name).mkdir(parents=True)
+    fill(left / "new", "two")
+    (left / scratch_module.MARKER).write_bytes(b"wicore scratch\n" + os.fsencode(out.name))
+    out.rename(left / "old")
+
+
+def test_the_old_one_survives_a_directory_in_its_place_and_a_failed_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed_between_the_renames(out)
+    out.mkdir()  # what `mkdir -p` in a script does
+    with pytest.raises(LookupError), replacing(out, BOX, force=True):
+        raise LookupError
+    assert content(out) == "one" and names(tmp_path) == ["out"]
+
+
+def test_the_old_one_survives_a_strangers_directory_in_its_place(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed_between_the_renames(out)
+    out.mkdir()
+    (out / "thesis").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="left alone"):
+            make(out, "two", force=True)
+    assert names(out) == ["thesis"]
+    shutil.rmtree(out)
+    with pytest.raises(ConfigError, match="already exists"):
+        make(out, "two")
+        make(out, "three")
+    assert content(out) == "two" and names(tmp_path) == ["out"]
+
+
+def test_the_old_one_goes_when_a_new_one_stands_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed_between_the_renames(out)
+    make(tmp_path / "other", "three")
+    (tmp_path / "other").rename(out)
+    make(out, "four", force=True)
+    assert content(out) == "four" and names(tmp_path) == ["out"]
+
+
+def test_a_marker_stays_while_anything_else_does(tmp_path: Path) -> None:
+    left = tmp_path / (".out.wicore-" + "a" * 32)
+    (left / "unknown").mkdir(parents=True)
+    (left / scratch_module.MARKER).write_bytes(b"wicore scratch\nout")
+    make(tmp_path / "out", "one")
+    assert names(left) == ["marker", "unknown"]
+
+
+def test_dots_behind_a_link_mean_what_the_kernel_says(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "b" / "c")
+    make(tmp_path / "a" / "out", "one")
+    make(tmp_path / "a" / "link" / ".." / "out", "two", force=True)
+    assert content(tmp_path / "a" / "out") == "one" and content(tmp_path / "b" / "out") == "two"
+
+
+def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (".", str(tmp_path)):
+        with pytest.raises(ConfigError, match="is the current directory"):
+            make(Path(name), "one")
+    make(Path("out"), "one")
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(ConfigError, match="is the current directory"):
+        make(tmp_path / "out", "two", force=True)
+    assert os.listdir() and content(tmp_path / "out") == "one"
+
+
+def test_an_empty_output_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir(mode=0o700)
+    make(tmp_path / "out", "one")
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("length", [200, 214, 215, 255])
+def test_names_of_any_length(length: int, tmp_path: Path) -> None:
+    out = tmp_path / ("n" * length)
+    make(out, "one")
+    make(out, "two", force=True)
+    assert content(out) == "two" and names(tmp_path) == [out.name]
