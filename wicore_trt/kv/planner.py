@@ -7,8 +7,9 @@ jumps to `stop`. Loading back to front makes the meeting point adapt by itself: 
 
 Invariant (`advance`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
 front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step of others,
-which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only
-removes work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
+which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
+add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
+work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
 load-only plan the load's own time too, which ends within a slice and a page.
 """
 
