@@ -135,8 +135,10 @@ def clear_up(output: Path, product: Product) -> None:
         pass
 
 
-def absolute(path: Path) -> Path:
-    """The absolute path that the kernel takes `path` for; its last part may be a link. Raises EnvironmentUnfitError when the current directory is gone."""
+def absolute(path: Path | str) -> Path:
+    """The absolute path that the kernel takes `path` for; its last part may be a link. Raises EnvironmentUnfitError
+    when the current directory is gone."""
+    path = Path(path)
     try:
         if ".." not in path.parts:
             return Path(os.path.abspath(path))

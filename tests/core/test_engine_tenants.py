@@ -37,6 +37,7 @@ async def last_of(stream):
 
 async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_other():
     engine = await started()
+    engine._loop._core.executor.step_s = 0.005  # so that alice is not done when bob is
     a = engine.submit(text_request("turn-7", "alice", params=FOREVER))
     b = engine.submit(text_request("turn-7", "bob", prompt="other"))
     with pytest.raises(InvalidRequestError, match="in use"):

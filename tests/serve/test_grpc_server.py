@@ -136,14 +136,6 @@ async def test_a_used_port_is_an_error_and_not_shared():
             await GrpcServer(ServerSettings(port=port)).start()
 
 
-async def test_grpc_itself_does_not_share_the_port_when_another_server_was_quicker(monkeypatch):
-    monkeypatch.setattr("wicore_trt.serve.server.check_free", lambda host, port: None)
-    async with serving() as running:
-        port = int(running.address.rpartition(":")[2])
-        with pytest.raises(EnvironmentUnfitError, match="Cannot listen"):
-            await GrpcServer(ServerSettings(port=port)).start()
-
-
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
 async def test_a_host_that_is_not_ours_is_an_error(host):
     with pytest.raises(EnvironmentUnfitError, match="unknown|Cannot listen"):

@@ -175,7 +175,7 @@ def check_generation(config: Mapping[str, Any], vocab_size: int, place: str) -> 
             whole = isinstance(token, int) and not isinstance(token, bool)
             if token is not None and not (whole and 0 <= token < vocab_size):
                 raise CheckpointError(
-                    f"{place}: {key} is {shown(value)}; it must be an id below {vocab_size}, the size of the vocabulary."
+                    f"{place}: {key} is {shown(value)}; it must be an id below {vocab_size}, the vocabulary's size."
                 )
 
 
