@@ -281,8 +281,9 @@ class Stack:
 
     def _bound_idle(self, idle: Idle, action: str) -> None:
         """A load may not stall its sequence longer than computing would take under the present load, and some. Where
-        the planner cannot know better (nothing measured, speeds that change) it may."""
-        now, speeds, setup = self.world.clock(), self.world.speeds, self.setup
+        the planner cannot know better (nothing measured, speeds that change) it may. Copies that the step itself makes,
+        for whomever, stop everything and are no waiting."""
+        now, speeds, setup = self.world.clock() - self.copier.seconds, self.world.speeds, self.setup
         if idle.since is not None:
             idle.seconds += now - idle.since
         idle.since = now if action == "wait" else None
