@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md lists every source file with the first line of its docstring; this keeps the list true."""
+"""docs/files.md lists every source file with the first line of its docstring; this keeps the list true."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from repository import ROOT, python_sources, tracked
 
-HEADING = "## One line per file\n"
+FILES = "docs/files.md"
 
 
 def first_line(path: str) -> str:
@@ -19,7 +19,7 @@ def first_line(path: str) -> str:
 
 
 def expected() -> str:
-    """The section as it should be."""
+    """The list as it should be."""
     names = [n for n in python_sources() if not n.endswith("__init__.py")]
     names += [n for n in tracked() if n.startswith("plugins/") and n.endswith((".cpp", ".h"))]
     lines, folder = [], ""
@@ -33,6 +33,10 @@ def expected() -> str:
 
 
 def test_every_file_has_its_line() -> None:
-    document = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    section = document.partition(HEADING)[2]
-    assert section == expected(), f"the list is out of date; it should read:\n{expected()}"
+    written = (ROOT / FILES).read_text(encoding="utf-8").partition("\n")[2].partition("\n**")
+    assert "".join(written[1:]) == expected(), f"{FILES} is out of date: python tests/project/test_file_list.py"
+
+
+if __name__ == "__main__":
+    head = (ROOT / FILES).read_text(encoding="utf-8").partition("\n**")[0]
+    (ROOT / FILES).write_text(head + expected(), encoding="utf-8")
