@@ -35,13 +35,13 @@ demo: setup  ## fetch Gemma 3 270M, build, serve, ask
 	$(PY) examples/demo.py
 
 bench-cpu: setup
-	$(PY) -m wicore_trt.bench.cpu
+	$(PY) -m benchmarks.cpu.decode
 
 bench-gpu: setup  ## needs a GPU; VLLM_SITE and VBENCH measure vLLM beside us, ARGS="--help" lists the rest
-	$(PY) -m wicore_trt.bench.gpu --vllm-site "$(VLLM_SITE)" --vbench "$(VBENCH)" $(ARGS)
+	$(PY) -m benchmarks.gpu.run --vllm-site "$(VLLM_SITE)" --vbench "$(VBENCH)" $(ARGS)
 
 bench-kv: setup
-	$(PY) -m wicore_trt.bench.kv
+	$(PY) -m benchmarks.kv.sessions
 
 proto: setup  ## generated gRPC code from the .proto file
 	$(PY) -m wicore_trt.serve.proto.generate

@@ -68,8 +68,9 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1 << 31, DecodeConfig(1, 64, 2, fused=False)),
     ),
 }
-"""(target, head_dim, bytes per KV element) to (rows at most, configuration), ascending, from `bench.gpu_attention`.
-The last entry serves all larger batches; what is not here follows the rule of `decode_config`."""
+"""(target, head_dim, bytes per KV element) to (rows at most, configuration), ascending, from
+`benchmarks.gpu.kernels.attention`. The last entry serves all larger batches; what is not here follows the rule of
+`decode_config`."""
 
 MEASURED_PREFILL: dict[tuple[str, int, int], PrefillConfig] = {
     ("sm90", 128, 2): PrefillConfig(128, 64, 8, 3),

@@ -3,7 +3,7 @@
 Knows shapes and targets only. Invariant: a configuration depends on the bucket of the number of rows, never on the
 number itself, so rows of one bucket are summed alike.
 
-`MEASURED` is filled from `python -m wicore_trt.bench.gpu_linear`, which prints its lines.
+`MEASURED` is filled from `python -m benchmarks.gpu.kernels.linear`, which prints its lines.
 """
 
 from __future__ import annotations

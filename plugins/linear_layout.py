@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from wicore_trt.plugins.layout import Launch
 
-VECTOR, MATRIX = "vector", "matrix"
+VECTOR: Final = "vector"
+MATRIX: Final = "matrix"
 MAX_SPLITS = 16
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from wicore_trt.bench import attention_trace
-from wicore_trt.bench.attention import ablation_table, cost_table
-from wicore_trt.bench.attention_trace import PageNames, TouchedChain, _mean_masses, replay
+from benchmarks.kv import attention_trace
+from benchmarks.kv.attention import ablation_table, cost_table
+from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay
 from wicore_trt.kv.a2cr import A2CRPolicy
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from parity.tiny import tiny_model
 
-from wicore_trt.bench import cpu
+from benchmarks.cpu import decode as cpu
+from benchmarks.cpu.decode import BFLOAT16, FLOAT32, OURS
 from wicore_trt.bench.bound import MachineRates, ModelCost
-from wicore_trt.bench.cpu import BFLOAT16, FLOAT32, OURS
 from wicore_trt.bench.report import Roof
 
 ROOF = Roof(

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from wicore_trt.bench import gpu, gpu_cases, gpu_machine, gpu_ours, gpu_peer, gpu_report, gpu_startup, gpu_step_check
-from wicore_trt.bench.gpu_cases import CONFIGS, CONTEXT, DECODE, EXPECTED, FIGURES, GOALS, PREFILL, Rates, bound_s
-from wicore_trt.bench.gpu_report import lines, load, markdown, new_document, save, svg
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import machine as gpu_machine
+from benchmarks.gpu import ours as gpu_ours
+from benchmarks.gpu import peer as gpu_peer
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu import startup as gpu_startup
+from benchmarks.gpu import step_check as gpu_step_check
+from benchmarks.gpu.cases import CONFIGS, CONTEXT, DECODE, EXPECTED, FIGURES, GOALS, PREFILL, Rates, bound_s
+from benchmarks.gpu.report import lines, load, markdown, new_document, save, svg
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "target": "sm90"}
 
@@ -324,7 +331,7 @@ def faked(monkeypatch, tmp_path):
         gpu_step_check, "check", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()
     )
     monkeypatch.setattr(gpu_ours, "Served", Served)
-    monkeypatch.setattr("wicore_trt.bench.gpu_engines.Engines", Engines)
+    monkeypatch.setattr("benchmarks.gpu.engines.Engines", Engines)
     monkeypatch.setattr(gpu_peer, "run_peer", run_peer)
     monkeypatch.setattr(gpu_startup, "measure_startup", measure_startup)
     return calls, bad

@@ -12,11 +12,11 @@ from statistics import median
 import pytest
 from fakes import FakeExecutor
 
-from wicore_trt.bench import gpu_engines
-from wicore_trt.bench.gpu_cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
-from wicore_trt.bench.gpu_engines import Engines, prebuild, read_index, source_digest
-from wicore_trt.bench.gpu_ours import Served, decode_batch, settings_for
-from wicore_trt.bench.gpu_step_check import CASES, case_shape
+from benchmarks.gpu import engines as gpu_engines
+from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
+from benchmarks.gpu.engines import Engines, prebuild, read_index, source_digest
+from benchmarks.gpu.ours import Served, decode_batch, settings_for
+from benchmarks.gpu.step_check import CASES, case_shape
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine import triton_compile
 from wicore_trt.engine.directory import open_engine
@@ -83,7 +83,7 @@ def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
     prompts = []
     add = run.core.add
     monkeypatch.setattr(run.core, "add", lambda request: (prompts.append(request.prompt_token_ids), add(request)))
-    monkeypatch.setattr("wicore_trt.bench.gpu_ours.CHEAP_S", 0.0)
+    monkeypatch.setattr("benchmarks.gpu.ours.CHEAP_S", 0.0)
     row = run.measure(config, 1, 3, inf, print)
     assert len(row["prefill_s"]) == 15 and len(row["total_s"]) == 3 and row["graph_ms"] is None
     assert median(row["prefill_s"]) < min(row["total_s"])
@@ -104,12 +104,12 @@ def test_the_graph_is_timed_over_a_step_of_all_rows(name, batch, tmp_path, no_co
         seen.append(executor.steps[-1])
         return 1.25
 
-    monkeypatch.setattr("wicore_trt.bench.gpu_step_time.events", events)
+    monkeypatch.setattr("benchmarks.gpu.step_time.events", events)
     monkeypatch.setattr(run, "run", lambda *_: executor.steps.append([(0, 1)] * 8) or 5.0)
     row = run.measure(CONFIGS[name], batch, 1, inf, print)
     assert row["graph_ms"] == 1.25 and row["graph_context"] == 1056 and [len(step) for step in seen] == [batch]
     assert {*executor.released} == {seq_id for seq_id, _ in seen[0]} and min(executor.released) == -batch
-    monkeypatch.setattr("wicore_trt.bench.gpu_step_time.events", lambda *_: 1 / 0)
+    monkeypatch.setattr("benchmarks.gpu.step_time.events", lambda *_: 1 / 0)
     assert run.measure(CONFIGS[name], batch, 1, inf, print)["graph_ms"] is None
 
 

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_source import write_tiny_source
 
-from wicore_trt.bench import kv, kv_report
-from wicore_trt.bench.kv_report import DEVICE, DISK, HOST, NEXT, RESTART, UNLIMITED, ArmRun, NoReuse
-from wicore_trt.bench.kv_workload import (
+from benchmarks.kv import report as kv_report
+from benchmarks.kv import sessions as kv
+from benchmarks.kv.report import DEVICE, DISK, HOST, NEXT, RESTART, UNLIMITED, ArmRun, NoReuse
+from benchmarks.kv.workload import (
     BATCH_TOKENS,
     Conversations,
     NewPrompts,

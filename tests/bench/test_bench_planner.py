@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wicore_trt.bench import planner
+from benchmarks.kv import planner
 
 
 def test_the_table_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

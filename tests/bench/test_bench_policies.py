@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wicore_trt.bench.policies import WORKLOADS, main, shortfall, trace
+from benchmarks.kv.policies import WORKLOADS, main, shortfall, trace
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))

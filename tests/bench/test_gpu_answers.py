@@ -10,8 +10,8 @@ import torch
 from parity.tiny import cast
 from runtime.triton_cpu import executor_of, oracle_of, rounded, small_model
 
-from wicore_trt.bench.gpu_answers_check import Subject, check, company
-from wicore_trt.bench.gpu_answers_data import (
+from benchmarks.answers.check import Subject, check, company
+from benchmarks.answers.data import (
     DEFAULT,
     INVARIANT,
     Answers,
@@ -23,9 +23,9 @@ from wicore_trt.bench.gpu_answers_data import (
     first_differences,
     next_step,
 )
-from wicore_trt.bench.gpu_answers_oracle import begun, dequantized, joined
-from wicore_trt.bench.gpu_answers_prompts import LONG, PROMPTS, SINGLE, long_text
-from wicore_trt.bench.gpu_answers_runs import Run, torch_step, triton_step
+from benchmarks.answers.oracle import begun, dequantized, joined
+from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
+from benchmarks.answers.runs import Run, torch_step, triton_step
 from wicore_trt.model.lower_torch import E4M3
 from wicore_trt.runtime.weights import LoadedEngine, fuse
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk_store_helpers import SPACE, make_page
 
-from wicore_trt.bench.disk_index import MODELS, measure
+from benchmarks.kv.disk_index import MODELS, measure
 from wicore_trt.kv.disk_cipher import AesGcmPageCipher
 from wicore_trt.kv.disk_files import Files, write_all
 from wicore_trt.kv.disk_format import RECORD_BYTES, SlotFormat

@@ -16,13 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A checkout: plugins/ lies beside wicore_trt/ and becomes a part of it only by installing. With the root on the
-    # package's own path, `wicore_trt.plugins` is the root's plugins/.
-    ROOT = str(Path(__file__).resolve().parents[2])
-    sys.path.insert(0, ROOT)
-    import wicore_trt
-
-    wicore_trt.__path__.append(ROOT)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 else:
     import pytest
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted  # noqa: E402
 
-from wicore_trt.bench.gpu_linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
+from benchmarks.gpu.kernels.linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import linear_spec  # noqa: E402

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -72,6 +73,32 @@ def test_wheel_contents(installed: Path) -> None:
         f"wicore_trt-{wicore_trt.__version__}.dist-info",
     }
     assert not [n for n in names if "tests" in n.split("/")]
+
+
+def test_wheel_holds_each_file_once(installed: Path) -> None:
+    """cli/, plugins/ and recipes/ are folders at the root and links inside of the package."""
+    contents = [p.read_bytes() for p in installed.rglob("*.py") if p.name != "__init__.py" and "gen" not in p.parts]
+    assert len(contents) > 200 and len(contents) == len({*contents})
+
+
+def test_sdist_holds_each_file_once(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="make setup installs the build backend")
+    code = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = archive.getmembers()
+    names = {m.name.partition("/")[2] for m in members}
+    assert {"CMakeLists.txt", "wicore_trt/cli/main.py", "wicore_trt/plugins/cpu/src/linear.h"} <= names
+    assert not [n for n in names if n.startswith(("cli/", "plugins/", "recipes/", "tests/", "benchmarks/"))]
+    assert all(m.isfile() for m in members)
+
+
+def test_a_checkout_runs_without_being_installed(tmp_path: Path) -> None:
+    """As `PYTHONPATH=. python -m wicore_trt` does where the dependencies are there."""
+    code = "from wicore_trt.cli.main import run\nassert run(['recipes', 'show', 'gemma3-270m-cpu']) == 0\n"
+    code += "import wicore_trt.plugins.aot, wicore_trt\nprint(wicore_trt.__path__)\n"
+    assert in_wheel(ROOT, code, tmp_path).splitlines()[-1] == str([str(ROOT / "wicore_trt")])
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from wicore_trt.bench import gpu_step_check as small  # noqa: E402
+from benchmarks.gpu import step_check as small  # noqa: E402
 from wicore_trt.engine.triton_compile import compiled_table  # noqa: E402
 from wicore_trt.kv.disk_files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402

@@ -198,12 +198,12 @@ class TritonOps:
         group = self._spec.layer_groups[layer]
         entry = model.find(self._role("qk_rope"), step.tokens)
         q, (cos, sin) = self._memory.q[: step.tokens], model.rope[group]
-        norms = [model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk"]
+        q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         call = qk_rope_launch(
             entry.kernel.constants,
             qkv.rows.data_ptr(),
             q.data_ptr(),
-            QkNorms(*norms, self._spec.rms_norm_eps),
+            QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
             RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
             self._pool(layer),
             self._tables(group, 0, step.singles + step.chunks),

@@ -1,0 +1,185 @@
+"""Compares an executor's answers with the oracle's, and with its own in other company.
+
+Two questions, each for the batch-invariant and the default mode. Against the oracle: the executor is given the oracle's
+tokens, so that all positions count, and every other greedy token must be a tie within rounding; its logits may err as
+much as a CPU that rounds at the same places. Against itself: the same prompts alone, in groups, in other chunks and
+without graphs; in batch-invariant mode every bit of every logit must stay.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.answers.data import (
+    DEFAULT,
+    INVARIANT,
+    JUDGES,
+    MAX_FACTOR,
+    MEAN_FACTOR,
+    Errors,
+    Oracle,
+    divergences,
+    first_differences,
+)
+from benchmarks.answers.runs import Run, Said, Step, pages_needed, torch_step, triton_step
+from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+
+BUDGET = 256
+BUDGETS = (97, 700)
+"""Other budgets of tokens for a step; an odd one leaves single tokens of prompts behind."""
+MAX_CONTEXT = 2048
+MAX_SHOWN = 12
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged: opens an executor that is in `mode`, with or without graphs, and closes it again."""
+
+    dtype: str
+    opened: Callable[[str, bool], Iterator[tuple[Step, KVLayout]]]
+    modes: tuple[str, ...]
+    has_graphs: bool
+
+
+def check(subject: Subject, oracle: Oracle, say: Say, *, alone: int | None = None) -> tuple[list[str], np.ndarray]:
+    """What is wrong, in sentences, and the tokens of the free run in the first mode. `alone`: prompts that are run
+    alone, all if None."""
+    problems: list[str] = []
+    kept: np.ndarray | None = None
+    for mode in subject.modes:
+        began = time.monotonic()
+        with contextmanager(subject.opened)(mode, True) as (step, layout):
+            name = f"{subject.dtype}, {mode}"
+            problems += against_oracle(name, JUDGES[subject.dtype, mode], step, layout, oracle, say)
+            run = Run(step, layout, oracle.tokens.shape[1])
+            base = run.together(oracle.prompts, BUDGET)
+            kept = base.tokens if kept is None else kept
+            others = dict(company(run, oracle.prompts, len(oracle.prompts) if alone is None else alone))
+        if subject.has_graphs:
+            with contextmanager(subject.opened)(mode, False) as (step, layout):
+                others["without graphs"] = Run(step, layout, run.new_tokens, seed=3).together(oracle.prompts, BUDGET)
+        for how, said in others.items():
+            problems += against_itself(name, how, base, said, oracle, say, strict=mode == INVARIANT)
+        say(f"{name}: {time.monotonic() - began:.1f} s")
+    assert kept is not None
+    return problems, kept
+
+
+def against_oracle(
+    name: str, judges: tuple[str, str], step: Step, layout: KVLayout, oracle: Oracle, say: Say
+) -> list[str]:
+    """All positions behind the oracle's tokens: greedy tokens, and errors of logits."""
+    same, exact = judges
+    run = Run(step, layout, oracle.tokens.shape[1], forced=oracle.tokens, ids=oracle.ids, marked=False, seed=1)
+    said = run.together(oracle.prompts, BUDGET)
+    assert said.values is not None
+    rounding, turnable, answers = oracle.rounding(same, exact), oracle.turnable(same, exact), oracle.answers[same]
+    errors = Errors.between(said.values, oracle.answers[exact].values)
+    twin = Errors.between(said.values, answers.values)
+    found = divergences(said.tokens, answers)
+    ties = [d for d in found if d.explained(turnable)]
+    others = int((said.tokens != oracle.tokens).sum())
+    say(
+        f"{name}: {said.tokens.size} positions, {len(found)} greedy tokens are not those of the {same} oracle "
+        f"({len(ties)} ties within rounding, {len(found) - len(ties)} not explained), {others} not the float32 oracle's"
+    )
+    for d in [d for d in found if d not in ties][:MAX_SHOWN] + ties[:MAX_SHOWN]:
+        say(f"  {d.line(oracle.names[d.prompt], turnable)}")
+    say(
+        f"{name}: logits against {exact}: {errors}; the {same} oracle's own {rounding}; allowed {MAX_FACTOR} and "
+        f"{MEAN_FACTOR} times that; against the {same} oracle: {twin}"
+    )
+    problems = [f"{name}: {len(found) - len(ties)} divergences not explained"] if len(ties) < len(found) else []
+    if not errors.within(rounding):
+        problems.append(f"{name}: logits err by {errors}, the {same} oracle by {rounding}")
+    return problems
+
+
+def company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> Iterator[tuple[str, Said]]:
+    """The same prompts in other company and chunks."""
+    rng, numbers = random.Random(5), list(range(len(prompts)))
+    yield "alone", run.groups(prompts, [[i] for i in numbers[len(numbers) - alone :]], 1 << 16)
+    for number in range(2):
+        rng.shuffle(numbers)
+        cuts = sorted(rng.sample(range(1, len(numbers)), min(4, len(numbers) - 1)))
+        groups = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
+        yield f"random groups of {sorted(map(len, groups))}", run.groups(prompts, groups, BUDGET * (number + 1))
+    for budget in BUDGETS:
+        yield f"{budget} tokens a step", run.together(prompts, budget)
+
+
+def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, say: Say, *, strict: bool) -> list[str]:
+    """`base` and the same prompts run otherwise; `said` may have the last prompts only."""
+    count = len(said.tokens)
+    tokens, marks = base.tokens[-count:], base.marks[-count:]
+    other = first_differences(tokens, said.tokens)
+    at = [i for i, step in enumerate(other) if step is not None]
+    bits = [i for i, step in enumerate(first_differences(marks, said.marks)) if step is not None]
+    names = oracle.names[-count:]
+    text = f"{len(at)} of {count} prompts have other tokens, {len(bits)} other bits of logits"
+    where = ", ".join(f"{names[i]} from position {other[i]}" for i in at[:MAX_SHOWN])
+    say(f"{name}, {how}: {text}{': ' + where if where else ''}")
+    return [f"{name}, {how}: {text}"] if strict and (at or bits) else []
+
+
+def triton_subject(path: Path, oracle: Oracle) -> Subject:
+    """An engine of backend triton on this machine's GPU; its weights are loaded once."""
+    from wicore_trt.runtime.triton_device import open_device
+    from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
+    from wicore_trt.runtime.triton_kernels import load_table
+    from wicore_trt.runtime.triton_weights import engine_shape, load_constants
+
+    engine = open_engine(path, verify=False)
+    device = open_device("auto")
+    shape = engine_shape(engine)
+    table = load_table(engine, shape, device.target)
+    with device.active():
+        constants = load_constants(engine, shape, MAX_CONTEXT, device)
+    plan = Plan(shape, table, engine.manifest.max_context, lambda _: constants)
+
+    def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
+        settings = _settings(engine, oracle, mode, "auto")
+        executor = TritonExecutor(plan, settings, device, graphs=graphs)
+        try:
+            yield triton_step(executor), executor.layout
+        finally:
+            executor.close()
+
+    return Subject(engine.manifest.dtype, opened, (INVARIANT, DEFAULT), has_graphs=True)
+
+
+def torch_subject(path: Path, oracle: Oracle) -> Subject:
+    """An engine of backend torch on the CPU: a rehearsal, which must agree with the oracle everywhere."""
+    engine = open_engine(path, verify=False)
+
+    def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
+        executor = TorchExecutor(engine, _settings(engine, oracle, mode, "cpu"))
+        try:
+            yield torch_step(executor), executor.layout
+        finally:
+            executor.close()
+
+    return Subject(engine.manifest.dtype, opened, (DEFAULT,), has_graphs=False)
+
+
+def _settings(engine: EngineDir, oracle: Oracle, mode: str, device: str) -> ExecutorSettings:
+    lengths = [len(p) + oracle.tokens.shape[1] for p in oracle.prompts]
+    return ExecutorSettings(
+        device=device,
+        kernels="torch" if device == "cpu" else "auto",
+        kv_pages=pages_needed(lengths, engine.manifest.page_tokens),
+        max_batch_tokens=MAX_CONTEXT,
+        max_sequences=len(oracle.prompts),
+        max_context=MAX_CONTEXT,
+        batch_invariant=mode == INVARIANT,
+    )

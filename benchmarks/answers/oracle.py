@@ -1,0 +1,147 @@
+"""Makes the oracle of these checks on a CPU: greedy tokens in float32, and what every dtype says along them.
+
+Runs the torch operators of `model.lower_torch`; it must not know the executor that is judged. Invariant: all oracles
+see the same contexts, so their logits can be compared position by position.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.answers.data import (
+    COMMON_TOP,
+    FLOAT32,
+    FP8_FLOAT32,
+    FP8_WEIGHTS,
+    NEW_TOKENS,
+    OWN_TOP,
+    Answers,
+    Oracle,
+    common_ids,
+)
+from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
+from benchmarks.answers.runs import Run, pages_needed, torch_step
+from wicore_trt.engine.build import build_engine
+from wicore_trt.model.lower_torch import E4M3, weight_scale_name
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.weights import LoadedEngine, load_engine
+from wicore_trt.text.tokenizer import Tokenizer
+
+CHUNK = 256
+Say = Callable[[str], None]
+
+
+def tokenized(tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+    """Names and token ids of the twenty prompts."""
+    texts = {**PROMPTS, LONG: long_text()}
+    prompts = [tokenizer.encode(text) for text in texts.values()]
+    single = tokenizer.encode("The")[:1]
+    return [*texts, SINGLE], [*prompts, single]
+
+
+def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle:
+    """All oracles of a model; builds an engine per dtype in a temporary directory. Takes minutes on two cores."""
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def loaded(dtype: str) -> LoadedEngine:
+            path = Path(scratch) / dtype
+            say(f"oracle: {dtype} engine")
+            return load_engine(build_engine(gguf, path, dtype=dtype))
+
+        exact = loaded(FLOAT32)
+        names, prompts = tokenized(Tokenizer.from_dir(Path(scratch) / FLOAT32))
+        oracle = begun(names, prompts, exact, gguf.name, say, new_tokens)
+        del exact
+        for dtype in ("bfloat16", "float16"):
+            oracle = joined(oracle, dtype, loaded(dtype), say)
+        eight = loaded("fp8")
+        oracle = joined(oracle, "fp8", eight, say)
+        eight = dequantized(eight)
+        oracle = joined(oracle, FP8_WEIGHTS, eight, say)
+        return joined(oracle, FP8_FLOAT32, replace(eight, dtype="float32", kv_dtype="float32"), say)
+
+
+def begun(
+    names: list[str], prompts: list[list[int]], exact: LoadedEngine, source: str, say: Say, new_tokens: int
+) -> Oracle:
+    """An oracle with the greedy tokens of `exact` and its logits."""
+    executor = _executor(exact, prompts, new_tokens)
+    run = Run(torch_step(executor), executor.layout, new_tokens, marked=False)
+    say(f"oracle: {len(prompts)} prompts of {sum(map(len, prompts))} tokens, the longest {max(map(len, prompts))}")
+    tokens = run.together(prompts, CHUNK).tokens
+    logits = _Logits(executor, prompts, tokens)
+    vocab = exact.spec.vocab_size
+    top = logits.collect(lambda rows, _: rows.topk(min(COMMON_TOP, vocab), 1).indices.numpy().astype(np.int32))
+    ids = common_ids(top, vocab)
+    oracle = Oracle(names, prompts, tokens, ids, {FLOAT32: logits.answers(ids)}, source)
+    executor.close()
+    wrong = int((oracle.answers[FLOAT32].top_ids[..., 0] != tokens).sum())
+    say(f"oracle: {tokens.size} positions; step by step and at once disagree at {wrong}")
+    return oracle
+
+
+def joined(oracle: Oracle, name: str, engine: LoadedEngine, say: Say) -> Oracle:
+    """`oracle` with what `engine` says along its tokens."""
+    executor = _executor(engine, oracle.prompts, oracle.tokens.shape[1])
+    answers = _Logits(executor, oracle.prompts, oracle.tokens).answers(oracle.ids)
+    executor.close()
+    say(f"oracle: {name} done")
+    return replace(oracle, answers={**oracle.answers, name: answers})
+
+
+def dequantized(engine: LoadedEngine) -> LoadedEngine:
+    """The same function with what the E4M3 weights mean in float32, so that rows stay as they are."""
+    tensors = dict(engine.tensors)
+    for name, tensor in engine.tensors.items():
+        if tensor.dtype == E4M3:
+            tensors[name] = tensor.float() * tensors.pop(weight_scale_name(name))[:, None]
+    return replace(engine, tensors=tensors)
+
+
+class _Logits:
+    """The logits behind every prompt and token, prompt by prompt."""
+
+    def __init__(self, executor: TorchExecutor, prompts: Sequence[Sequence[int]], tokens: np.ndarray) -> None:
+        self._executor, self._prompts, self._tokens = executor, prompts, tokens
+        self._vocab = executor.spec.vocab_size
+
+    def collect(self, read: Callable[[torch.Tensor, int], np.ndarray]) -> np.ndarray:
+        """`read(logits float32 [T, vocab], prompt)` of every prompt, stacked."""
+        found = []
+        for number, prompt in enumerate(self._prompts):
+            ids = [*prompt, *self._tokens[number, :-1].tolist()]
+            size = self._executor.layout.page_tokens
+            pages = dict.fromkeys(GROUPS, list(range(-(-len(ids) // size))))
+            rows = torch.arange(len(prompt) - 1, len(ids))
+            piece = SequenceSlice(0, ids, 0, pages)
+            found.append(read(self._executor.logits(StepBatch([piece]), rows), number))
+        return np.stack(found)
+
+    def answers(self, ids: np.ndarray) -> Answers:
+        """One pass over all prompts: what is kept of their logits."""
+        values, tops = [], []
+
+        def read(rows: torch.Tensor, number: int) -> np.ndarray:
+            values.append(rows.gather(1, torch.from_numpy(ids[number].astype(np.int64))).numpy())
+            best = rows.topk(min(OWN_TOP, self._vocab), 1)
+            tops.append(best.values.numpy())
+            return best.indices.numpy().astype(np.int32)
+
+        top_ids = self.collect(read)
+        return Answers(np.stack(values), top_ids, np.stack(tops))
+
+
+def _executor(engine: LoadedEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> TorchExecutor:
+    lengths = [len(p) + new_tokens for p in prompts]
+    settings = ExecutorSettings(
+        device="cpu", kernels="torch", kv_pages=pages_needed(lengths, engine.page_tokens), max_batch_tokens=1 << 20
+    )
+    return TorchExecutor(engine, settings)

@@ -1,0 +1,1 @@
+"""On a GPU: engines behind the serving loop beside vLLM, start-up, and the bounds of the machine."""

@@ -1,0 +1,1 @@
+"""Sweeps that choose the launch configurations of GPU kernels, each checked against a reference."""

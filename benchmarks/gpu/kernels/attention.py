@@ -1,0 +1,359 @@
+"""Decode and prefill attention on a GPU: checks every configuration, then times them at the models' shapes.
+
+    python -m benchmarks.gpu.kernels.attention [--quick] [--out FILE.json] [--budget SECONDS]
+
+Exits with 1 if a kernel differs from float64 by more than its operands' rounding. A configuration that does not
+compile, run or hold is named and left out; what the budget does not reach is named too. Kernels are compiled ahead of
+time in a pool of processes and launched by raw pointers inside CUDA graphs, as engines do. Layers of one pool take
+turns, so that L2 holds nothing. TB/s counts the keys and values that are seen, TFLOP/s two products per visible pair;
+`bound` is that over 3.0 TB/s or 800 TFLOP/s. Needs torch with CUDA, triton, cuda-bindings; nothing when imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.kernels.attention_problem import Model, Point, Problem, address
+
+BANDWIDTH, FLOPS = 3.0e12, 800e12
+POOL_BYTES = 6 << 30
+WORKERS = 12
+
+
+LARGE, SMALL = Model("27B", 32, 16, 128, 32, 62), Model("270M", 4, 1, 256, 32, 18)
+
+
+def points(quick: bool) -> list[Point]:
+    """In order of importance."""
+    found = [Point(LARGE, b, 1024) for b in (1, 8, 32, 64)]
+    found += [Point(LARGE, b, 1024, kv="fp8") for b in (1, 32, 128)]
+    found += [Point(SMALL, 1, 1024), Point(SMALL, 1, 1500, 512), Point(LARGE, 1, 1024, tokens=1024)]
+    found += [Point(LARGE, 4, 1024, tokens=1024), Point(LARGE, 1, 8192, tokens=1024)]
+    found += [Point(LARGE, 1, 8192, 1024, tokens=1024), Point(SMALL, 1, 1024, tokens=1024)]
+    if not quick:
+        found += [Point(LARGE, b, 1537, 1024) for b in (1, 32)] + [Point(LARGE, b, 8192) for b in (1, 8)]
+        found += [Point(LARGE, b, 32768) for b in (1, 8)] + [Point(LARGE, 1, 1024, kv="fp8", tokens=1024)]
+        found += [Point(LARGE, 128, 1024), Point(LARGE, 8, 1024, kv="fp8"), Point(LARGE, 64, 1024, kv="fp8")]
+        found += [Point(LARGE, 8, 32768, kv="fp8"), Point(LARGE, 1, 8192, kv="fp8"), Point(SMALL, 32, 1024)]
+    return found
+
+
+def kernels_of(model: Model, kv: str, prefill: bool) -> list[dict[str, Any]]:
+    """Fields of DecodeConfig (without splits) or PrefillConfig to compile."""
+    if prefill:
+        names: tuple[str, ...] = ("block_m", "block_k", "num_warps", "num_stages")
+        large = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)]
+        small = [(64, 32, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2), (64, 64, 8, 2)]
+        return [dict(zip(names, c, strict=True)) for c in (large if model is LARGE else small)]
+    names = ("heads", "block_k", "swap", "fused", "num_warps", "num_stages")
+    wide = [(1, 64, False, True, 4, 2), (1, 64, False, True, 4, 3), (1, 64, False, False, 4, 3)]
+    wide += [(1, 32, False, True, 4, 3), (1, 128, False, True, 4, 2), (1, 64, True, True, 4, 2)]
+    if model is SMALL:
+        wide += [(1, 32, False, True, 4, 2), (1, 32, False, False, 4, 3)]
+    else:
+        wide += [(2, 32, False, True, 4, 3), (2, 64, False, True, 8, 2), (1, 64, False, True, 2, 3)]
+        wide += [(4, 32, False, True, 8, 2), (2, 32, True, True, 4, 2), (1, 64, False, True, 4, 4)]
+        if kv == "fp8":
+            wide += [(1, 128, False, True, 4, 3), (1, 128, False, True, 8, 3), (2, 64, False, True, 8, 3)]
+    return [dict(zip(names, c, strict=True)) for c in wide]
+
+
+def compile_all(job: tuple[str, Model, str, bool, dict[str, Any]]) -> Any:
+    """In a worker: {role: CompiledKernel} of one configuration, or the error's text."""
+    from wicore_trt.plugins.aot import compile_kernels
+    from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
+    from wicore_trt.plugins.kernels import fast_attention_specs as specs
+    from wicore_trt.plugins.kernels.specs import attention_spec
+    from wicore_trt.plugins.layout import PoolShape
+
+    target, model, kv, prefill, fields = job
+    pool = PoolShape(2, model.page_tokens, model.kv_heads, model.head_dim, kv)
+    try:
+        if not fields:  # the kernel that the TensorRT plugin uses
+            rows = 64 if prefill else 16
+            return compile_kernels({"main": attention_spec(pool, "bfloat16", model.heads, block_rows=rows)}, target)
+        if prefill:
+            config = PrefillConfig(**fields)
+            spec = specs.prefill_spec(pool, "bfloat16", model.heads, target, config)
+            return compile_kernels({"main": spec}, target)
+        decode = DecodeConfig(splits=2, **fields)
+        made = {"main": specs.decode_spec(pool, "bfloat16", model.heads, target, decode)}
+        if decode.block_k % model.page_tokens == 0:
+            made["main_mass"] = specs.decode_spec(pool, "bfloat16", model.heads, target, decode, mass=True)
+            made["combine_mass"] = specs.combine_spec(pool, "bfloat16", decode, mass=True)
+            made["mass"] = specs.page_mass_spec(pool, model.heads)
+        made["combine"] = specs.combine_spec(pool, "bfloat16", decode)
+        return compile_kernels(made, target)
+    except Exception as error:  # a configuration that does not fit is no failure of the others
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Kernel:
+    """A compiled configuration and how to run it on a problem."""
+
+    def __init__(self, fields: dict[str, Any], roles: dict[str, Any], launch: Callable[[Any, Any], None]) -> None:
+        self.fields, self.roles, self._launch = fields, roles, launch
+
+    def __str__(self) -> str:
+        short = " ".join(f"{k}={int(v)}" for k, v in self.fields.items())
+        return short or "kernels/attention.py"
+
+    def prepared(self, p: Problem, splits: int, mass: bool = False) -> Callable[[int], None]:
+        """A function that runs layer i; launches are made once."""
+        import torch
+
+        from wicore_trt.plugins import decode_layout as layout
+        from wicore_trt.plugins.layout import Slices, attention_launch
+
+        m, scale = p.point.model, p.point.model.head_dim**-0.5
+        slices = Slices(address(p.cu), address(p.first), p.bounds[-1])
+        constants, window = self.roles["main"].constants, p.point.window
+        q, out = address(p.q), address(p.out)
+        if not self.fields:
+            calls = [
+                [("main", attention_launch(constants, q, out, x, p.table, slices, scale, window))] for x in p.pools
+            ]
+        elif p.point.tokens:
+            calls = [
+                [("main", layout.prefill_launch(constants, (q, out), x, p.table, slices, scale, window))]
+                for x in p.pools
+            ]
+        else:
+            config = layout.DecodeConfig(splits=splits, **self.fields)
+            n, columns = len(p.lengths), p.table.length
+            sizes = layout.workspace_elements(config, p.shape, m.heads, n)
+            buffers = [torch.full((max(x, 4),), torch.nan, device=p.device) for x in sizes[:2]]
+            buffers.append(torch.zeros(max(sizes[2], 4), dtype=torch.int32, device=p.device))
+            arrays = None
+            if mass:
+                forms = ((n, m.heads, columns), (n, m.heads), (n, columns))
+                buffers += [torch.full(form, torch.nan, device=p.device) for form in forms]
+                arrays = layout.MassArrays(*map(address, buffers[3:]))
+            p.keep = buffers
+            work = layout.Workspace(*map(address, buffers[:3]))
+            rows = layout.DecodeRows(q, out, address(p.kv_lengths), m.heads, scale, window)
+            end = "_mass" if mass else ""
+            calls = [
+                [
+                    (f"main{end}", layout.decode_launch(config, rows, x, p.table, work, arrays)),
+                    (f"combine{end}", layout.combine_launch(config, rows, x, n, work, arrays)),
+                ]
+                + ([("mass", layout.page_mass_launch(rows, p.table, arrays))] if arrays else [])
+                for x in p.pools
+            ]
+
+        def run(layer: int) -> None:
+            for role, call in calls[layer]:
+                if 0 not in call.grid:
+                    self._launch(self.roles[role], call)
+
+        return run
+
+    def check(self, model: Model, kv: str, prefill: bool, device: str) -> str:
+        """What is wrong, or nothing."""
+        import torch
+
+        lengths = [700, 1, 130, 1000] if prefill else [0, 1, 33, 700, 1024, 1500]
+        for window in (0, 512 if prefill else 1024):
+            p = Problem(Point(model, len(lengths), 0, window, kv, 300 if prefill else 0), lengths, 2, device, True)
+            for splits in (1,) if prefill else (1, 3, 16):
+                p.out.fill_(torch.nan)
+                run = self.prepared(p, splits)
+                run(1)
+                first = p.out.clone()
+                if (worst := p.worst(1)) > 1:
+                    return f"window {window}, {splits} splits: {worst:.2f} times the error that rounding allows"
+                run(1)
+                if not torch.equal(first, p.out):
+                    return f"window {window}, {splits} splits: two runs differ"
+            if "mass" in self.roles:
+                self.prepared(p, 3, mass=True)(1)
+                for s, length in enumerate(lengths):
+                    want = torch.zeros(p.table.length * model.page_tokens, dtype=torch.float64, device=device)
+                    want[:length] = p.weights(1, s).mean(0)[0] if length else 0
+                    want = want.view(-1, model.page_tokens).sum(1)
+                    if not torch.allclose(p.keep[5][s].double(), want, rtol=1e-4, atol=1e-7):
+                        return f"window {window}: masses of pages differ"
+        return ""
+
+
+def microseconds(run: Callable[[int], None], layers: int) -> float:
+    """Per layer: a CUDA graph of all layers in turn, median of 7 replays after 2."""
+    import torch
+
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            run(layer)
+    event: Any = torch.cuda.Event
+    marks = [event(enable_timing=True) for _ in range(10)]
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    times = [float(a.elapsed_time(b)) for a, b in zip(marks[2:], marks[3:], strict=False)]
+    return statistics.median(times) / layers * 1e3
+
+
+def sdpa(p: Problem) -> float:
+    """Microseconds of torch's scaled_dot_product_attention on contiguous keys and values, window by a mask."""
+    import torch
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    m, point, n = p.point.model, p.point, len(p.lengths)
+    copies = []
+    for layer in range(min(len(p.pools), 8)):
+        pages = p.kv[p.tables.long().clamp(min=0), layer].to(torch.bfloat16)  # [S, columns, 2, tokens, heads, D]
+        kv = pages.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, : point.context]
+        copies.append((kv[0].contiguous(), kv[1].contiguous()))
+    q = p.q.view(n, -1, m.heads, m.head_dim).transpose(1, 2).contiguous()
+    mask: Any = None
+    if point.tokens:
+        mask = causal_lower_right(point.tokens, point.context)
+    if point.window and point.window < point.context:
+        at = torch.arange(point.context, device=p.device)
+        behind = at[-max(point.tokens, 1) :, None] - at
+        mask = (behind >= 0) & (behind < point.window)
+    square = point.tokens == point.context and not isinstance(mask, torch.Tensor)
+
+    def run(layer: int) -> None:
+        more: dict[str, Any] = {"is_causal": True} if square else {"attn_mask": mask}
+        scaled_dot_product_attention(q, *copies[layer], enable_gqa=True, **more)
+
+    return microseconds(run, len(copies))
+
+
+def sweep(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[str, Any]:
+    """Times of all configurations that there is time for, best first."""
+    item = 1 if point.kv == "fp8" else 2
+    layer = point.rows * point.context * point.model.kv_heads * point.model.head_dim * 2 * item
+    p = Problem(point, [point.context] * point.rows, min(point.model.layers, max(2, POOL_BYTES // layer)), "cuda")
+    times: list[tuple[float, str, dict[str, Any], int]] = []
+    for kernel in kernels:
+        groups = point.model.kv_heads // kernel.fields.get("heads", 1) * point.rows
+        blocks = -(-point.seen // kernel.fields.get("block_k", 64))
+        options = {min(blocks, max(1, round(waves * sms / groups))) for waves in (1, 2, 3, 6, 12)}
+        for splits in sorted({1} if point.tokens or not kernel.fields else options):
+            if time.monotonic() > until:
+                break
+            try:
+                took = microseconds(kernel.prepared(p, splits), len(p.pools))
+                times.append((took, f"{kernel} splits={splits}", kernel.fields, splits))
+            except Exception as error:
+                print(f"  left out: {kernel} splits={splits}: {type(error).__name__}: {error}"[:300])
+    times.sort(key=lambda x: x[0])
+    try:
+        beside = sdpa(p)
+    except Exception as error:
+        print(f"  no torch figure: {type(error).__name__}: {error}"[:300])
+        beside = float("nan")
+    return {"point": str(point), "times": times, "sdpa_us": beside}
+
+
+def report(found: dict[str, Any], point: Point) -> str:
+    size, flops = point.cost()
+    ours = [t for t in found["times"] if t[2]]
+    theirs = [t for t in found["times"] if not t[2]]
+    if not ours:
+        return f"{point}: nothing ran"
+    us, name = ours[0][0], ours[0][1]
+    bound = max(size / BANDWIDTH, flops / FLOPS) * 1e6
+    rate = f"{flops / us / 1e6:6.0f} TFLOP/s" if point.tokens else f"{size / us / 1e6:6.2f} TB/s"
+    old = f"{theirs[0][0]:8.1f}" if theirs else "       -"
+    beside = f"kernels/attention.py {old}, torch {found['sdpa_us']:8.1f}"
+    return (
+        f"{point!s:58} {us:8.1f} us {rate} bound {bound:7.1f} us ({beside}; x{point.model.layers} layers "
+        f"{us * point.model.layers / 1e3:.2f} ms)  {name}"
+    )
+
+
+def checked(target: str, wanted: list[tuple[Model, str, bool]]) -> tuple[dict[Any, list[Kernel]], int]:
+    """Kernels that hold, by (model, KV type, prefill), and the number that do not."""
+    import torch
+
+    from wicore_trt.plugins.launch import SHARED_LAUNCHER
+
+    def launch(kernel: Any, call: Any) -> None:
+        SHARED_LAUNCHER.launch(kernel, call, torch.cuda.current_stream().cuda_stream)
+
+    jobs = [(target, *w, fields) for w in wanted for fields in [*kernels_of(*w), {}]]
+    began = time.monotonic()
+    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        built = list(pool.map(compile_all, jobs))
+    print(f"{len(jobs)} configurations compiled in {time.monotonic() - began:.1f} s")
+    kernels: dict[Any, list[Kernel]] = {w: [] for w in wanted}
+    wrong = 0
+    for (_, model, kv, prefill, fields), roles in zip(jobs, built, strict=True):
+        label = f"{model.name} {kv} {'prefill' if prefill else 'decode'}"
+        if isinstance(roles, str):
+            print(f"left out: {label} {fields}: {roles}")
+            continue
+        kernel = Kernel(fields, roles, launch)
+        try:
+            fault = kernel.check(model, kv, prefill, "cuda") if fields else ""
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"[:300]
+        if fault:
+            wrong += 1
+            print(f"WRONG: {label} {kernel}: {fault}")
+        else:
+            kernels[model, kv, prefill].append(kernel)
+    print(f"{sum(map(len, kernels.values()))} hold, {wrong} do not ({time.monotonic() - began:.1f} s)", flush=True)
+    return kernels, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the shapes that count most")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--budget", type=float, default=110.0, help="seconds")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no GPU: nothing was checked")
+        return 2
+    until = time.monotonic() + arguments.budget
+    properties = torch.cuda.get_device_properties(0)
+    print(f"{properties.name}, torch {torch.__version__}")
+    todo = points(arguments.quick)
+    wanted = list(dict.fromkeys((p.model, p.kv, p.tokens > 0) for p in todo))
+    kernels, wrong = checked(f"sm{properties.major}{properties.minor}", wanted)
+    lines, results = [], []
+    for point in todo:
+        if time.monotonic() > until:
+            lines.append(f"{point}: no time left")
+            continue
+        try:
+            found = sweep(
+                point, kernels[point.model, point.kv, point.tokens > 0], until, properties.multi_processor_count
+            )
+        except Exception as error:
+            lines.append(f"{point}: {type(error).__name__}: {error}"[:300])
+            continue
+        lines.append(report(found, point))
+        print(lines[-1], flush=True)
+        for us, name, _, _ in found["times"][1:6]:
+            print(f"    {us:8.1f} us  {name}")
+        results.append({**found, "shape": asdict(point)})
+    print("\nSummary, best of each shape, microseconds per layer\n" + "\n".join(lines))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
