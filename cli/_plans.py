@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
-    from wicore_trt.model.plan_io import PlanTensor
+    from wicore_trt.runtime.tensor_specs import TensorSpec
 
 _BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
@@ -20,15 +20,15 @@ _BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:
     """Plans, memory and tensors as plain data; None for an engine without plans. Raises EngineFormatError for an
     index that cannot be read."""
-    from wicore_trt.engine.tensorrt_backend import INDEX
+    from wicore_trt.backends.tensorrt.build import INDEX
     from wicore_trt.errors import EngineFormatError
-    from wicore_trt.model.plan_io import PlanTensor
+    from wicore_trt.runtime.tensor_specs import TensorSpec
 
     if INDEX not in engine.manifest.files:
         return None
     try:
         index = engine.read_json(INDEX)
-        tensors = {phase: [PlanTensor.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
+        tensors = {phase: [TensorSpec.from_dict(t) for t in given] for phase, given in index["tensors"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
@@ -73,7 +73,7 @@ def print_plans(report: dict[str, Any]) -> None:
             print(f"{plan['file']} transposes in every step: {', '.join(plan['rearranged_weights'])}")
 
 
-def _grouped(tensors: Iterable[PlanTensor]) -> list[dict[str, Any]]:
+def _grouped(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     """One row per name without its layer number, kind, dtype and shape."""
     rows: dict[tuple[Any, ...], int] = {}
     for t in tensors:
@@ -85,7 +85,7 @@ def _grouped(tensors: Iterable[PlanTensor]) -> list[dict[str, Any]]:
     ]
 
 
-def _size(tensor: PlanTensor) -> int:
+def _size(tensor: TensorSpec) -> int:
     return prod(d for d in tensor.shape if isinstance(d, int)) * _BYTES[tensor.dtype]
 
 

@@ -85,9 +85,9 @@ def command(
         raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")
     calibration = None
     if calibrate is not None:
-        from wicore_trt.checkpoint.calibrate import Calibration
+        from wicore_trt.backends.torch.calibrate import TextCalibration
 
-        calibration = Calibration(calibrate, calibrate_tokens, kv_scales)
+        calibration = TextCalibration(calibrate, calibrate_tokens, kv_scales)
     lost: list[str] = []
     with progress(quiet=json) as report:
         engine = build_engine(

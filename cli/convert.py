@@ -38,9 +38,9 @@ def command(
     start, lost = time.monotonic(), list[str]()
     calibration = None
     if calibrate is not None:
-        from wicore_trt.checkpoint.calibrate import Calibration
+        from wicore_trt.backends.torch.calibrate import TextCalibration
 
-        calibration = Calibration(calibrate, calibrate_tokens, kv_scales)
+        calibration = TextCalibration(calibrate, calibrate_tokens, kv_scales)
     with progress(quiet=json) as report:
         checkpoint = convert(
             source,

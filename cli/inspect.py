@@ -83,9 +83,9 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
 
 def _cpu_kernels(engine: EngineDir) -> str:
     """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
+    from wicore_trt.backends.torch.native_ops import unsupported
     from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
     from wicore_trt.errors import CheckpointError
-    from wicore_trt.model.lower_native import unsupported
 
     try:
         names = SafetensorsFile(engine.rank_files[0]).tensors

@@ -29,9 +29,10 @@ from benchmarks.answers.data import (
     first_differences,
 )
 from benchmarks.answers.runs import Run, Said, Step, pages_needed, torch_step, triton_step
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 
 BUDGET = 256
 BUDGETS = (97, 700)
@@ -134,10 +135,10 @@ def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, 
 
 def triton_subject(path: Path, oracle: Oracle) -> Subject:
     """An engine of backend triton on this machine's GPU; its weights are loaded once."""
-    from wicore_trt.runtime.triton_device import open_device
-    from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
-    from wicore_trt.runtime.triton_kernels import load_table
-    from wicore_trt.runtime.triton_weights import engine_shape, load_constants
+    from wicore_trt.backends.triton.device import open_device
+    from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+    from wicore_trt.backends.triton.kernels import load_table
+    from wicore_trt.backends.triton.weights import engine_shape, load_constants
 
     engine = open_engine(path, verify=False)
     device = open_device("auto")

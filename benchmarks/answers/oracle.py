@@ -27,12 +27,14 @@ from benchmarks.answers.data import (
 )
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, pages_needed, torch_step
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.weights import LoadedEngine, load_engine
+from wicore_trt.checkpoint.names import weight_scale_name
 from wicore_trt.engine.build import build_engine
-from wicore_trt.model.lower_torch import E4M3, weight_scale_name
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.runtime.weights import LoadedEngine, load_engine
+from wicore_trt.runtime.dtypes import E4M3
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.text.tokenizer import Tokenizer
 
 CHUNK = 256

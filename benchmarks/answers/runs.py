@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from benchmarks.answers.data import Piece, next_step
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.triton.executor import TritonExecutor
+from wicore_trt.backends.triton.inputs import ordered
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.torch_executor import TorchExecutor
-from wicore_trt.runtime.triton_executor import TritonExecutor
-from wicore_trt.runtime.triton_inputs import ordered
 from wicore_trt.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

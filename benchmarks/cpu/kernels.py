@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from wicore_trt.runtime import native, native_args
+from wicore_trt.backends.torch import native, native_args
 
 
 def medians(functions: list[Callable[[], object]], seconds: float = 0.6) -> list[float]:

@@ -18,15 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.backends.tensorrt.api import find_tensorrt
+from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
 from wicore_trt.bench.report import KIND, SCHEMA, machine
 from wicore_trt.checkpoint.format import QUANT_FP8, rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
-from wicore_trt.engine.plan_build import PlanRequest
-from wicore_trt.engine.plan_weights import weight_inputs
-from wicore_trt.engine.tensorrt_api import find_tensorrt
-from wicore_trt.engine.tensorrt_backend import PLANS, build_plans, plan_file
 from wicore_trt.kv.sizing import MODELS, builtin_spec
-from wicore_trt.model.plan_io import PHASES, PlanLimits
+from wicore_trt.runtime.tensor_specs import weight_inputs
 
 GIB = 1 << 30
 COLUMNS = (

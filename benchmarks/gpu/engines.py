@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import PAGE_TOKENS, Config
+from wicore_trt.backends.triton import table as triton_table
+from wicore_trt.backends.triton.index import read_table, write_kernels
+from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.options import DummyModel
-from wicore_trt.engine.triton_index import read_table, write_kernels
-from wicore_trt.model import triton_table
-from wicore_trt.model.triton_table import EngineShape, KernelTable
 from wicore_trt.plugins import aot
 
 INDEX = "built.json"
@@ -127,7 +127,7 @@ def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
 def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) -> None:
     """Build all engines of `configs` and the kernels of the check into `directory`; needs no GPU."""
     from benchmarks.gpu.step_check import CASES, case_shape
-    from wicore_trt.engine.triton_compile import compile_plan
+    from wicore_trt.backends.triton.compile import compile_plan
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX).unlink(missing_ok=True)

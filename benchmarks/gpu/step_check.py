@@ -17,18 +17,19 @@ from functools import lru_cache
 import torch
 
 from benchmarks.gpu.step_overlap import overlapping, replay_problems
-from wicore_trt.checkpoint.names import Role, unified_tensors
-from wicore_trt.engine.triton_compile import compiled_table
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES, weight_scale_name
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.triton.compile import compiled_table
+from wicore_trt.backends.triton.device import open_device
+from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+from wicore_trt.backends.triton.inputs import ordered
+from wicore_trt.backends.triton.table import EngineShape, KernelTable
+from wicore_trt.backends.triton.weights import placed_constants
+from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
-from wicore_trt.model.triton_table import EngineShape, KernelTable
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.runtime.triton_device import open_device
-from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
-from wicore_trt.runtime.triton_inputs import ordered
-from wicore_trt.runtime.triton_weights import placed_constants
-from wicore_trt.runtime.weights import fuse
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.types import SamplingParams
 
 PAGE_TOKENS = 16

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import torch
 
+from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
-from wicore_trt.runtime.triton_executor import TritonExecutor
 
 ACTIVATIONS = ("residual", "x", "q", "attended", "act", "head_in", "logits", "results", "scales", "bytes8")
 """Of `StepMemory`: what a step writes before it reads it."""

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.step_overlap import OneByOne
-from wicore_trt.model import triton_products
+from wicore_trt.backends.triton import products as triton_products
+from wicore_trt.backends.triton.executor import TritonExecutor
+from wicore_trt.backends.triton.ops import StepArrays, TritonOps
+from wicore_trt.backends.triton.table import LINEARS
 from wicore_trt.model.gemma3 import forward
-from wicore_trt.model.lower_triton import StepArrays, TritonOps
-from wicore_trt.model.triton_table import LINEARS
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.runtime.triton_executor import TritonExecutor
 
 CUBLAS = "cuBLAS"
 EVENT: Any = torch.cuda.Event

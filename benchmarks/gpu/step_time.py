@@ -28,16 +28,17 @@ import torch
 
 from benchmarks.gpu import step_overlap as gpu_step_overlap
 from benchmarks.gpu.step_roles import role_times
+from wicore_trt.backends.triton import products as triton_products
+from wicore_trt.backends.triton import table as triton_table
+from wicore_trt.backends.triton.device import open_device
+from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
+from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec
-from wicore_trt.model import triton_products, triton_table
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
-from wicore_trt.model.triton_table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings
-from wicore_trt.runtime.triton_device import open_device
-from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
-from wicore_trt.runtime.triton_weights import dummy_weights, finished
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.types import SamplingParams
 
 PAGE_TOKENS = 32
@@ -205,7 +206,7 @@ class Measurement:
         return executor, read
 
     def table(self, target: str) -> KernelTable:
-        from wicore_trt.engine.triton_compile import compiled_table
+        from wicore_trt.backends.triton.compile import compiled_table
 
         return compiled_table(self.shape, target, self.args.workers)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kv.attention_trace import MeasuringExecutor, TouchedChain, Workload, record, replay
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.report import machine, versions
 from wicore_trt.checkpoint.demo import fetch
 from wicore_trt.config import load_settings
@@ -26,7 +27,7 @@ from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.types import SamplingParams
 
 INTERVAL = 32

@@ -62,7 +62,7 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
-from wicore_trt.model.lower_torch import TORCH_DTYPES
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 

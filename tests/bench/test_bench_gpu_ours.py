@@ -17,8 +17,8 @@ from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
 from benchmarks.gpu.engines import Engines, prebuild, read_index, source_digest
 from benchmarks.gpu.ours import Served, decode_batch, settings_for
 from benchmarks.gpu.step_check import CASES, case_shape
+from wicore_trt.backends.triton import compile as triton_compile
 from wicore_trt.core.assemble import load_engine
-from wicore_trt.engine import triton_compile
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_plan import plan_pools

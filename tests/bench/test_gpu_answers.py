@@ -26,8 +26,8 @@ from benchmarks.answers.data import (
 from benchmarks.answers.oracle import begun, dequantized, joined
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, torch_step, triton_step
-from wicore_trt.model.lower_torch import E4M3
-from wicore_trt.runtime.weights import LoadedEngine, fuse
+from wicore_trt.backends.torch.weights import LoadedEngine, fuse
+from wicore_trt.runtime.dtypes import E4M3
 
 NEW = 4
 

@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 from runtime.triton_cpu import executor_of, small_model  # noqa: E402
 
 from benchmarks.gpu.step_overlap import captured, overlapping, replay_problems  # noqa: E402
+from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
 from wicore_trt.plugins.aot import CompiledKernel  # noqa: E402
 from wicore_trt.plugins.launch import Launcher  # noqa: E402
 from wicore_trt.plugins.layout import Launch  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice  # noqa: E402
-from wicore_trt.runtime.triton_executor import TritonExecutor  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0)

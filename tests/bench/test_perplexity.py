@@ -10,9 +10,10 @@ import pytest
 import torch
 from parity.tiny import tiny_model
 
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.perplexity import ROWS, chosen_logprobs, default_text, pages_for, perplexity, score, windows
 from wicore_trt.errors import ConfigError
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 
 BOS = 2
 

@@ -17,9 +17,10 @@ from text.synthetic_tokenizer import BOS
 from text.synthetic_tokenizer import write as write_tokenizer
 from transformers import DynamicCache
 
+from wicore_trt.backends.torch import calibrate as module
+from wicore_trt.backends.torch import ops as lower_torch
+from wicore_trt.backends.torch.calibrate import TextCalibration, calibrate_checkpoint, measure
 from wicore_trt.bench.perplexity import ExecutorScorer, default_text
-from wicore_trt.checkpoint import calibrate as module
-from wicore_trt.checkpoint.calibrate import Calibration, calibrate_checkpoint, measure
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
 from wicore_trt.checkpoint.names import kv_scale_name, unified_tensors
@@ -31,7 +32,6 @@ from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import CheckpointError, ConfigError, WicoreError
-from wicore_trt.model import lower_torch
 from wicore_trt.text.tokenizer import Tokenizer
 
 TEXT = "hello world, Hello. What is that: a bear? No! it's a 日本 🙂 whale.\nß é 12 "
@@ -116,7 +116,7 @@ def test_amax_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Path) -> None:
-    calibration = Calibration(text, 500)
+    calibration = TextCalibration(text, 500)
     checkpoint = convert(source, tmp_path / "c", dtype="fp8", tp_size=tp, calibration=calibration)
     open_checkpoint(checkpoint.path, verify=True)
     quantization = checkpoint.config["quantization"]
@@ -147,7 +147,7 @@ def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, t
     """In place, from ranks put back together; a bfloat16 checkpoint computes what its bfloat16 source does."""
     plain = convert(source, tmp_path / "c", dtype=dtype, tp_size=tp)
     before = [load_file(file) for file in plain.rank_files]
-    calibration = Calibration(text, 300)
+    calibration = TextCalibration(text, 300)
     found = convert(plain.path, plain.path, calibration=calibration, force=True)
     assert open_checkpoint(found.path, verify=True).tp_size == tp and found.kv_scales
     assert found.quant_algo == ("FP8" if dtype == "fp8" else None)
@@ -165,7 +165,7 @@ def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, t
     again = calibrate_checkpoint(found.path, tmp_path / "again", calibration)
     assert again.files == found.files and again.config == found.config
     if dtype == "fp8":
-        without = calibrate_checkpoint(found.path, tmp_path / "without", Calibration(text, 300, kv_scales=False))
+        without = calibrate_checkpoint(found.path, tmp_path / "without", TextCalibration(text, 300, kv_scales=False))
         assert not without.kv_scales and not any("kv_cache" in n for n in static_scales(without.rank_files[0]))
     assert not [p.name for p in tmp_path.iterdir() if "partial" in p.name or "old-" in p.name]
 
@@ -203,7 +203,7 @@ def test_one_matrix_is_in_memory_at_a_time(source: Path, monkeypatch: pytest.Mon
 
 def test_through_an_engine(source: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """convert, build, load, run: predictions stay those of the model, and the scales are in use."""
-    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=Calibration(text, 600))
+    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=TextCalibration(text, 600))
     plain = build_engine(source, tmp_path / "plain")
     token_ids = [BOS, *Tokenizer.from_dir(source).encode(text.read_text(), add_bos=False)[-300:]]
     logprobs = {}
@@ -227,7 +227,7 @@ def test_through_an_engine(source: Path, text: Path, tmp_path: Path, capsys: pyt
 
 def test_a_static_scale_that_is_wrong_shows(source: Path, text: Path, tmp_path: Path) -> None:
     """What the engine computes depends on the scales: with 1/200 of them, most activations saturate."""
-    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=Calibration(text, 300))
+    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=TextCalibration(text, 300))
     tensors = load_file(checkpoint.rank_files[0])
     spoiled = {n: t / 200 if n.endswith("activation_scaling_factor") else t for n, t in tensors.items()}
     token_ids = [BOS, *range(20, 120)]
@@ -272,13 +272,13 @@ def test_bad_texts(write: Callable[[Path], Any], message: str, existing: bool, s
     given = convert(source, tmp_path / "given", dtype="fp8").path if existing else source
     left = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(ConfigError, match=message):
-        convert(given, output, dtype="fp8", calibration=Calibration(text, 300))
+        convert(given, output, dtype="fp8", calibration=TextCalibration(text, 300))
     assert sorted(p.name for p in tmp_path.iterdir()) == left
 
 
 def test_what_cannot_be_calibrated(source: Path, text: Path, tmp_path: Path) -> None:
     plain = convert(source, tmp_path / "c", dtype="bfloat16", tp_size=2)
-    kv, only = Calibration(text, 50), Calibration(text, 50, kv_scales=False)
+    kv, only = TextCalibration(text, 50), TextCalibration(text, 50, kv_scales=False)
     refused: list[tuple[Path, dict[str, Any], str]] = [
         (source, {"dtype": "bfloat16", "calibration": only}, "nothing to calibrate.*--dtype fp8"),
         (plain.path, {"dtype": "auto", "calibration": only}, "nothing to calibrate.*--dtype fp8"),
@@ -311,14 +311,14 @@ def test_an_interrupted_calibration_keeps_the_checkpoint(phase: str, source: Pat
 
     left = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(plain.path, plain.path, Calibration(text, 400), force=True, progress=interrupt)
+        calibrate_checkpoint(plain.path, plain.path, TextCalibration(text, 400), force=True, progress=interrupt)
     assert open_checkpoint(plain.path, verify=True).files == plain.files
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     assert all(0 <= done <= total for _, done, total in seen)
 
 
 def test_the_command_to_repeat_it(source: Path, text: Path, tmp_path: Path) -> None:
-    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=Calibration(text, 100, kv_scales=False))
+    checkpoint = convert(source, tmp_path / "c", dtype="fp8", calibration=TextCalibration(text, 100, kv_scales=False))
     checkpoint.rank_files[0].unlink()
     with pytest.raises(CheckpointError, match=f"--calibrate {text} --calibrate-tokens 100 --no-kv-scales --force"):
         open_checkpoint(checkpoint.path)
@@ -333,7 +333,7 @@ def test_the_real_model_keeps_its_predictions(
     words = default_text()
     (tmp_path / "text.txt").write_text(words[-40_000:])
     checkpoint = convert(
-        gemma_270m_gguf, tmp_path / "c", dtype="fp8", calibration=Calibration(tmp_path / "text.txt", 510)
+        gemma_270m_gguf, tmp_path / "c", dtype="fp8", calibration=TextCalibration(tmp_path / "text.txt", 510)
     )
     token_ids = Tokenizer.from_dir(checkpoint.path).encode(words[:8000])[:1000]
     logprobs = {}

@@ -18,15 +18,15 @@ from runtime.trt_engines import fake_engine
 from runtime.trt_fakes import FakeDevice, fake_tensorrt
 from test_triton_backend import build, source  # noqa: F401 -- `source` is a fixture
 
+from wicore_trt.backends.tensorrt import plan as trt_plan
+from wicore_trt.backends.tensorrt.build import INDEX as PLAN_INDEX
+from wicore_trt.backends.tensorrt.build import plan_file
+from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.triton.index import INDEX as KERNEL_INDEX
+from wicore_trt.backends.triton.kernels import load_table
+from wicore_trt.backends.triton.weights import engine_shape
 from wicore_trt.engine.directory import EngineDir, open_engine
-from wicore_trt.engine.tensorrt_backend import INDEX as PLAN_INDEX
-from wicore_trt.engine.tensorrt_backend import plan_file
-from wicore_trt.engine.triton_index import INDEX as KERNEL_INDEX
 from wicore_trt.errors import EngineFormatError
-from wicore_trt.model.plan_io import PHASES
-from wicore_trt.runtime import trt_plan
-from wicore_trt.runtime.triton_kernels import load_table
-from wicore_trt.runtime.triton_weights import engine_shape
 
 SEED = 7
 TARGET = "sm90"

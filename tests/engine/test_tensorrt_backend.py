@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from tiny_source import write_tiny_source
 
+from wicore_trt.backends.tensorrt.api import find_tensorrt
+from wicore_trt.backends.tensorrt.build import INDEX, build_plans, plan_requests
+from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.engine.plan_log import BuildLog, make_monitor
-from wicore_trt.engine.tensorrt_api import find_tensorrt
-from wicore_trt.engine.tensorrt_backend import INDEX, build_plans, plan_requests
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.model.plan_io import PHASES, PlanTensor
+from wicore_trt.runtime.tensor_specs import TensorSpec
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 MakeSource = Callable[..., Path]
@@ -71,7 +72,7 @@ def test_every_dtype(dtype: str, make_source: MakeSource, tmp_path: Path) -> Non
     index = build(make_source(), tmp_path / "engine", dtype=dtype)
     file = SafetensorsFile(tmp_path / "engine" / "rank0.safetensors").tensors
     for phase in PHASES:
-        tensors = [PlanTensor.from_dict(t) for t in index["tensors"][phase]]
+        tensors = [TensorSpec.from_dict(t) for t in index["tensors"][phase]]
         assert {part for t in tensors if t.kind == "weight" for part in t.parts} == set(file)
     for plan in index["plans"].values():
         assert plan["rearranged_weights"] == []
@@ -129,7 +130,7 @@ def test_without_tensorrt_it_says_what_to_install(
 def test_a_plan_that_tensorrt_refuses_carries_its_reason(
     make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wicore_trt.engine.tensorrt_backend.OLDEST_SM", dict.fromkeys(("fp8", "bfloat16"), 75))
+    monkeypatch.setattr("wicore_trt.backends.tensorrt.build.OLDEST_SM", dict.fromkeys(("fp8", "bfloat16"), 75))
     with pytest.raises(EnvironmentUnfitError, match="could not build .* for sm80.*fp8_e4m3"):
         build(make_source(), tmp_path / "engine", "sm80", dtype="fp8")
     assert not (tmp_path / "engine").exists()

@@ -14,19 +14,11 @@ from tiny_source import CONFIG, write_tiny_source
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
-from wicore_trt.cli.build import _dummy  # noqa: E402
-from wicore_trt.config import load_settings  # noqa: E402
-from wicore_trt.core.assemble import make_executor  # noqa: E402
-from wicore_trt.engine import triton_compile  # noqa: E402
-from wicore_trt.engine.build import build_engine  # noqa: E402
-from wicore_trt.engine.directory import EngineDir, open_engine  # noqa: E402
-from wicore_trt.engine.options import DummyModel  # noqa: E402
-from wicore_trt.engine.triton_index import INDEX, KERNELS, read_table  # noqa: E402
-from wicore_trt.engine.triton_plan import plan_kernels  # noqa: E402
-from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
-from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
-from wicore_trt.model.spec import Gemma3Spec  # noqa: E402
-from wicore_trt.model.triton_table import (  # noqa: E402
+from wicore_trt.backends.triton import compile as triton_compile  # noqa: E402
+from wicore_trt.backends.triton.index import INDEX, KERNELS, read_table  # noqa: E402
+from wicore_trt.backends.triton.kernel_list import plan_kernels  # noqa: E402
+from wicore_trt.backends.triton.kernels import load_table  # noqa: E402
+from wicore_trt.backends.triton.table import (  # noqa: E402
     ANY,
     CROSSOVER,
     KERNEL,
@@ -37,9 +29,17 @@ from wicore_trt.model.triton_table import (  # noqa: E402
     SCALED_MM,
     EngineShape,
 )
+from wicore_trt.backends.triton.weights import engine_shape  # noqa: E402
+from wicore_trt.cli.build import _dummy  # noqa: E402
+from wicore_trt.config import load_settings  # noqa: E402
+from wicore_trt.core.assemble import make_executor  # noqa: E402
+from wicore_trt.engine.build import build_engine  # noqa: E402
+from wicore_trt.engine.directory import EngineDir, open_engine  # noqa: E402
+from wicore_trt.engine.options import DummyModel  # noqa: E402
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError  # noqa: E402
+from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
+from wicore_trt.model.spec import Gemma3Spec  # noqa: E402
 from wicore_trt.plugins.aot import TARGETS, CompiledKernel, KernelSpec  # noqa: E402
-from wicore_trt.runtime.triton_kernels import load_table  # noqa: E402
-from wicore_trt.runtime.triton_weights import engine_shape  # noqa: E402
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 

@@ -14,12 +14,12 @@ import torch
 from integrations import trtllm_stand_in
 from integrations.trtllm_checkpoints import checkpoint, source
 
+from wicore_trt.backends.trtllm import installed as trtllm_installed
+from wicore_trt.backends.trtllm.build import TensorRTLLMBackend, build_arguments
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import BACKENDS, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.integrations import trtllm_installed
-from wicore_trt.integrations.trtllm_build import TensorRTLLMBackend, build_arguments
 
 BACKEND = TensorRTLLMBackend()
 

@@ -13,10 +13,10 @@ from integrations.trtllm_build_stand_in import BadCheckpointError, check_checkpo
 from integrations.trtllm_checkpoints import CONFIG, checkpoint
 from safetensors.torch import load_file
 
+from wicore_trt.backends.trtllm import checkpoint as trtllm_checkpoint
+from wicore_trt.backends.trtllm.checkpoint import export_checkpoint
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.errors import CheckpointError, ConfigError
-from wicore_trt.integrations import trtllm_checkpoint
-from wicore_trt.integrations.trtllm_checkpoint import export_checkpoint
 
 SEED = int.from_bytes(os.urandom(4), "little")
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,8 +15,8 @@ import torch
 from integrations import trtllm_stand_in
 from integrations.trtllm_engine_model import LAYERS, SIZE, WIDTH, EngineModel, arguments, model_directory
 
+from wicore_trt.backends.trtllm import connector
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.integrations import trtllm_connector as connector
 
 SEED = int.from_bytes(os.urandom(4), "little")
 Make = Callable[..., EngineModel]

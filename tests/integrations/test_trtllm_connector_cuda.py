@@ -11,7 +11,7 @@ import torch
 from integrations import trtllm_stand_in
 from integrations.trtllm_engine_model import EngineModel, arguments, model_directory
 
-from wicore_trt.integrations import trtllm_connector as connector
+from wicore_trt.backends.trtllm import connector
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SEED = int.from_bytes(os.urandom(4), "little")

@@ -14,6 +14,7 @@ from integrations import trtllm_stand_in
 from integrations.trtllm_stand_in import Executor
 from integrations.trtllm_stand_in import FinishReason as Theirs
 
+from wicore_trt.backends.trtllm.executor import CacheSettings, TrtllmExecutor
 from wicore_trt.errors import (
     ConfigError,
     EngineDeadError,
@@ -22,7 +23,6 @@ from wicore_trt.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from wicore_trt.integrations.trtllm_executor import CacheSettings, TrtllmExecutor
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 EOS = (1, 50)

@@ -9,7 +9,7 @@ from checkpoint.tiny_gemma import TEXT_CONFIG, random_tensors, write_model
 from text.synthetic_tokenizer import backend
 from text.synthetic_tokenizer import write as write_tokenizer
 
-from wicore_trt.checkpoint.calibrate import Calibration
+from wicore_trt.backends.torch.calibrate import TextCalibration
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.model.spec import Gemma3Spec
@@ -38,5 +38,5 @@ def checkpoint(directory: Path, *, seed: int = 0, dtype: str = "bfloat16", tp: i
     hf = source(directory / "hf", seed, **changes)
     if static or kv_scales:
         (directory / "text.txt").write_text(TEXT)
-        calibration = Calibration(directory / "text.txt", tokens=200, kv_scales=kv_scales)
+        calibration = TextCalibration(directory / "text.txt", tokens=200, kv_scales=kv_scales)
     return convert(hf, directory / "unified", dtype=dtype, tp_size=tp, calibration=calibration)

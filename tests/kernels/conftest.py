@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from wicore_trt.runtime import native
-from wicore_trt.runtime.native import NativeLibrary
+from wicore_trt.backends.torch import native
+from wicore_trt.backends.torch.native import NativeLibrary
 
 LIBRARY = native.load()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from wicore_trt.runtime import native_args
-from wicore_trt.runtime.native import NativeLibrary
-from wicore_trt.runtime.native_args import operand_dtype
+from wicore_trt.backends.torch import native_args
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_args import operand_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wicore_trt.runtime import native, native_args
-from wicore_trt.runtime.native import NativeLibrary
+from wicore_trt.backends.torch import native, native_args
+from wicore_trt.backends.torch.native import NativeLibrary
 
 FORK = """
 import os, torch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wicore_trt.model.lower_torch import E4M3, quantize_rows
-from wicore_trt.runtime import native_args
-from wicore_trt.runtime.native import NativeLibrary
-from wicore_trt.runtime.native_args import PackedWeight, operand_dtype
+from wicore_trt.backends.torch import native_args
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_args import PackedWeight, operand_dtype
+from wicore_trt.backends.torch.ops import quantize_rows
+from wicore_trt.runtime.dtypes import E4M3
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64, 32), (5, 65, 33), (2, 1, 1), (7, 130, 257), (6, 640, 96), (130, 192, 640), (97, 100, 1026)]

@@ -6,16 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wicore_trt.checkpoint.names import Role, unified_tensors
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, rope_table, unsupported
+from wicore_trt.backends.torch.ops import TorchModel, TorchOps
+from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.gemma3 import forward, layer_weight
-from wicore_trt.model.lower_native import NativeOps, NativeWeights, rope_table, unsupported
-from wicore_trt.model.lower_torch import E4M3, E4M3_MAX, TORCH_DTYPES, TorchModel, TorchOps, weight_scale_name
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.native import NativeLibrary
 from wicore_trt.runtime.step_inputs import StepInputs
-from wicore_trt.runtime.weights import fuse
 
 ENGINES = ["float32", "bfloat16", "float16", "fp8"]
 PAGE_TOKENS, PAGES = 8, 64

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from wicore_trt.runtime import native_args
-from wicore_trt.runtime.native import NativeLibrary
-from wicore_trt.runtime.native_args import operand_dtype
+from wicore_trt.backends.torch import native_args
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_args import operand_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # largest relative rounding error

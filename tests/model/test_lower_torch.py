@@ -7,12 +7,13 @@ import pytest
 import torch
 from parity.tiny import TinyModel, tiny_model
 
+from wicore_trt.backends.torch.ops import TorchModel, TorchOps, quantize_rows
+from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.model.gemma3 import forward
-from wicore_trt.model.lower_torch import TorchModel, TorchOps, kv_scale_name, quantize_rows
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
-from wicore_trt.runtime.weights import fuse
 
 E4M3 = torch.float8_e4m3fn
 PAGE_TOKENS, PAGES = 4, 40

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits, cache_tensors, step_tensors
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.sizing import builtin_spec
-from wicore_trt.model.plan_io import DECODE, PREFILL, PlanLimits, PlanTensor, cache_tensors, step_tensors
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.runtime.tensor_specs import TensorSpec
 
 SPEC = builtin_spec("gemma3-27b")
 
@@ -39,7 +40,7 @@ def test_profiles_and_shapes() -> None:
     assert ids.fixed(limits.profile(PREFILL)).shape == (1, "T")
     assert ids.fixed(limits.profile(DECODE)).shape == ("B", 1)
     assert [ids.bound(limits.profile(DECODE), which) for which in range(3)] == [(1, 1), (6, 1), (6, 1)]
-    assert PlanTensor.from_dict(ids.to_dict()) == ids
+    assert TensorSpec.from_dict(ids.to_dict()) == ids
     assert "first_token" in {t.name for t in step_tensors(SPEC, limits, tp_size=2)}
 
 

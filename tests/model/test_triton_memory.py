@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from wicore_trt.backends.triton.memory import wide_floats
+from wicore_trt.backends.triton.table import CROSSOVER, KERNEL, KERNEL8, MM16, SCALED_MM, EngineShape
 from wicore_trt.kv.sizing import builtin_spec
-from wicore_trt.model.triton_memory import wide_floats
-from wicore_trt.model.triton_table import CROSSOVER, KERNEL, KERNEL8, MM16, SCALED_MM, EngineShape
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wicore_trt.model import triton_products
-from wicore_trt.model.lower_torch import E4M3
+from wicore_trt.backends.triton import products as triton_products
+from wicore_trt.runtime.dtypes import E4M3
 
 
 @pytest.mark.parametrize("rows", [1, 6, 7, 8, 20])

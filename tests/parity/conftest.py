@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(params=["torch", "native"])
 def kernels(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
-        native = pytest.importorskip("wicore_trt.runtime.native")
+        native = pytest.importorskip("wicore_trt.backends.torch.native")
         if native.load() is None:
             pytest.skip("the native kernels are not built")
     return str(request.param)

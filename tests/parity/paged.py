@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import GROUPS, LOCAL
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.torch_executor import TorchExecutor
 from wicore_trt.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,8 +11,9 @@ from parity.fp8 import fp8_model
 from parity.paged import PagedDriver, random_chunks
 from parity.tiny import TinyModel, cast, overflowing_model, tiny_model
 
-from wicore_trt.model.lower_torch import TORCH_DTYPES
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.settings import ExecutorSettings
 
 E4M3 = torch.float8_e4m3fn
 

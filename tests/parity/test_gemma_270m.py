@@ -13,10 +13,11 @@ from parity.tiny import transformers_model
 from tokenizers import Tokenizer
 from transformers import Gemma3ForCausalLM
 
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.weights import LoadedEngine, load_weights
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.runtime.weights import LoadedEngine, load_weights
+from wicore_trt.runtime.settings import ExecutorSettings
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]  # three minutes of CPU time in all, on any machine
 BUDGET = 512  # tokens of a step, as the scheduler's default

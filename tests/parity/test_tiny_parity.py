@@ -8,7 +8,8 @@ import pytest
 from parity.paged import PagedDriver, random_chunks, relative_error
 from parity.tiny import TinyModel, tiny_model
 
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 
 TOLERANCE = 1e-4
 

@@ -13,9 +13,9 @@ triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from ptx import recorded_ptx  # noqa: E402
 
-from wicore_trt.engine.triton_plan import plan_kernels  # noqa: E402
+from wicore_trt.backends.triton.kernel_list import plan_kernels  # noqa: E402
+from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
-from wicore_trt.model.triton_table import EngineShape  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402

@@ -17,7 +17,7 @@ from kernel_checks import EPSILON, TORCH, Runner
 from ptx import recorded_ptx
 from step_runners import RUNNERS
 
-from wicore_trt.model.lower_torch import quantize_rows
+from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.plugins import aot
 from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.e4m3 import has_conversions

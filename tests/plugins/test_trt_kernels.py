@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 import interpreted
 import torch
 
-from wicore_trt.runtime.trt_copies import TorchSlotCopier
-from wicore_trt.runtime.trt_kernels import GroupMemory, KernelSlotCopier
-from wicore_trt.runtime.trt_slots import PageCopy, Slide
+from wicore_trt.backends.tensorrt.copies import TorchSlotCopier
+from wicore_trt.backends.tensorrt.kernels import GroupMemory, KernelSlotCopier
+from wicore_trt.backends.tensorrt.slots import PageCopy, Slide
 
 PAGE, ENTRIES, SLOTS, PAGES = 4, 24, 3, 16
 

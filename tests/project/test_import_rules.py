@@ -20,69 +20,37 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_sto
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
+ROOT_MODULES = ("errors", "checks", "files", "scratch", "types", "recipe", "config")
+BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "checks": ("errors",),
     "files": ("errors",),
     "scratch": ("errors", "files"),
     "types": ("errors", "checks"),
-    "model.spec": ("errors", "model.hf_config"),
-    "model.hf_config": ("errors", "model.spec"),
-    "model.ops": (),
-    "model.gemma3": ("model.ops", "model.spec"),
-    "model.triton_table": ("model.spec", "plugins"),
-    "model.triton_memory": ("model", "plugins"),
-    "model.lower_triton": ("model", "plugins", "runtime.attention_mass"),
-    "model": (
-        "errors",
-        "files",
-        "model",
-        "runtime.attention_mass",
-        "runtime.batch",
-        "runtime.executor",
-        "runtime.step_inputs",
-        "runtime.native",
-        "runtime.native_args",
-    ),
-    "runtime.batch": ("types",),
-    "runtime.executor": ("model.spec", "runtime.batch"),
-    "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
-    "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
-    "checkpoint.calibrate": (
-        "errors",
-        "files",
-        "scratch",
-        "model",
-        "checkpoint",
-        "runtime",
-        "text",
-    ),  # calibrating is running the model
-    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
-    "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
-    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "plugins"),
-    "text": ("errors", "files", "types", "text"),
-    "runtime": ("errors", "files", "types", "config", "model", "engine", "checkpoint", "plugins", "runtime"),
-    "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
-    "llm": ("errors", "types", "config", "core"),
-    "observe": ("errors", "types", "observe"),
-    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.page", "observe", "serve", "text"),
-    "plugins.cpu": ("runtime",),  # its micro-benchmark
-    "plugins": ("errors", "plugins"),
-    "integrations": (
-        "errors",
-        "files",
-        "types",
-        "config",
-        "kv",
-        "model",
-        "checkpoint",
-        "engine",
-        "runtime.executor",
-        "runtime.page_copier",
-        "integrations",
-    ),
     "recipe": ("errors", "files"),
     "config": ("errors", "files", "recipe"),
+    "model.ops": (),
+    "model.gemma3": ("model.ops", "model.spec"),
+    "model": ("errors", "model"),
+    "plugins": ("errors", "plugins"),
+    "text": ("errors", "files", "types", "text"),
+    "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
+    "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
+    "runtime.batch": ("types",),
+    "runtime.executor": ("model.spec", "runtime.batch"),
+    "runtime": ("errors", "files", "types", "model", "checkpoint", "plugins", "runtime"),
+    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "runtime.executor", "runtime.settings"),
+    "backends.torch.calibrate": (*BACKEND, "text", "backends.torch"),  # reads a text
+    "backends.torch": (*BACKEND, "backends.torch"),
+    "backends.triton": (*BACKEND, "backends.triton"),
+    "backends.tensorrt": (*BACKEND, "backends.tensorrt"),
+    "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
+    "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
+    "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
+    "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
+    "llm": ("errors", "types", "config", "core"),
+    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.page", "serve", "text"),
 }
 
 
@@ -132,6 +100,45 @@ def violations(path: str, source: str) -> list[str]:
         light = (*sys.stdlib_module_names, "typer", "wicore_trt.errors", "wicore_trt.cli")
         found += [name for name in top_level(tree) if not any(below(name, m) for m in light)]
     return found
+
+
+def folder_of(module: str, modules: dict[str, str]) -> str:
+    """A folder, or a module at the package's root, which stands for itself."""
+    path = modules[module]
+    return path if path.count("/") == 1 and path.startswith("wicore_trt/") else path.rpartition("/")[0]
+
+
+def folder_imports() -> dict[str, set[str]]:
+    """Which folders' modules import which folders' modules, anywhere in their code."""
+    modules = {module_of(path): path for path in python_sources()}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        here = folder_of(module, modules)
+        for name in imports(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            while name not in modules and name:
+                name = name.rpartition(".")[0]
+            if name and name != "wicore_trt" and folder_of(name, modules) != here:
+                found.setdefault(here, set()).add(folder_of(name, modules))
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Folders that import each other in a circle, or nothing."""
+    graph = {here: {there for there in to if there != here} for here, to in graph.items()}
+    while leaves := [here for here, to in graph.items() if not to & graph.keys()]:
+        graph = {here: to for here, to in graph.items() if here not in leaves}
+    return sorted(graph)
+
+
+def test_folders_import_each_other_in_no_circle() -> None:
+    graph = folder_imports()
+    assert len(graph) > 15 and "wicore_trt/checkpoint" in graph["wicore_trt/engine"]
+    assert not circle(graph)
+
+
+def test_circles_are_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["a", "b", "c", "d"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 @pytest.mark.parametrize("path", python_sources())

@@ -10,11 +10,12 @@ import torch
 from parity.paged import PagedDriver, PagedSequence, random_chunks
 from parity.tiny import TinyModel, cast, tiny_model
 
+from wicore_trt.backends.torch import native
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import GLOBAL, GROUPS
-from wicore_trt.runtime import native
 from wicore_trt.runtime.attention_mass import KEY_BLOCK, AttentionProbe
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 
 PAGES = 200
 

@@ -14,11 +14,11 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
-from wicore_trt.engine import triton_plan  # noqa: E402
+from wicore_trt.backends.triton import kernel_list as triton_plan  # noqa: E402
+from wicore_trt.backends.triton.sampler import DeviceSampler, on_device  # noqa: E402
+from wicore_trt.backends.triton.table import KernelTable  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
-from wicore_trt.model.triton_table import KernelTable  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
-from wicore_trt.runtime.device_sampler import DeviceSampler, on_device  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 

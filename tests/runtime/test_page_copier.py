@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.model.lower_torch import TORCH_DTYPES
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.page_copier import TorchPageCopier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -11,16 +11,8 @@ torch = pytest.importorskip("torch")
 from parity.tiny import tiny_model  # noqa: E402
 
 from wicore_trt.errors import ConfigError  # noqa: E402
-from wicore_trt.runtime.pools import (  # noqa: E402
-    DEFAULT_KV_BYTES,
-    RESERVE_BYTES,
-    check_room,
-    layout_of,
-    new_pool,
-    sized_layout,
-    spare_bytes,
-)
-from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
+from wicore_trt.runtime.pools import RESERVE_BYTES, check_room, layout_of, new_pool, sized_layout, spare_bytes  # noqa: E402
+from wicore_trt.runtime.settings import DEFAULT_KV_BYTES, ExecutorSettings  # noqa: E402
 
 GIB = 1 << 30
 

@@ -10,11 +10,12 @@ from parity.paged import GREEDY, PagedDriver, relative_error
 from parity.tiny import TinyModel, tiny_model
 from tiny_source import write_tiny_tokenizer
 
+from wicore_trt.backends.torch.executor import TorchExecutor, torch_kernels
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor, torch_kernels
+from wicore_trt.runtime.settings import ExecutorSettings
 
 PAGES = {"global": 20, "local": 20}
 

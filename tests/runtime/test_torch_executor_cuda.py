@@ -9,8 +9,9 @@ import torch
 from parity.paged import PagedDriver, random_chunks
 from parity.tiny import cast, tiny_model
 
-from wicore_trt.model.lower_torch import TORCH_DTYPES
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.settings import ExecutorSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -14,14 +14,15 @@ from parity.paged import GREEDY, relative_error  # noqa: E402
 from parity.tiny import overflowing_model  # noqa: E402
 from runtime.triton_cpu import CpuDevice, Driver, executor_of, oracle_of, rounded, small_model, specs_of  # noqa: E402
 
+from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
+from wicore_trt.backends.triton import table as triton_table  # noqa: E402
+from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name  # noqa: E402
 from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
-from wicore_trt.model import triton_table  # noqa: E402
-from wicore_trt.model.lower_torch import E4M3, kv_scale_name, weight_scale_name  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
-from wicore_trt.runtime import triton_executor  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.dtypes import E4M3  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
-from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
+from wicore_trt.runtime.settings import ExecutorSettings  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 # Per step the new tokens of each sequence: chunks, decoding beside chunks in any order, decoding alone; by the end the

@@ -18,16 +18,16 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from benchmarks.gpu import step_check as small  # noqa: E402
-from wicore_trt.engine.triton_compile import compiled_table  # noqa: E402
+from wicore_trt.backends.torch.weights import fuse  # noqa: E402
+from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
+from wicore_trt.backends.triton.device import open_device  # noqa: E402
+from wicore_trt.backends.triton.executor import Plan, TritonExecutor  # noqa: E402
+from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
 from wicore_trt.kv.disk_files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
-from wicore_trt.runtime.torch_executor import ExecutorSettings  # noqa: E402
-from wicore_trt.runtime.triton_device import open_device  # noqa: E402
-from wicore_trt.runtime.triton_executor import Plan, TritonExecutor  # noqa: E402
-from wicore_trt.runtime.triton_weights import placed_constants  # noqa: E402
-from wicore_trt.runtime.weights import fuse  # noqa: E402
+from wicore_trt.runtime.settings import ExecutorSettings  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 CASE = small.CASES[0]

@@ -12,20 +12,21 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 from runtime.triton_cpu import CpuDevice, rounded, small_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from wicore_trt.engine.directory import EngineDir  # noqa: E402
-from wicore_trt.engine.manifest import Manifest  # noqa: E402
-from wicore_trt.errors import EngineFormatError  # noqa: E402
-from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD  # noqa: E402
-from wicore_trt.model.lower_torch import E4M3, kv_scale_name  # noqa: E402
-from wicore_trt.model.triton_table import EngineShape  # noqa: E402
-from wicore_trt.runtime.triton_weights import (  # noqa: E402
+from wicore_trt.backends.torch.weights import fuse  # noqa: E402
+from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
+from wicore_trt.backends.triton.weights import (  # noqa: E402
     dummy_weights,
     engine_shape,
     finished,
     load_constants,
     placed_constants,
 )
-from wicore_trt.runtime.weights import fuse  # noqa: E402
+from wicore_trt.checkpoint.names import kv_scale_name  # noqa: E402
+from wicore_trt.engine.directory import EngineDir  # noqa: E402
+from wicore_trt.engine.manifest import Manifest  # noqa: E402
+from wicore_trt.errors import EngineFormatError  # noqa: E402
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD  # noqa: E402
+from wicore_trt.runtime.dtypes import E4M3  # noqa: E402
 
 
 def engine_at(path: Path, tensors: dict[str, torch.Tensor], shape: EngineShape, *, dummy: bool = False) -> EngineDir:

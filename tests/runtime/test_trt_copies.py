@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from wicore_trt.runtime.trt_copies import TorchSlotCopier
-from wicore_trt.runtime.trt_slots import PageCopy, Slide
+from wicore_trt.backends.tensorrt.copies import TorchSlotCopier
+from wicore_trt.backends.tensorrt.slots import PageCopy, Slide
 
 E4M3 = torch.float8_e4m3fn
 LAYERS, HEADS, DIM, PAGE, ENTRIES, SLOTS, PAGES = 3, 2, 4, 4, 32, 3, 20

@@ -11,10 +11,10 @@ import pytest
 from parity.tiny import TinyModel, tiny_model
 from runtime.trt_engines import executor_of, fake_engine
 
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.model.plan_io import PlanLimits
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import GenerateRequest, SamplingParams

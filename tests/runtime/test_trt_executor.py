@@ -14,11 +14,12 @@ from parity.tiny import TinyModel, cast, tiny_model
 from runtime.trt_engines import LIMITS, executor_of, fake_engine
 from runtime.trt_fakes import FakeDevice, fake_tensorrt
 
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.checkpoint.names import kv_scale_name
-from wicore_trt.model.plan_io import PlanLimits
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 
 PAGES = {GLOBAL: 120, LOCAL: 120}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,14 +17,15 @@ from runtime.trt_engines import fake_engine
 from runtime.trt_fakes import fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
+from wicore_trt.backends.tensorrt.api import find_tensorrt
+from wicore_trt.backends.tensorrt.executor import TensorRTExecutor, open_executor
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir
-from wicore_trt.engine.tensorrt_api import find_tensorrt
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.model.plan_io import PlanLimits
-from wicore_trt.runtime.tensorrt_executor import TensorRTExecutor, open_executor
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.runtime.trt_device import CudaDevice
+from wicore_trt.runtime.cuda_device import CudaDevice
+from wicore_trt.runtime.settings import ExecutorSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 PAGES = {"global": 80, "local": 80}

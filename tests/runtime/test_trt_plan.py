@@ -15,15 +15,15 @@ from runtime.trt_engines import LIMITS, executor_of, fake_engine
 from runtime.trt_fakes import FakeDevice, fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
+from wicore_trt.backends.tensorrt.build import INDEX, plan_file
+from wicore_trt.backends.tensorrt.plan import read_index
+from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.tensorrt.slot_memory import WORKSPACE_BYTES, SlotMemory
 from wicore_trt.config import Settings
 from wicore_trt.core.assemble import make_executor
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, describe_files
-from wicore_trt.engine.tensorrt_backend import INDEX, plan_file
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
-from wicore_trt.model.plan_io import PHASES
-from wicore_trt.runtime.trt_plan import read_index
-from wicore_trt.runtime.trt_slot_memory import WORKSPACE_BYTES, SlotMemory
 
 
 @pytest.fixture

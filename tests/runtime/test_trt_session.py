@@ -13,11 +13,11 @@ from parity.tiny import tiny_model
 from runtime.trt_engines import executor_of, fake_engine
 from runtime.trt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
 
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.plan import LoadedPlan, load_plans
+from wicore_trt.backends.tensorrt.plan_io import DECODE
+from wicore_trt.backends.tensorrt.session import BoundContext, StepBuffer, activation_bytes
 from wicore_trt.engine.directory import EngineDir
-from wicore_trt.model import plan_io
-from wicore_trt.model.plan_io import DECODE
-from wicore_trt.runtime.trt_plan import LoadedPlan, load_plans
-from wicore_trt.runtime.trt_session import BoundContext, StepBuffer, activation_bytes
 
 SIZES = {plan_io.BATCH: 2, plan_io.CHUNK: 1, plan_io.ROWS: 2}
 

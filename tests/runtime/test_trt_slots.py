@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wicore_trt.model.plan_io import DECODE, PREFILL, PlanLimits
+from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits
+from wicore_trt.backends.tensorrt.slots import GroupSlots, PageCopy, Part, SlotTable
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice
-from wicore_trt.runtime.trt_inputs import decode_batch, part_batch, step_inputs
-from wicore_trt.runtime.trt_slots import GroupSlots, PageCopy, Part, SlotTable
 
 CLEARED, SCRATCH = "cleared", "scratch"
 

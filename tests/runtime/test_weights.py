@@ -9,9 +9,9 @@ import torch
 from parity.tiny import cast, tiny_model
 from safetensors.torch import save_file
 
+from wicore_trt.backends.torch.weights import fuse, load_weights
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD
-from wicore_trt.runtime.weights import fuse, load_weights
 
 E4M3 = torch.float8_e4m3fn
 FC, GATE, GATE_UP = (f"transformer.layers.1.mlp.{n}" for n in ("fc", "gate", "gate_up"))

@@ -13,17 +13,18 @@ import torch
 from parity.paged import PagedDriver, PagedSequence
 from parity.tiny import TinyModel, cast, tiny_model
 
-from wicore_trt.engine.triton_plan import plan_kernels
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
-from wicore_trt.model.triton_table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.backends.torch.weights import fuse
+from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+from wicore_trt.backends.triton.kernel_list import plan_kernels
+from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-from wicore_trt.runtime.triton_executor import Plan, TritonExecutor
-from wicore_trt.runtime.triton_weights import placed_constants
-from wicore_trt.runtime.weights import fuse
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))  # the product's package has the same name

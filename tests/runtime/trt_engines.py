@@ -11,15 +11,15 @@ import torch
 from runtime.trt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
 
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.build import INDEX, PLANS, plan_file
+from wicore_trt.backends.tensorrt.executor import TensorRTExecutor
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
 from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.manifest import Manifest
-from wicore_trt.engine.plan_weights import weight_tensors
-from wicore_trt.engine.tensorrt_backend import INDEX, PLANS, plan_file
-from wicore_trt.model import plan_io
-from wicore_trt.model.plan_io import PHASES, PlanLimits
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.tensorrt_executor import TensorRTExecutor
-from wicore_trt.runtime.torch_executor import ExecutorSettings
+from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.tensor_specs import weight_tensors
 
 LIMITS = PlanLimits(max_batch=3, max_chunk=11, max_context=256)
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
-from wicore_trt.model.lower_torch import E4M3, quantize_rows
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.runtime.dtypes import E4M3
 
 Memory = dict[str, torch.Tensor]
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from runtime.trt_fake_network import run_network
 
-from wicore_trt.model.plan_io import PlanTensor
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.tensor_specs import TensorSpec
 
 VERSION = "1.7.1.116"
 TORCH = {
@@ -125,12 +125,12 @@ class _Runtime:
 
 
 class FakeEngine:
-    """`plan`: "spec", "phase", "kv_dtype", "tensors" (PlanTensor dicts), "profile", "aliases", "hosted" (names)."""
+    """`plan`: "spec", "phase", "kv_dtype", "tensors" (TensorSpec dicts), "profile", "aliases", "hosted" (names)."""
 
     def __init__(self, module: Any, device: FakeDevice, plan: dict[str, Any]) -> None:
         self.module, self.device, self.plan = module, device, plan
         self.spec = Gemma3Spec.from_dict(plan["spec"])
-        self.tensors = {t["name"]: PlanTensor.from_dict(t) for t in plan["tensors"]}
+        self.tensors = {t["name"]: TensorSpec.from_dict(t) for t in plan["tensors"]}
         self.profile = {letter: tuple(bounds) for letter, bounds in plan["profile"].items()}
         self.contexts: list[FakeContext] = []
         self.num_io_tensors = len(self.tensors)
@@ -285,10 +285,10 @@ class FakeContext:
                     raise Misuse(f"{name} has {letter} = {size}, others {sizes[letter]}")
         return sizes
 
-    def _known(self, name: str) -> PlanTensor:
+    def _known(self, name: str) -> TensorSpec:
         if name not in self._engine.tensors:
             raise Misuse(f"there is no tensor {name}")
         return self._engine.tensors[name]
 
-    def _declared(self, tensor: PlanTensor) -> tuple[int, ...]:
+    def _declared(self, tensor: TensorSpec) -> tuple[int, ...]:
         return tuple(d if isinstance(d, int) else -1 for d in tensor.shape)

@@ -16,13 +16,13 @@ import torch
 from network_evaluator import Evaluator
 from safetensors.torch import save_file
 
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PHASES, PREFILL, PlanLimits
 from wicore_trt.checkpoint.names import unified_tensors
 from wicore_trt.checkpoint.sharding import shard_of
-from wicore_trt.engine.plan_build import PlanRequest, make_network
-from wicore_trt.engine.plan_weights import weight_tensors
-from wicore_trt.model import plan_io
-from wicore_trt.model.plan_io import DECODE, PHASES, PREFILL, PlanLimits, PlanTensor
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.runtime.tensor_specs import TensorSpec, weight_tensors
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
@@ -48,7 +48,7 @@ def shard(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], rank: int, tp_s
     return parts
 
 
-def weight_feeds(inputs: Sequence[PlanTensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def weight_feeds(inputs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of a plan's weight inputs."""
     feeds: dict[str, torch.Tensor] = {}
     for t in inputs:
@@ -67,7 +67,7 @@ def weight_feeds(inputs: Sequence[PlanTensor], tensors: Mapping[str, torch.Tenso
     return feeds
 
 
-def rope_tables(spec: Gemma3Spec, inputs: Sequence[PlanTensor]) -> dict[str, torch.Tensor]:
+def rope_tables(spec: Gemma3Spec, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     tables = {}
     for t in inputs:
         if t.kind == "table":

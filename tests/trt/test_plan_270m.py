@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import nn
 
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.model.plan_io import PlanLimits
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.weights import fuse
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 LIMITS = PlanLimits(max_batch=2, max_chunk=512, max_context=1024)

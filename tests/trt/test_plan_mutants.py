@@ -16,11 +16,11 @@ from parity.tiny import TinyModel, tiny_model
 from plan_driver import PlanDriver
 from test_plan_parity import BOUNDS, LIMITS, compare
 
-from wicore_trt.model import plan_io
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.graph import Graph
+from wicore_trt.backends.tensorrt.ops import TensorRTOps
 from wicore_trt.model.gemma3 import layer_weight
-from wicore_trt.model.lower_tensorrt import TensorRTOps
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.model.trt_graph import Graph
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Patch] = {}

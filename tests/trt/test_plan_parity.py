@@ -12,8 +12,8 @@ from parity.paged import relative_error
 from parity.tiny import TinyModel, cast, overflowing_model, tiny_model
 from plan_driver import PlanDriver, Slot
 
-from wicore_trt.model import lower_tensorrt
-from wicore_trt.model.plan_io import PlanLimits
+from wicore_trt.backends.tensorrt import ops as lower_tensorrt
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 
 LIMITS = PlanLimits(max_batch=3, max_chunk=24, max_context=160)
 # of the largest logit; the bound of a dtype is a few times its unit roundoff, for a few layers

@@ -16,12 +16,13 @@ from parity.tiny import cast, tiny_model
 from runtime.trt_engines import executor_of, fake_engine
 from runtime.trt_fakes import FakeDevice, fake_tensorrt
 
-from wicore_trt.engine.plan_build import PlanRequest, make_network
-from wicore_trt.engine.plan_weights import weight_tensors
-from wicore_trt.model import plan_io
-from wicore_trt.model.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.tensor_specs import weight_tensors
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 LIMITS = PlanLimits(max_batch=2, max_chunk=9, max_context=160)
@@ -31,7 +32,7 @@ PAGES = {"global": 60, "local": 60}
 class RealNetworks:
     """Computes a run of the fake TensorRT by evaluating the network of its phase."""
 
-    def __init__(self, spec: Gemma3Spec, weights: list[plan_io.PlanTensor], dtype: str, kv_dtype: str) -> None:
+    def __init__(self, spec: Gemma3Spec, weights: list[plan_io.TensorSpec], dtype: str, kv_dtype: str) -> None:
         self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         self._networks = {
             phase: make_network(

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 
 ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 134 MB

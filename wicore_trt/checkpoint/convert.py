@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wicore_trt.checkpoint.calibration import Calibration
 from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
@@ -42,9 +42,6 @@ from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
 from wicore_trt.scratch import replacing
-
-if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibrate import Calibration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
@@ -72,7 +69,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     `dtype` auto keeps the source's bfloat16 or float16 and otherwise takes bfloat16; fp8 quantizes the linears
     (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
-    source may be a unified checkpoint (see calibrate.calibrate_checkpoint). `force` replaces an existing directory at
+    source may be a unified checkpoint (see Calibration.of_checkpoint). `force` replaces an existing directory at
     the end. `note` gets a sentence for every kind of loss that a cast brought.
 
     Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
@@ -83,10 +80,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
     if calibration and present(Path(source) / "rank0.safetensors"):
-        from wicore_trt.checkpoint.calibrate import calibrate_checkpoint
-
         _check_same(open_checkpoint(source), dtype, tp_size)
-        return calibrate_checkpoint(source, output, calibration, force=force, progress=progress)
+        return calibration.of_checkpoint(source, output, force=force, progress=progress)
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
@@ -148,9 +143,7 @@ class _Conversion:
             check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
         origin = Origin(printable(self._source.name), self._source.revision)
         if self._calibration:
-            from wicore_trt.checkpoint.calibrate import calibrate_source
-
-            found = calibrate_source(self._source, self._directory, self._calibration, self._progress)
+            found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
         files = self._write_ranks()
         if self._vision:

@@ -134,6 +134,16 @@ def to_hf(unified_name: str) -> tuple[str, ...]:
     return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
 
 
+def weight_scale_name(weight: str) -> str:
+    """Name of a weight's scales: "x.weight" -> "x.weights_scaling_factor", as in the unified checkpoint."""
+    return weight + "s_scaling_factor"
+
+
+def activation_scale_name(weight: str) -> str:
+    """Name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
+    return weight.removesuffix("weight") + "activation_scaling_factor"
+
+
 def kv_scale_name(layer: int) -> str:
     """Name of a layer's one scale for keys and values."""
     return layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"

@@ -13,9 +13,11 @@ from wicore_trt.config import Settings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.options import find_backend
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
+from wicore_trt.runtime.settings import ExecutorSettings
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
@@ -71,8 +73,6 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
     """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that."""
-    from wicore_trt.runtime.torch_executor import ExecutorSettings, TorchExecutor
-
     values = ExecutorSettings(
         device=settings.executor.device,
         kernels=settings.executor.kernels,
@@ -86,20 +86,7 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         batch_invariant=settings.executor.batch_invariant,
         loads=settings.kv.host_bytes > 0,
     )
-    if engine.manifest.backend == "torch":
-        return TorchExecutor(engine, values)
-    if engine.manifest.backend == "tensorrt":
-        from wicore_trt.runtime.tensorrt_executor import open_executor
-
-        return open_executor(engine, values)
-    if engine.manifest.backend == "triton":
-        from wicore_trt.runtime import triton_executor
-
-        return triton_executor.open_executor(engine, values)
-    raise EnvironmentUnfitError(
-        f"engine {engine.path} is of backend {engine.manifest.backend!r}, which this version does not run.",
-        fix="Build it again with --backend torch, triton or tensorrt.",
-    )
+    return find_backend(engine.manifest.backend).open(engine, values)
 
 
 def warm_up(executor: Executor) -> None:

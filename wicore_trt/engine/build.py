@@ -42,7 +42,7 @@ from wicore_trt.files import present, printable
 from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibrate import Calibration
+    from wicore_trt.checkpoint.calibration import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
 
 LM_HEAD = "lm_head.weight"

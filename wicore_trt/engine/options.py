@@ -11,13 +11,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wicore_trt.engine.directory import Progress
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import EnvironmentUnfitError
 
 if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibrate import Calibration
+    from wicore_trt.checkpoint.calibration import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.settings import ExecutorSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class BuildOptions:
 
 
 class Backend(Protocol):
-    """How an engine computes. An attribute of a module, named in BACKENDS."""
+    """How an engine is compiled and opened. An attribute of a module, named in BACKENDS."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         """GPU architectures that will be compiled for. Raises ConfigError or EnvironmentUnfitError before work."""
@@ -66,29 +68,17 @@ class Backend(Protocol):
         says of them. `options` have their targets and max_context filled in."""
         ...
 
-
-class TorchBackend:
-    """Compiles nothing: it runs wherever PyTorch does."""
-
-    def targets(self, options: BuildOptions) -> list[str]:
-        if options.targets:
-            raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
-        return ["any"]
-
-    def default_context(self, limit: int) -> int:
-        return limit
-
-    def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
-    ) -> dict[str, Any]:
-        return {}
+    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+        """The executor of an engine of this backend. Raises EnvironmentUnfitError where this machine cannot run it,
+        EngineFormatError for files that do not fit, ConfigError for settings that do not."""
+        ...
 
 
 BACKENDS = {
-    "torch": "wicore_trt.engine.options:TorchBackend",
-    "triton": "wicore_trt.engine.triton_backend:TritonBackend",
-    "tensorrt": "wicore_trt.engine.tensorrt_backend:TensorRTBackend",
-    "tensorrt-llm": "wicore_trt.integrations.trtllm_build:TensorRTLLMBackend",
+    "torch": "wicore_trt.backends.torch.build:TorchBackend",
+    "triton": "wicore_trt.backends.triton.build:TritonBackend",
+    "tensorrt": "wicore_trt.backends.tensorrt.build:TensorRTBackend",
+    "tensorrt-llm": "wicore_trt.backends.trtllm.build:TensorRTLLMBackend",
 }
 """Name of a backend to "module:class"."""
 

@@ -7,20 +7,16 @@ pools take leaves free what was asked to stay free, so a step that a warm-up has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.lower_torch import E4M3, TORCH_DTYPES
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.settings import DEFAULT_KV_BYTES, ExecutorSettings
 
-if TYPE_CHECKING:
-    from wicore_trt.runtime.torch_executor import ExecutorSettings
-
-DEFAULT_KV_BYTES = 1 << 30
 RESERVE_BYTES = 512 << 20
 """Of a GPU's memory that stays free of pages at least: kernels that are loaded late, fragmentation, other libraries."""
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels.linear_sweep import graph_microseconds
-from wicore_trt.model.lower_torch import E4M3, quantize_rows
+from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
@@ -40,6 +40,7 @@ from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.linear_layout import quantize_launch
 from wicore_trt.plugins.step_layout import NormOut, QkNorms, RopeTable, StepTokens, add_norm_launch, qk_rope_launch
+from wicore_trt.runtime.dtypes import E4M3
 
 POOL = PoolShape(1, 32, 16, 128, "bfloat16")
 ROTATIONS = ((1, 1), (4, 4), (4, 8), (4, 16), (8, 16), (4, 32), (8, 32))  # (warps, tokens) of a program

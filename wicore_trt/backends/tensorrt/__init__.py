@@ -1,0 +1,1 @@
+"""TensorRT plans per GPU architecture and phase, with weights as inputs."""

@@ -1,0 +1,174 @@
+"""Backend `tensorrt`: plans per target and phase, beside the weights that they all share.
+
+Files in the engine directory: `plans/<target>.<phase>.plan` and `plans/plans.json`, which says what each plan takes,
+gives, contains and was built by. It must not know the network. Invariants: a plan holds no weights, so the engine's
+safetensors serve every target; what cannot be built is refused before any work.
+
+The timing cache of full TensorRT is kept in the user's cache directory, one file per TensorRT version and target. RTX
+plans are finished on the GPU that loads them and have no timing cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt.plan_worker import BuiltPlan, finish, start
+from wicore_trt.engine.options import BuildOptions
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.runtime.tensor_specs import weight_tensors
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.settings import ExecutorSettings
+
+log = logging.getLogger(__name__)
+PLANS = "plans"
+INDEX = f"{PLANS}/plans.json"
+DEFAULT_CONTEXT = 8192  # a KV slot is as long as the longest sequence, so the model's own limit is seldom wanted
+OLDEST_SM = {"fp8": 89, "bfloat16": 80, "float16": 75, "float32": 75}
+PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
+
+
+def plan_file(target: str, phase: str) -> str:
+    """Name of a plan within the engine directory."""
+    return f"{PLANS}/{target}.{phase}.plan"
+
+
+class TensorRTBackend:
+    """Implements `engine.options.Backend`."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        """The targets asked for; full TensorRT takes its own GPU when none is named."""
+        api = find_tensorrt()
+        targets = list(options.targets)
+        if not targets and len(api.targets) == 1:
+            targets = list(api.targets)
+        if not targets:
+            raise ConfigError(
+                "backend 'tensorrt' needs a target.", fix=f"Give --target; known: {', '.join(api.targets)}."
+            )
+        for target in targets:
+            api.check_target(target)
+        check_dtypes(targets, (options.dtype, options.kv_dtype))  # what is known before converting takes its time
+        return targets
+
+    def default_context(self, limit: int) -> int:
+        return min(limit, DEFAULT_CONTEXT)
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Build all plans, two at a time."""
+        api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
+        (directory / PLANS).mkdir()
+        index: dict[str, Any] = {"tensors": {}, "plans": {}}
+        for request, plan in zip(requests, build_plans(api, requests, directory, progress), strict=True):
+            name = plan_file(request.target, request.phase)
+            index["tensors"][request.phase] = [tensor.to_dict() for tensor in plan.tensors]
+            index["plans"][name] = {"target": request.target, "phase": request.phase, **plan.facts}
+        (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        limits = requests[0].limits
+        return {
+            "flavour": api.flavour,
+            "version": api.version,
+            "max_batch": limits.max_batch,
+            "max_chunk": limits.max_chunk,
+        }
+
+    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+        from wicore_trt.backends.tensorrt.executor import open_executor
+
+        return open_executor(engine, settings)
+
+
+def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
+    """One request per target and phase. Raises ConfigError for a dtype that a target cannot compute in."""
+    spec, kv_dtype = checkpoint.spec, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if kv_dtype not in (checkpoint.dtype, "fp8"):
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
+            fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
+        )
+    check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
+    assert options.max_context is not None, "build_engine fills it in"
+    limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
+    files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
+    weights = weight_tensors(files, spec, kv_dtype)
+    return [
+        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase)
+        for target in options.targets
+        for phase in PHASES
+    ]
+
+
+def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
+    """Raises ConfigError for a target that cannot compute in one of `dtypes`; "auto" is any."""
+    for target in targets:
+        for dtype in dtypes:
+            if int(target.removeprefix("sm")) < OLDEST_SM.get(dtype, 0):
+                raise ConfigError(
+                    f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
+                    fix="Leave the target out, or build it from a checkpoint of another dtype.",
+                )
+
+
+def build_plans(
+    api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress | None
+) -> list[BuiltPlan]:
+    """Build all plans into `directory`/plans, two at a time; results in the order of `requests`.
+
+    Raises EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
+    fractions, lock = [0.0] * len(requests), threading.Lock()
+    workers: dict[int, subprocess.Popen[str]] = {}
+    stopping = False
+
+    def build(number: int) -> BuiltPlan:
+        def report(fraction: float) -> None:
+            with lock:
+                fractions[number] = fraction
+                if progress:
+                    progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
+
+        request, begun = requests[number], time.monotonic()
+        with lock:
+            if stopping:
+                raise EnvironmentUnfitError("the build was ended")
+            file = directory / plan_file(request.target, request.phase)
+            workers[number] = start(request, file, _cache_file(api, request.target))
+        plan = finish(workers[number], request, report)
+        report(1.0)
+        log.info("plan %s %s: %.1f s", request.target, request.phase, time.monotonic() - begun)
+        return plan
+
+    with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
+        futures: list[Future[BuiltPlan]] = [pool.submit(build, number) for number in range(len(requests))]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            with lock:
+                stopping = True
+                for worker in workers.values():
+                    worker.terminate()
+            raise
+
+
+def _cache_file(api: TensorRT, target: str) -> Path | None:
+    """Where full TensorRT's timing cache of this version and target is kept; RTX has none."""
+    if api.targets[target] is not None:
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "wicore" / f"timing-{api.version}-{target}.cache"

@@ -1,0 +1,221 @@
+"""Executor of the tensorrt backend: plans over linear KV slots, which are a cache of the KV pages.
+
+Owns the weights, the page pools, the slots and the sampler of one engine. It must not know requests, queues or which
+pages hold what; the batch says that. Invariants: after execute() the pages hold the KV of the whole batch, so that the
+tiers, prefix reuse and preemption work as they do without slots; what a step computes follows from the batch and the
+pages alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wicore_trt.backends.tensorrt.api import INSTALL, RTX
+from wicore_trt.backends.tensorrt.build import plan_file
+from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
+from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
+from wicore_trt.backends.tensorrt.kernels import choose_copier
+from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
+from wicore_trt.backends.tensorrt.session import Session, activation_bytes
+from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
+from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
+from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.cuda_device import CudaDevice, Device
+from wicore_trt.runtime.device_weights import load_weights, rope_tables
+from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.page_copier import make_copier
+from wicore_trt.runtime.pools import layout_of, new_pool
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.runtime.settings import GPU_SLICE_TOKENS, ExecutorSettings
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+
+
+class TensorRTExecutor:
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89". `slots` sequences can run without
+    copying more KV than they compute; beyond that each step copies whole sequences."""
+
+    def __init__(self, engine: EngineDir, settings: ExecutorSettings, trt: Any, device: Device) -> None:
+        """Load `engine` with the TensorRT module `trt` of the engine's flavour.
+
+        Raises EnvironmentUnfitError for another version of TensorRT or a GPU that no plan is for, EngineFormatError for
+        files that do not fit, ConfigError for too little memory.
+        """
+        check_environment(engine, trt, device.target)
+        self._closed = False
+        self.spec, self._device = engine.manifest.spec, device
+        limits = plan_limits(engine)
+        self.max_batch_tokens, self.slice_tokens = settings.max_batch_tokens, GPU_SLICE_TOKENS
+        self.kernels = f"{engine.manifest.compiled['flavour']}-{trt.__version__}-{device.target}"
+        self.layout = _layout(engine, settings)
+        with device.active():
+            plans = load_plans(trt, engine, device.target)
+            inputs = plans[DECODE].tensors.values()
+            constants = load_weights(engine.rank_files[0], inputs, self.spec, device)
+            constants |= rope_tables(inputs, self.spec, device)
+            activations = device.empty((activation_bytes(plans),), torch.uint8)
+            memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
+            slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
+            self.pools = {g: new_pool(self.spec, self.layout, g, device.empty) for g in self.layout.num_pages}
+            caches = memory.allocate(slots, device)
+            self._runtime_caches = {
+                phase: RuntimeCache(runtime_cache_path(trt.__version__, device.target, plan.digest))
+                for phase, plan in plans.items()
+            }
+            by_layer = memory.by_layer(caches)
+            self._session = Session(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
+            scales = _kv_scales(self.spec, constants, device)
+            self._copies = choose_copier(self.pools, caches, scales, device)
+            device.synchronize()
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self.copier: PageCopier = self._page_copies
+        self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
+        self.slots = slots
+        self.max_sequences: int | None = slots
+        self._sampler = Sampler()
+        self._prepare(limits.max_chunk)
+        log.info(
+            "engine on %s, %s, %d slots, KV pages %s", device.torch_device, self.kernels, slots, self.layout.num_pages
+        )
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: fill slots from pages, run plans, store the batch's KV to pages, sample the slices that ask."""
+        assert not self._closed, "execute() after close()"
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        sampling = [i for i, piece in enumerate(batch.slices) if piece.sample]
+        self._page_copies.begin_step(batch)
+        with self._device.active(), torch.inference_mode():
+            logits = torch.empty((len(sampling), self.spec.vocab_size), device=self._device.torch_device)
+            result_row = {index: row for row, index in enumerate(sampling)}
+            for part in self._table.plan(batch.slices):
+                self._run(part)
+                done = [row for row in part.rows if row.last and row.index in result_row]
+                if done:
+                    own = [0 if part.phase == PREFILL else row.slot for row in done]
+                    logits[[result_row[row.index] for row in done]] = self._session.logits[own]
+            slices = [batch.slices[i] for i in sampling]
+            result = self._sampler.sample(logits, slices) if sampling else StepResult([])
+            self._session.end_step()
+        return result
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+        self._table.release(seq_id)
+
+    def close(self) -> None:
+        """Keep what TensorRT-RTX compiled, drop everything on the device; calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._device.synchronize()
+        self._page_copies.close()
+        for cache in self._runtime_caches.values():
+            cache.save()
+        self.pools = {}
+        del self._session, self._copies, self.copier, self._page_copies
+
+    def _prepare(self, max_chunk: int) -> None:
+        """Run the longest prefill and each size of decode once, in slots that no sequence has yet, so that no request
+        waits for what TensorRT does in a first run; keep what it compiled."""
+        entries = dict.fromkeys(self._table.groups, 0)
+        parts = [Part(PREFILL, [Row(0, 0, [0] * max_chunk, 0, entries, last=True)])]
+        for batch in sorted({decode_batch(slot, self.slots) for slot in range(self.slots)}):
+            parts.append(Part(DECODE, [Row(0, batch - 1, [0], 0, entries, last=True)]))
+        with self._device.active(), torch.inference_mode():
+            for part in parts:
+                self._run(part)
+            self._session.end_step()
+        for cache in self._runtime_caches.values():
+            cache.save()
+
+    def _run(self, part: Part) -> None:
+        """One part of a step, in the order that `Part` demands."""
+        for slot in part.clears:
+            self._copies.clear(slot)
+        for group, copies in part.loads.items():
+            self._copies.load(group, copies)
+        for group, moves in part.slides.items():
+            self._copies.slide(group, moves)
+        inputs = step_inputs(part, part_batch(part, self._table.slots), self._table.groups)
+        if part.phase == PREFILL:
+            self._session.prefill(inputs, part.rows[0].slot)
+        else:
+            self._session.decode(inputs)
+        for group, copies in part.stores.items():
+            self._copies.store(group, copies)
+
+
+def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TensorRTExecutor:
+    """An executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and EnvironmentUnfitError
+    without a GPU or without the TensorRT that built the engine."""
+    try:
+        device = CudaDevice(settings.device)
+    except EnvironmentUnfitError as error:
+        targets = ", ".join(engine.manifest.targets)
+        raise EnvironmentUnfitError(f"{error.message} Engine {engine.path} is for {targets}.", fix=error.fix) from None
+    return TensorRTExecutor(engine, settings, _module(engine), device)
+
+
+def _module(engine: EngineDir) -> Any:
+    """The TensorRT module of the engine's flavour, which need not be the one that a build would choose."""
+    flavour = engine.manifest.compiled.get("flavour")
+    name = "tensorrt_rtx_bindings" if flavour == RTX else "tensorrt"
+    try:
+        return import_module(name)
+    except (ImportError, OSError) as error:
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
+            fix=f"Install it: {INSTALL}.",
+        ) from None
+
+
+def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
+    """Raises EnvironmentUnfitError where `engine` has no plans for this GPU or this TensorRT, EngineFormatError for an
+    engine of several ranks."""
+    manifest = engine.manifest
+    if manifest.tp_size != 1:
+        raise EngineFormatError(
+            f"This engine is split over {manifest.tp_size} ranks, and backend 'tensorrt' runs one.",
+            fix="Build it again with --tp 1.",
+        )
+    if any(plan_file(target, phase) not in manifest.files for phase in (PREFILL, DECODE)):
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} has plans for {', '.join(manifest.targets)}, and this GPU is {target}.",
+            fix=rebuild_plans(engine, target),
+        )
+    if trt.__version__ != manifest.compiled.get("version"):
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} was built by {manifest.compiled.get('flavour')} {manifest.compiled.get('version')}, "
+            f"and {trt.__version__} is installed.",
+            fix=f"Install that version. Or: {rebuild_plans(engine)}",
+        )
+
+
+def _layout(engine: EngineDir, settings: ExecutorSettings) -> KVLayout:
+    manifest = engine.manifest
+    max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
+    page_tokens = settings.page_tokens or manifest.page_tokens
+    return layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
+
+
+def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+    """Per group float32 [layers]: scales of FP8 pages, 1 where the checkpoint has none."""
+    one = torch.ones(1, device=device.torch_device)
+    return {
+        group: torch.cat([constants.get(kv_scale_name(layer), one) for layer in spec.layers_of(group)])
+        for group in GROUPS
+        if spec.layers_of(group)
+    }

@@ -1,0 +1,246 @@
+"""Gemma 3's operators as layers of a TensorRT network, strongly typed.
+
+One lowering for `tensorrt` and `tensorrt_rtx_bindings`. Weights are inputs, so a plan is small, builds in seconds and
+serves any weights of its shapes. It must not know files, targets or devices. Invariants: the residual stream,
+norms, rotary embedding, GELU and logits are float32; a value is rounded to the engine's dtype only where it becomes
+an operand of a matrix product, a query, or an entry of the cache.
+
+TensorRT rounds a product to its operands' dtype, and float16 ends at 65,504. So in float16 and FP8 each row of the
+operand is divided by its largest magnitude, and the product multiplied by it in float32: what is rounded is at most
+the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, `model.lower_torch` defines it):
+row / max is quantized with scale 1 / 448, so 448 is reached by the row's largest element. Both operands of an FP8
+product have that one constant scale, which is what FP8 kernels take; the weight's own scales follow in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.graph import Graph, Tensor
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+
+E4M3_STEP = 1 / 448
+DIRECT_ENTRIES = 22_016
+TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
+
+
+def rank_spec(spec: Gemma3Spec, tp_size: int) -> Gemma3Spec:
+    """What one of `tp_size` ranks computes: its heads; vocabulary and hidden size stay whole."""
+    kv_heads = max(1, spec.num_kv_heads // tp_size)
+    return replace(spec, num_heads=spec.num_heads // tp_size, num_kv_heads=kv_heads)
+
+
+def define_network(  # noqa: PLR0913 -- each is one independent fact about the network
+    network: Any,
+    trt: Any,
+    spec: Gemma3Spec,
+    limits: PlanLimits,
+    weights: Sequence[TensorSpec],
+    *,
+    phase: str,
+    dtype: str,
+    kv_dtype: str,
+    tp_size: int = 1,
+) -> list[TensorSpec]:
+    """Define one rank's network of a phase in `network`; returns its inputs and outputs.
+
+    `dtype` is that of the activations ("float32", "float16", "bfloat16"); a linear is FP8 when its weight is.
+    `kv_dtype` is `dtype`, or "fp8": keys and values are then rounded to E4M3 before they enter a cache of `dtype`.
+    """
+    local, profile = rank_spec(spec, tp_size), limits.profile(phase)
+    caches = plan_io.cache_tensors(local, limits, dtype)
+    tensors = [*plan_io.step_tensors(spec, limits, tp_size), *weights, *caches]
+    inputs = [tensor.fixed(profile) for tensor in tensors]
+    graph = Graph(network, trt)
+    ops = TensorRTOps(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, kv_dtype, tp_size)
+    graph.output(forward(ops, local), plan_io.LOGITS)
+    for name, tensor in ops.updated.items():
+        graph.output(tensor, plan_io.updated(name))
+    return [*inputs, *(tensor.fixed(profile) for tensor in plan_io.output_tensors(spec, caches))]
+
+
+class TensorRTOps:
+    """`Ops` of a whole network; T is an ITensor, float32 between operators. N is B * T, slots in order.
+
+    `updated` maps each cache input to its tensor after the step.
+    """
+
+    def __init__(
+        self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str, tp_size: int
+    ) -> None:
+        self._g, self._spec, self._in = graph, spec, inputs
+        self._dtype, self._kv_dtype, self._tp = dtype, kv_dtype, tp_size
+        self.updated: dict[str, Tensor] = {}
+        graph.scope = "step"
+        shape = graph.shape(inputs[plan_io.TOKEN_IDS])
+        self._batch = graph.gather(shape, graph.constant([0], np.int32))
+        self._chunk = graph.gather(shape, graph.constant([1], np.int32))
+        self._rows = graph.binary("PROD", self._batch, self._chunk)
+        self._mask = self._window_mask() if spec.layers_of(LOCAL) else None
+
+    def embed(self) -> Tensor:
+        g = self._g
+        g.scope = "embedding"
+        ids, table = g.reshape(self._in[plan_io.TOKEN_IDS], [-1]), self._in[EMBEDDING]
+        if self._tp > 1:
+            ids = g.binary("SUB", ids, self._in[plan_io.FIRST_TOKEN])
+            last = table.shape[0] - 1
+            here = g.binary("AND", g.binary("GREATER", ids, -1), g.binary("LESS", ids, last + 1))
+            ids = g.binary("MIN", g.binary("MAX", ids, 0), last)
+        rows = g.cast(g.gather(table, ids), "float32")
+        if self._tp > 1:
+            rows = g.select(g.reshape(here, [-1, 1]), rows, g.constant(0, np.float32, 2))
+            rows = g.all_ranks("sum", rows, self._tp)
+        # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
+        scale = g.constant(self._spec.embedding_scale, np.float32, 2)
+        if table.dtype != g.dtypes["float32"]:
+            scale = g.cast(g.cast(scale, self._dtype), "float32")
+        return g.binary("PROD", rows, scale)
+
+    def norm(self, residual: Tensor, weight: str) -> Tensor:
+        self._enter(weight)
+        return self._rms_norm(residual, weight)
+
+    def linear(self, x: Tensor, weight: str) -> Tensor:
+        self._enter(weight)
+        y = self._product(x, weight)
+        split_by_columns = weight.endswith((".attention.dense.weight", ".mlp.proj.weight"))
+        return self._g.all_ranks("sum", y, self._tp) if self._tp > 1 and split_by_columns else y
+
+    def qk_norm_rope_write(self, qkv: Tensor, layer: int) -> Tensor:
+        g, spec = self._g, self._spec
+        self._enter(layer_weight(layer, "attention.rope"))
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        shape = g.dims(self._batch, self._chunk, heads, spec.head_dim)
+        split = g.reshape(qkv, shape, then=(0, 2, 1, 3))  # [B, heads, T, D]
+        normed = spec.num_heads + spec.num_kv_heads
+        unit = self._unit_rms(self._heads(split, 0, normed))
+        q, k = self._heads(unit, 0, spec.num_heads), self._heads(unit, spec.num_heads, spec.num_kv_heads)
+        v = self._heads(split, normed, spec.num_kv_heads)
+        q = self._rotated(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
+        k = self._rotated(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
+        first = self._in[plan_io.write_indices(spec.layer_groups[layer])]
+        for part, values in (("k", k), ("v", v)):
+            name = plan_io.cache(part, layer)
+            self.updated[name] = g.update_cache(self._in[name], self._entry(values, layer), first)
+        # TensorRT's attention does not scale, so the queries are.
+        return g.cast(g.binary("PROD", q, float(spec.query_pre_attn_scalar**-0.5)), self._dtype)
+
+    def attention(self, q: Tensor, layer: int) -> Tensor:
+        g, spec = self._g, self._spec
+        self._enter(layer_weight(layer, "attention.core"))
+        group = spec.layer_groups[layer]
+        k, v = (self.updated[plan_io.cache(part, layer)] for part in ("k", "v"))
+        mask, lengths = self._mask if group == LOCAL else None, self._in[plan_io.kv_lengths(group)]
+        if self._in[plan_io.TOKEN_IDS].shape[1] == 1 and k.shape[2] > DIRECT_ENTRIES:
+            # Up to here TensorRT-RTX 1.7 has a decode kernel that reads the cache where it is. Beyond, it copies keys
+            # and values once per query head, or once if the query heads of a KV head are its rows.
+            rows = g.dims(self._batch, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+            attended = g.attention(g.reshape(q, rows), k, v, lengths, mask, causal=False)
+            return g.cast(g.reshape(attended, [-1, spec.q_size]), "float32")
+        attended = g.attention(q, k, v, lengths, mask, causal=mask is None)
+        return g.cast(g.transpose(attended, (0, 2, 1, 3), (-1, spec.q_size)), "float32")
+
+    def add_norm(self, residual: Tensor, x: Tensor, post_weight: str, next_weight: str) -> tuple[Tensor, Tensor]:
+        self._enter(post_weight)
+        residual = self._g.binary("SUM", residual, self._rms_norm(x, post_weight))
+        self._enter(next_weight)
+        return residual, self._rms_norm(residual, next_weight)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        g, half = self._g, gate_up.shape[1] // 2
+        size = g.dims(self._rows, half)
+        gate = g.activation("GELU_TANH", g.slice(gate_up, (0, 0), size))
+        return g.binary("PROD", gate, g.slice(gate_up, (0, half), size))
+
+    def sampled_rows(self, x: Tensor) -> Tensor:
+        self._g.scope = "head"
+        return self._g.gather(x, self._in[plan_io.SAMPLE_ROWS])
+
+    def logits(self, x: Tensor) -> Tensor:
+        g = self._g
+        y = self._product(x, LM_HEAD)
+        cap = self._spec.final_logit_softcapping
+        if cap is not None:
+            y = g.binary("PROD", g.activation("TANH", g.binary("DIV", y, float(cap))), float(cap))
+        if self._tp > 1:
+            y = g.transpose(g.all_ranks("gather", g.transpose(y, (1, 0)), self._tp), (1, 0))
+        return y
+
+    def _enter(self, weight: str) -> None:
+        self._g.scope = weight.removeprefix("transformer.").removesuffix(".weight")
+
+    def _rms_norm(self, x: Tensor, weight: str) -> Tensor:
+        return self._g.binary("PROD", self._unit_rms(x), self._in[weight])
+
+    def _unit_rms(self, x: Tensor) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467)."""
+        g = self._g
+        mean = g.reduce_last("AVG", g.binary("PROD", x, x))
+        return g.binary("DIV", x, g.unary("SQRT", g.binary("SUM", mean, self._spec.rms_norm_eps)))
+
+    def _product(self, x: Tensor, weight: str) -> Tensor:
+        """float32 x [N, K] @ W.T; see the module's docstring for the rounding."""
+        g, w = self._g, self._in[weight]
+        quantized = w.dtype == g.dtypes["fp8"]
+        if not quantized and self._dtype != "float16":
+            return g.cast(g.matmul_transposed(g.cast(x, self._dtype), w), "float32")
+        static = self._in.get(weight.removesuffix("weight") + "activation_scaling_factor") if quantized else None
+        if static is None:
+            if quantized:
+                x = g.cast(g.cast(x, self._dtype), "float32")  # the scale is that of the rounded operand
+            largest = g.binary("MAX", g.reduce_last("MAX", g.unary("ABS", x)), TINY)
+        else:
+            largest = g.binary("DIV", g.reshape(static, (1, 1)), E4M3_STEP)
+            x = g.cast(g.cast(x, self._dtype), "float32")
+        operand = g.binary("DIV", x, largest)
+        if quantized:
+            step = g.constant(E4M3_STEP, np.float32, 0)
+            operand = g.dequantize(g.quantize(operand, step), step, self._dtype)
+            w = g.dequantize(w, step, self._dtype)
+            largest = g.binary("DIV", largest, E4M3_STEP)
+        y = g.binary("PROD", g.cast(g.matmul_transposed(g.cast(operand, self._dtype), w), "float32"), largest)
+        return g.binary("PROD", y, self._in[weight + "s_scaling_factor"]) if quantized else y
+
+    def _heads(self, x: Tensor, first: int, count: int) -> Tensor:
+        size = self._g.dims(self._batch, count, self._chunk, self._spec.head_dim)
+        return self._g.slice(x, (0, first, 0, 0), size)
+
+    def _rotated(self, x: Tensor, layer: int) -> Tensor:
+        group = self._spec.layer_groups[layer]
+        cos, sin = (self._in[rope_table(group, part)] for part in ("cos", "sin"))
+        return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], self._spec.head_dim)
+
+    def _entry(self, x: Tensor, layer: int) -> Tensor:
+        """Keys or values as the cache holds them. An FP8 page then holds exactly what the cache does."""
+        g = self._g
+        if self._kv_dtype == "fp8":
+            name = layer_weight(layer, "attention").removesuffix("weight") + "kv_cache_scaling_factor"
+            scale = self._in.get(name)
+            factor = g.constant(1.0, np.float32, 4) if scale is None else g.reshape(scale, (1, 1, 1, 1))
+            one = g.constant(1.0, np.float32, 0)
+            rounded = g.dequantize(g.quantize(g.binary("DIV", x, factor), one), one, "float32")
+            x = g.binary("PROD", rounded, factor)
+        return g.cast(x, self._dtype)
+
+    def _window_mask(self) -> Tensor:
+        """bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
+        g, spec = self._g, self._spec
+        g.scope = "window"
+        positions = self._in[plan_io.POSITIONS]
+        offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
+        first = g.reshape(self._in[plan_io.write_indices(LOCAL)], (-1, 1))
+        own = g.reshape(g.binary("SUM", offset, first), g.dims(self._batch, 1, self._chunk, 1))
+        entries = self._in[plan_io.cache("k", spec.layers_of(LOCAL)[0])].shape[2]
+        j = g.constant(np.arange(entries).reshape(1, 1, 1, -1), np.int32)
+        not_after = g.binary("LESS", j, g.binary("SUM", own, 1))
+        inside = g.binary("GREATER", j, g.binary("SUB", own, spec.sliding_window))
+        return g.binary("AND", not_after, inside)

@@ -1,0 +1,144 @@
+"""One TensorRT plan: define the network, build it for a target, say what came out.
+
+Knows the TensorRT API and no files. Invariants: FP32 is FP32 (TF32 is off), and a plan needs no memory at run time that
+its context did not ask for, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wicore_trt.backends.tensorrt.api import RTX, TensorRT
+from wicore_trt.backends.tensorrt.ops import define_network
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.tensor_specs import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """All that a plan depends on. `dtype` is that of the activations."""
+
+    spec: Gemma3Spec
+    limits: PlanLimits
+    weights: Sequence[TensorSpec]
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    target: str
+    phase: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        weights = [tensor.to_dict() for tensor in self.weights]
+        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
+        """Inverse of to_dict."""
+        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
+        weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
+        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A serialized plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people;
+    `timing_cache` makes the next build faster (full TensorRT only)."""
+
+    data: bytes
+    tensors: list[TensorSpec]
+    facts: dict[str, Any]
+    timing_cache: bytes | None
+
+
+def build_plan(
+    api: TensorRT,
+    request: PlanRequest,
+    *,
+    timing_cache: bytes | None = None,
+    report: Callable[[float], None] = lambda fraction: None,
+) -> Plan:
+    """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only).
+
+    Raises EnvironmentUnfitError with TensorRT's reason when it cannot.
+    """
+    trt, book = api.module, BuildLog()
+    builder = trt.Builder(make_logger(trt, book))
+    network, tensors = make_network(trt, builder, request)
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # kernel names; no effect on what is built
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if api.targets[request.target] is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(api.targets[request.target], 0)
+    config.add_optimization_profile(_profile(builder, request, tensors))
+    cache = None
+    if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
+        cache = config.create_timing_cache(timing_cache or b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    monitor = make_monitor(trt, report)
+    config.progress_monitor = monitor
+    serialized = builder.build_serialized_network(network, config)
+    if serialized is None:
+        raise EnvironmentUnfitError(
+            f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
+        )
+    facts = {
+        "network_hash": hash_network(network),
+        "network_layers": network.num_layers,
+        "kernels": dict(sorted(book.kernels.items())),
+        "precisions": dict(sorted(book.precisions.items())),
+        "activation_bytes": book.activation_bytes,
+        "rearranged_weights": sorted(book.rearranged),
+    }
+    return Plan(bytes(serialized), tensors, facts, bytes(cache.serialize()) if cache else None)
+
+
+def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
+    """The defined network, and its inputs and outputs."""
+    strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(strongly_typed)
+    tensors = define_network(
+        network,
+        trt,
+        request.spec,
+        request.limits,
+        request.weights,
+        phase=request.phase,
+        dtype=request.dtype,
+        kv_dtype=request.kv_dtype,
+        tp_size=request.tp_size,
+    )
+    return network, tensors
+
+
+def hash_network(network: Any) -> str:
+    """Hex blake2b over every layer's name, kind, inputs and outputs with their dtypes and shapes.
+
+    What two builds have in common: TensorRT writes the tables of a plan in the order of memory addresses, so the files
+    of two builds have the same size and contents, and not the same bytes.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+        tensors = [t and (t.name, t.dtype.name, tuple(t.shape)) for t in (*inputs, *outputs)]
+        hasher.update(repr((layer.name, type(layer).__name__, tensors)).encode())
+    return hasher.hexdigest()
+
+
+def _profile(builder: Any, request: PlanRequest, tensors: Sequence[TensorSpec]) -> Any:
+    profile, dims = builder.create_optimization_profile(), request.limits.profile(request.phase)
+    for tensor in tensors:
+        if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
+            profile.set_shape(tensor.name, *(tensor.bound(dims, which) for which in range(3)))
+    return profile

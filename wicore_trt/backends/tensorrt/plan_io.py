@@ -1,0 +1,122 @@
+"""What goes into a TensorRT plan of Gemma 3 and comes out: names, dtypes and shapes, as plain data.
+
+The lowering adds exactly these inputs, the manifest records them and the runtime binds them. It must not know TensorRT,
+torch or files. Invariant: everything that differs from step to step is an input, so one plan serves every batch
+within its limits.
+
+A step has B linear KV slots with T tokens each. There is a plan for each phase: prefill runs one slot with a chunk of
+tokens, decode runs many slots with one token. Weights are inputs, so both read the same memory. Global layers keep
+every position of a sequence. Local layers keep a sliding linear cache: entries of consecutive positions, the oldest
+first; when a step does not fit, the runtime first moves the last `window - 1` entries to the front. Keys are stored
+rotated by their absolute position, so moving them changes no value. The last entry of a cache is scratch: a slot that
+has nothing to do in a decode step writes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+
+TOKEN_IDS = "token_ids"
+POSITIONS = "positions"
+SAMPLE_ROWS = "sample_rows"
+FIRST_TOKEN = "first_token"
+LOGITS = "logits"
+BATCH, CHUNK, ROWS = "B", "T", "R"
+PREFILL, DECODE = "prefill", "decode"
+PHASES = (PREFILL, DECODE)
+CACHE_ALIGNMENT = 64  # entries; attention kernels read keys in blocks of at most this many
+
+
+def write_indices(group: str) -> str:
+    """int32[B]: cache entry of the step's first token in each slot."""
+    return f"write_indices.{group}"
+
+
+def kv_lengths(group: str) -> str:
+    """int32[B]: cache entries of each slot after the step."""
+    return f"kv_lengths.{group}"
+
+
+def cache(part: str, layer: int) -> str:
+    """[B, kv_heads, entries, head_dim] in the plan's KV dtype; `part` is "k" or "v"."""
+    return f"cache.{part}.{layer}"
+
+
+def updated(cache_name: str) -> str:
+    """Output that aliases the cache input of this name."""
+    return f"{cache_name}.updated"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """Most slots of a decode step, most tokens of a prefill step, longest sequence in tokens."""
+
+    max_batch: int
+    max_chunk: int
+    max_context: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_chunk", "max_context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}.")
+
+    def entries(self, spec: Gemma3Spec, group: str) -> int:
+        """Entries of a slot's cache in `group`, the scratch entry included.
+
+        A local cache holds the window before a step and the step, and as much again as the window, so that entries
+        are moved once in a window's length of decode steps.
+        """
+        needed = self.max_context
+        if group == LOCAL:
+            needed = min(needed, spec.sliding_window - 1 + max(self.max_chunk, spec.sliding_window))
+        return -(-(needed + 1) // CACHE_ALIGNMENT) * CACHE_ALIGNMENT
+
+    def profile(self, phase: str) -> dict[str, tuple[int, int, int]]:
+        """Optimization profile of a phase's plan: dimension letter to (least, best, most)."""
+        one = (1, 1, 1)
+        if phase == PREFILL:
+            return {BATCH: one, CHUNK: (1, self.max_chunk, self.max_chunk), ROWS: one}
+        batch = (1, min(8, self.max_batch), self.max_batch)
+        return {BATCH: batch, CHUNK: one, ROWS: batch}
+
+
+def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:
+    """All inputs that are neither weights nor caches."""
+    tensors = [
+        TensorSpec(TOKEN_IDS, "int32", (BATCH, CHUNK), "step"),
+        TensorSpec(POSITIONS, "int32", (BATCH, CHUNK), "step"),
+        TensorSpec(SAMPLE_ROWS, "int32", (ROWS,), "step"),
+    ]
+    for group in GROUPS:
+        if spec.layers_of(group):
+            tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
+            tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
+            shape = (limits.max_context, spec.head_dim // 2)
+            tensors += [TensorSpec(rope_table(group, part), "float32", shape, "table") for part in ("cos", "sin")]
+    if tp_size > 1:
+        tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
+    return tensors
+
+
+def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[TensorSpec]:
+    """Cache inputs of all layers, K before V. `spec` is the rank's (`rank_spec`)."""
+    return [
+        TensorSpec(
+            cache(part, layer),
+            dtype,
+            (BATCH, spec.num_kv_heads, limits.entries(spec, spec.layer_groups[layer]), spec.head_dim),
+            "cache",
+        )
+        for layer in range(spec.num_layers)
+        for part in ("k", "v")
+    ]
+
+
+def output_tensors(spec: Gemma3Spec, caches: list[TensorSpec]) -> list[TensorSpec]:
+    """The logits of the whole vocabulary, and each cache again."""
+    logits = TensorSpec(LOGITS, "float32", (ROWS, spec.vocab_size), "output")
+    return [logits, *(TensorSpec(updated(c.name), c.dtype, c.shape, "output") for c in caches)]

@@ -1,0 +1,111 @@
+"""Builds one plan in a process of its own: `python -m wicore_trt.backends.tensorrt.plan_worker`.
+
+TensorRT keeps state per process: of two builds at once, one loses its kernel listing, and a crash of the compiler would
+take the caller along. It must not know engine directories. Protocol: one JSON object on stdin (`job`); lines on stdout
+that begin with MARK hold one JSON object each: {"fraction"} while it builds, then {"tensors", "facts"} or {"error"}.
+Invariant: the plan's file is whole when the process reports it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.backends.tensorrt.api import find_tensorrt
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest, build_plan
+from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.runtime.tensor_specs import TensorSpec
+
+MARK = "wicore-plan "
+LAST_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPlan:
+    """What a worker reports. `tensors` and `facts` are those of `plan_build.Plan`."""
+
+    tensors: list[TensorSpec]
+    facts: dict[str, Any]
+
+
+def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Popen[str]:
+    """A worker that builds `request` into the file `plan`; `cache` is the timing cache to read and to write anew."""
+    command = [sys.executable, "-m", "wicore_trt.backends.tensorrt.plan_worker"]
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    job = {"request": request.to_dict(), "plan": str(plan), "cache": str(cache) if cache else None}
+    assert worker.stdin is not None
+    try:
+        worker.stdin.write(json.dumps(job))
+        worker.stdin.close()
+    except BrokenPipeError:
+        pass  # it died at once; `finish` tells why
+    return worker
+
+
+def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable[[float], None]) -> BuiltPlan:
+    """Follow the worker to its end. Raises EnvironmentUnfitError with its reason, or with its last words."""
+    result: dict[str, Any] = {}
+    words: deque[str] = deque(maxlen=LAST_LINES)
+    assert worker.stdout is not None
+    with worker.stdout:
+        for line in worker.stdout:
+            if not line.startswith(MARK):
+                words.append(line.strip())
+                continue
+            message = json.loads(line.removeprefix(MARK))
+            if "fraction" in message:
+                report(message["fraction"])
+            else:
+                result = message
+    code = worker.wait()
+    if "error" in result:
+        raise EnvironmentUnfitError(result["error"], fix=result["fix"])
+    if "facts" not in result:
+        what = f"building {request.phase} for {request.target} ended with exit code {code}"
+        raise EnvironmentUnfitError(f"{what}: {' | '.join(words) or 'no output'}")
+    return BuiltPlan([TensorSpec.from_dict(tensor) for tensor in result["tensors"]], result["facts"])
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(MARK + json.dumps(message), flush=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{id(data)}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def main() -> int:
+    """Build the job on stdin."""
+    job = json.load(sys.stdin)
+    cache = Path(job["cache"]) if job["cache"] else None
+    try:
+        request = PlanRequest.from_dict(job["request"])
+        earlier = cache.read_bytes() if cache and cache.is_file() else None
+        report: Callable[[float], None] = lambda fraction: _say({"fraction": fraction})  # noqa: E731
+        plan = build_plan(find_tensorrt(), request, timing_cache=earlier, report=report)
+        _write(Path(job["plan"]), plan.data)
+    except WicoreError as error:
+        _say({"error": error.message, "fix": error.fix})
+        return error.exit_code
+    if cache and plan.timing_cache is not None:
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            _write(cache, plan.timing_cache)
+        except OSError as error:  # the next build takes longer, and no more
+            print(f"the timing cache {cache} was not kept: {error}")
+    _say({"tensors": [tensor.to_dict() for tensor in plan.tensors], "facts": plan.facts})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,221 @@
+"""Execution contexts of an engine's plans: memory bound once, step inputs uploaded, runs put on one stream.
+
+Knows TensorRT's context and a `Device`; neither sequences nor pages. Invariants: every address that a context knows
+belongs to a tensor that the context's wrapper keeps; a call that TensorRT refuses raises and names itself; all contexts
+share one block of activation memory, which one stream makes safe.
+
+Prefill has one context, whose shape and slot change. Decode has one per number of slots, whose shape and addresses
+never change, so that its run can be a CUDA graph: TensorRT-RTX captures by itself, full TensorRT is captured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.cache import RuntimeCache
+from wicore_trt.backends.tensorrt.plan import LoadedPlan
+from wicore_trt.backends.tensorrt.plan_io import DECODE, LOGITS, PREFILL
+from wicore_trt.runtime.cuda_device import ALIGNMENT, Device
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.tensor_specs import TensorSpec
+
+DTYPES = {**TORCH_DTYPES, "int32": torch.int32}
+FIELD_INTS = ALIGNMENT // 4
+
+
+class BoundContext:
+    """One execution context and the tensors that it points at. Raises RuntimeError for what TensorRT refuses."""
+
+    def __init__(self, plan: LoadedPlan, context: Any, activations: torch.Tensor) -> None:
+        self._plan, self._context = plan, context
+        self._held: dict[str, torch.Tensor] = {}
+        self._activations = activations
+        context.set_device_memory(activations.data_ptr(), activations.nbytes)
+
+    def shape(self, sizes: Mapping[str, int]) -> None:
+        """Fix the dimensions B, T and R."""
+        for tensor in self._plan.tensors.values():
+            if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
+                self._check(
+                    self._context.set_input_shape(tensor.name, _sized(tensor, sizes)), "set_input_shape", tensor
+                )
+        missing = self._context.infer_shapes()
+        if missing:
+            raise RuntimeError(f"TensorRT lacks shapes of {', '.join(missing)}.")
+
+    def bind(self, name: str, memory: torch.Tensor, sizes: Mapping[str, int]) -> None:
+        """Let tensor `name` of the plan be the beginning of `memory`, which is kept."""
+        tensor = self._plan.tensors[name]
+        items = int(np.prod(_sized(tensor, sizes)))
+        assert memory.dtype == DTYPES[tensor.dtype] and memory.is_contiguous(), f"{name}: {memory.dtype}"
+        assert memory.numel() >= items and memory.data_ptr() % ALIGNMENT == 0, f"{name}: {memory.shape}"
+        self._check(self._context.set_tensor_address(name, memory.data_ptr()), "set_tensor_address", tensor)
+        self._held[name] = memory
+
+    def run(self, stream: int) -> None:
+        """Put one run on the stream."""
+        unbound = {*self._plan.tensors} - {*self._held}
+        assert not unbound, f"{self._plan.phase}: no memory for {sorted(unbound)}"
+        if not self._context.execute_async_v3(stream):
+            raise RuntimeError(f"TensorRT refused to run {self._plan.phase}.")
+
+    def _check(self, ok: bool, call: str, tensor: TensorSpec) -> None:
+        if not ok:
+            raise RuntimeError(f"TensorRT refused {call} of {tensor.name} in {self._plan.phase}.")
+
+
+class Session:
+    """Both phases of an engine on `device`.
+
+    `constants` are all weights, rope tables and the like by input name; `caches` the cache inputs [slots, kv_heads,
+    entries, head_dim]. `logits` float32 [slots, vocab] is valid until the next run.
+    """
+
+    def __init__(
+        self,
+        trt: Any,
+        device: Device,
+        plans: Mapping[str, LoadedPlan],
+        constants: Mapping[str, torch.Tensor],
+        caches: Mapping[str, torch.Tensor],
+        activations: torch.Tensor,
+        runtime_caches: Mapping[str, RuntimeCache],
+    ) -> None:
+        self._trt, self._device, self._plans = trt, device, plans
+        self._constants, self._caches, self._activations = constants, caches, activations
+        self._runtime_caches = runtime_caches
+        self.slots = next(iter(caches.values())).shape[0]
+        self._inputs = StepBuffer(device, plans, self.slots)
+        vocab = plans[DECODE].tensors[LOGITS].shape[1]
+        assert isinstance(vocab, int)
+        self.logits = device.empty((self.slots, vocab), torch.float32)
+        self._prefill = self._context(plans[PREFILL], graph=False)
+        self._prefill_shape: tuple[int, int] = (0, -1)  # tokens and slot of the run before
+        self._decode: dict[int, Callable[[], None]] = {}
+        self._captured: list[BoundContext] = []  # kept, because graphs use what they point at
+
+    def prefill(self, inputs: Mapping[str, np.ndarray], slot: int) -> None:
+        """Run one chunk in `slot`; its logits are row 0."""
+        tokens = inputs[plan_io.TOKEN_IDS].shape[1]
+        sizes = {plan_io.BATCH: 1, plan_io.CHUNK: tokens, plan_io.ROWS: 1}
+        if self._prefill_shape != (tokens, slot):
+            self._prefill.shape(sizes)
+            self._bind(self._prefill, PREFILL, sizes, slot)
+            self._prefill_shape = (tokens, slot)
+        self._inputs.upload(inputs)
+        self._prefill.run(self._device.stream)
+
+    def decode(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Run one token in each of the first B slots; B should take few values. Row b of the logits is slot b's."""
+        batch = inputs[plan_io.TOKEN_IDS].shape[0]
+        self._inputs.upload(inputs)
+        if batch in self._decode:
+            self._decode[batch]()
+            return
+        context = self._context(self._plans[DECODE], graph=True)
+        sizes = {plan_io.BATCH: batch, plan_io.CHUNK: 1, plan_io.ROWS: batch}
+        context.shape(sizes)
+        self._bind(context, DECODE, sizes, 0)
+
+        run: Callable[[], None] = partial(context.run, self._device.stream)
+        run()  # what a context prepares in its first run must not be part of a graph
+        if not is_rtx(self._trt):
+            self._device.synchronize()
+            self._captured.append(context)
+            run = self._device.capture(run)
+        self._decode[batch] = run
+
+    def end_step(self) -> None:
+        """Wait for all runs; the host memory of their inputs is then free again."""
+        self._device.synchronize()
+        self._inputs.reuse()
+
+    def _bind(self, context: BoundContext, phase: str, sizes: Mapping[str, int], slot: int) -> None:
+        for tensor in self._plans[phase].tensors.values():
+            if tensor.kind == "step":
+                context.bind(tensor.name, self._inputs.fields[tensor.name], sizes)
+            elif tensor.kind == "cache":
+                memory = self._caches[tensor.name][slot:]
+                context.bind(tensor.name, memory, sizes)
+                context.bind(plan_io.updated(tensor.name), memory, sizes)
+            elif tensor.kind != "output":
+                context.bind(tensor.name, self._constants[tensor.name], sizes)
+        context.bind(LOGITS, self.logits, sizes)
+
+    def _context(self, plan: LoadedPlan, *, graph: bool) -> BoundContext:
+        """A context of `plan` without memory of its own. `graph`: TensorRT-RTX captures its runs."""
+        trt, strategy = self._trt, self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not is_rtx(trt):
+            context = plan.engine.create_execution_context(strategy)
+        else:
+            config = plan.engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(strategy)
+            strategies = trt.CudaGraphStrategy
+            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if graph else strategies.DISABLED
+            self._runtime_caches[plan.phase].attach(config)
+            context = plan.engine.create_execution_context(config)
+        if context is None:
+            raise RuntimeError(f"TensorRT gave no execution context for {plan.phase}.")
+        return BoundContext(plan, context, self._activations)
+
+
+class StepBuffer:
+    """Device memory of the step inputs, the same for all contexts, and host memory to upload it from.
+
+    `fields[name]` is the input's memory. An upload copies the whole block, a few KB, from a host block that no other
+    upload uses until `reuse`, as the copy may still be on its way.
+    """
+
+    def __init__(self, device: Device, plans: Mapping[str, LoadedPlan], slots: int) -> None:
+        sizes: dict[str, int] = {}
+        for plan in plans.values():
+            profile = {**plan.profile, plan_io.BATCH: (1, 1, slots), plan_io.ROWS: (1, 1, slots)}
+            for tensor in plan.tensors.values():
+                if tensor.kind == "step":
+                    items = int(np.prod(tensor.bound(profile, 2)))
+                    sizes[tensor.name] = max(sizes.get(tensor.name, 0), items)
+        self._offsets, end = {}, 0
+        for name, size in sizes.items():
+            self._offsets[name] = end
+            end += -(-size // FIELD_INTS) * FIELD_INTS
+        self._device, self._size = device, end
+        self._block = device.empty((end,), torch.int32)
+        self.fields = {name: self._block[at : at + sizes[name]] for name, at in self._offsets.items()}
+        self._staging: list[torch.Tensor] = []
+        self._used = 0
+
+    def upload(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Put the copy of all step inputs on the stream."""
+        assert {*inputs} == {*self.fields}, sorted({*inputs} ^ {*self.fields})
+        if self._used == len(self._staging):
+            self._staging.append(self._device.staging((self._size,)))
+        block = self._staging[self._used]
+        self._used += 1
+        host = block.numpy()
+        for name, values in inputs.items():
+            at = self._offsets[name]
+            host[at : at + values.size] = values.ravel()
+        self._block.copy_(block, non_blocking=True)
+
+    def reuse(self) -> None:
+        self._used = 0
+
+
+def is_rtx(trt: Any) -> bool:
+    """TensorRT-RTX: it compiles kernels when a plan is loaded, and captures graphs by itself."""
+    return hasattr(trt, "CudaGraphStrategy")
+
+
+def activation_bytes(plans: Mapping[str, LoadedPlan]) -> int:
+    """Memory that any context of the plans needs beside its tensors."""
+    return max(1, *(int(plan.engine.device_memory_size_v2) for plan in plans.values()))
+
+
+def _sized(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else sizes[d] for d in tensor.shape)

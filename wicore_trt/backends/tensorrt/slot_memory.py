@@ -1,0 +1,70 @@
+"""How many KV slots fit into a device's memory, and the tensors that they are.
+
+Knows sizes and layouts; neither plans nor sequences. Invariant: the caches of one group are one allocation
+[layers, 2 (K, V), slots, kv_heads, entries, head_dim], so that a copy moves all layers at once, and each plan input
+[slots, kv_heads, entries, head_dim] is a contiguous part of it that starts at an address TensorRT accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from wicore_trt.backends.tensorrt import plan_io
+from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.tensorrt.slots import GroupSlots
+from wicore_trt.errors import ConfigError
+from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.executor import KVLayout
+
+WORKSPACE_BYTES = 512 << 20  # left free for the sampler, for copies and for what TensorRT allocates itself
+
+
+class SlotMemory:
+    """Slots of plans with `limits`, whose caches are of `dtype`. `groups` is their geometry."""
+
+    def __init__(self, spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> None:
+        self._spec, self._dtype = spec, TORCH_DTYPES[dtype]
+        self.groups = {
+            group: GroupSlots(limits.entries(spec, group) - 1, spec.sliding_window if group == LOCAL else None)
+            for group in GROUPS
+            if spec.layers_of(group)
+        }
+
+    def _shape(self, group: str, slots: int) -> tuple[int, ...]:
+        spec, entries = self._spec, self.groups[group].usable + 1
+        return (len(spec.layers_of(group)), 2, slots, spec.num_kv_heads, entries, spec.head_dim)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Caches of a slot and its row of logits."""
+        items = sum(torch.Size(self._shape(group, 1)).numel() for group in self.groups)
+        return items * self._dtype.itemsize + 4 * self._spec.vocab_size
+
+    def slots(self, free_bytes: int, layout: KVLayout, most: int) -> int:
+        """Slots that fit beside the page pools, at most `most`. Raises ConfigError when not one does."""
+        pools = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
+        count = min(most, (free_bytes - pools - WORKSPACE_BYTES) // self.slot_bytes)
+        if count < 1:
+            raise ConfigError(
+                f"{free_bytes:,} bytes are free on the GPU beside the weights. KV pages take {pools:,} of them, "
+                f"{WORKSPACE_BYTES:,} are kept as work space, and one sequence's slot takes {self.slot_bytes:,}.",
+                fix="Lower kv.device_bytes, or build the engine with a smaller --max-context.",
+            )
+        return int(count)
+
+    def allocate(self, slots: int, device: Device) -> dict[str, torch.Tensor]:
+        """Caches of all groups, zero: a value that is hidden has weight 0, and 0 times NaN would not be 0."""
+        return {group: device.empty(self._shape(group, slots), self._dtype).zero_() for group in self.groups}
+
+    def by_layer(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parts of `caches` under their names in a plan."""
+        return {
+            plan_io.cache(part, layer): cache[i, j]
+            for group, cache in caches.items()
+            for i, layer in enumerate(self._spec.layers_of(group))
+            for j, part in enumerate(("k", "v"))
+        }

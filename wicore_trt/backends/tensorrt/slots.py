@@ -1,0 +1,198 @@
+"""Which sequence sits in which linear KV slot of a TensorRT engine, and how a step runs on the slots: plain data.
+
+A slot is a cache of KV pages: after every part of a step its new entries are stored to their pages, so a slot can be
+taken from a sequence at any time and filled again from pages. It must not know torch, TensorRT or devices. Invariants:
+when a row runs, its slot holds exactly what the pages hold of all positions that the row sees; a slot is cleared before
+another sequence uses it; a step never takes a slot from a sequence of the same round.
+
+Entry e of a slot's cache in a group is position base + e. Global layers keep every position (base 0); local layers keep
+at least the window, and move it to the front when the next tokens do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
+from wicore_trt.runtime.batch import SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSlots:
+    """A layer group's cache in each slot: entries [0, `usable`) hold tokens and entry `usable` is scratch. A token sees
+    the last `window` positions, its own included; None: all."""
+
+    usable: int
+    window: int | None
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """`tokens` tokens between entries `entry`, entry + 1, ... of `slot` and the page slots `pages`; the first of them
+    is token `offset` of pages[0]."""
+
+    slot: int
+    entry: int
+    tokens: int
+    pages: Sequence[int]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slide:
+    """Entries [first, first + keep) of `slot` go to its front."""
+
+    slot: int
+    first: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of slice `index` of the batch, the first at `position`; `entries[group]` is its cache entry.
+    `last`: the slice ends with this row."""
+
+    index: int
+    slot: int
+    token_ids: Sequence[int]
+    position: int
+    entries: Mapping[str, int]
+    last: bool
+
+
+@dataclass(slots=True)
+class Part:
+    """One run of a plan and what belongs to it, in this order: clear slots, load from pages, slide, run, store to
+    pages. A prefill part has one row; a decode part has rows of one token."""
+
+    phase: str
+    rows: list[Row] = field(default_factory=list)
+    clears: list[int] = field(default_factory=list)
+    loads: dict[str, list[PageCopy]] = field(default_factory=dict)
+    slides: dict[str, list[Slide]] = field(default_factory=dict)
+    stores: dict[str, list[PageCopy]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A sequence in a slot, whose next position is `length`. `pages[group]` are the page slots of the positions that
+    the next token sees. `admitted`: the slot is to be cleared and loaded before it is used."""
+
+    slot: int
+    length: int
+    base: dict[str, int]
+    pages: dict[str, Sequence[int]]
+    stepped: int
+    admitted: bool = True
+
+
+class SlotTable:
+    """`slots` KV slots over `groups`; pages hold `page_tokens` tokens, a prefill runs at most `max_chunk`."""
+
+    def __init__(self, slots: int, groups: Mapping[str, GroupSlots], *, page_tokens: int, max_chunk: int) -> None:
+        self.slots, self.groups = slots, groups
+        self._page_tokens, self._max_chunk = page_tokens, max_chunk
+        self._tenants: dict[int, _Tenant] = {}  # by seq_id
+        self._clock = 0
+
+    def plan(self, slices: Sequence[SequenceSlice]) -> list[Part]:
+        """What runs a batch, in order. The table then stands as after the step, so the parts must be run.
+
+        Sequences that sit in their slots go first; more sequences than slots take several rounds.
+        """
+        assert len({s.seq_id for s in slices}) == len(slices), "a sequence has two slices in one step"
+        self._clock += 1
+        order = sorted(range(len(slices)), key=lambda i: not self._is_current(slices[i]))
+        for i in order:
+            if not self._is_current(slices[i]):
+                self.release(slices[i].seq_id)
+        waiting = {s.seq_id for s in slices}
+        parts: list[Part] = []
+        for first in range(0, len(order), self.slots):
+            parts += self._round([(i, slices[i]) for i in order[first : first + self.slots]], waiting)
+        return parts
+
+    def release(self, seq_id: int) -> None:
+        """Give up the slot of a sequence. Unknown ids are ignored."""
+        self._tenants.pop(seq_id, None)
+
+    def _is_current(self, piece: SequenceSlice) -> bool:
+        """True when the sequence's slot holds what the slice's pages hold. Pages that were exchanged, or positions that
+        were computed or dropped elsewhere, are a reason to load them again."""
+        tenant = self._tenants.get(piece.seq_id)
+        if tenant is None or tenant.length != piece.start:
+            return False
+        return all(tenant.pages[g] == self._visible_pages(piece, g, piece.start) for g in self.groups)
+
+    def _visible_pages(self, piece: SequenceSlice, group: str, position: int) -> Sequence[int]:
+        """Page slots of what the token at `position` sees before itself. A copy: the scheduler changes its tables."""
+        first = self.groups[group].first_visible(position) // self._page_tokens
+        return piece.pages[group][first : -(-position // self._page_tokens)]
+
+    def _round(self, members: list[tuple[int, SequenceSlice]], waiting: set[int]) -> list[Part]:
+        """Parts for at most as many sequences as there are slots. `waiting` are the sequences of the whole step."""
+        staying = {piece.seq_id for _, piece in members}
+        for _, piece in members:
+            if piece.seq_id not in self._tenants:
+                self._admit(piece, staying, waiting)
+        parts, decode = [], Part(DECODE)
+        for index, piece in members:
+            for first in range(0, len(piece.token_ids), self._max_chunk):
+                count = min(self._max_chunk, len(piece.token_ids) - first)
+                last = first + count == len(piece.token_ids)
+                part = decode if count == 1 and last else Part(PREFILL)
+                self._advance(part, index, piece, first, count)
+                if part is not decode:
+                    parts.append(part)
+        return [*parts, decode] if decode.rows else parts
+
+    def _admit(self, piece: SequenceSlice, staying: set[int], waiting: set[int]) -> None:
+        """Give the sequence the lowest free slot, else that of the sequence whose last step is longest ago."""
+        taken = {tenant.slot for tenant in self._tenants.values()}
+        slot = next((s for s in range(self.slots) if s not in taken), None)
+        if slot is None:
+            others = [seq_id for seq_id in self._tenants if seq_id not in staying]
+            victim = min(others, key=lambda seq_id: (seq_id in waiting, self._tenants[seq_id].stepped))
+            slot = self._tenants.pop(victim).slot
+        base = {name: group.first_visible(piece.start) for name, group in self.groups.items()}
+        self._tenants[piece.seq_id] = _Tenant(slot, piece.start, base, {}, self._clock)
+
+    def _advance(self, part: Part, index: int, piece: SequenceSlice, first: int, count: int) -> None:
+        """Append to `part` the tokens [first, first + count) of a slice."""
+        tenant, start = self._tenants[piece.seq_id], piece.start + first
+        assert tenant.length == start
+        end = start + count
+        if tenant.admitted:
+            part.clears.append(tenant.slot)
+        entries = {}
+        for name, group in self.groups.items():
+            held = start - tenant.base[name]
+            if tenant.admitted and held:
+                loads = part.loads.setdefault(name, [])
+                loads.append(self._copy(piece, name, tenant.slot, 0, tenant.base[name], start))
+            if held + count > group.usable:
+                assert group.window is not None, f"sequence {piece.seq_id} is longer than the engine's max_context"
+                keep = min(held, group.window - 1)
+                part.slides.setdefault(name, []).append(Slide(tenant.slot, held - keep, keep))
+                tenant.base[name], held = start - keep, keep
+                assert held + count <= group.usable
+            entries[name] = held
+            part.stores.setdefault(name, []).append(self._copy(piece, name, tenant.slot, held, start, end))
+            tenant.pages[name] = self._visible_pages(piece, name, end)
+        tenant.length, tenant.stepped, tenant.admitted = end, self._clock, False
+        token_ids = piece.token_ids[first : first + count]
+        part.rows.append(Row(index, tenant.slot, token_ids, start, entries, first + count == len(piece.token_ids)))
+
+    def _copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
+        """Positions [start, end), of which `start` is at `entry`."""
+        size = self._page_tokens
+        pages = piece.pages[group][start // size : -(-end // size)]
+        assert len(pages) == -(-end // size) - start // size and min(pages) >= 0, (
+            f"sequence {piece.seq_id} lacks {group} pages of positions [{start}, {end})"
+        )
+        return PageCopy(slot, entry, end - start, pages, start % size)

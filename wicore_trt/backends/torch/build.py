@@ -1,0 +1,37 @@
+"""Backend "torch": nothing to compile. It must not import torch before an engine is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.options import BuildOptions
+    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.settings import ExecutorSettings
+
+
+class TorchBackend:
+    """Implements `Backend`: runs wherever PyTorch does."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        if options.targets:
+            raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
+        return ["any"]
+
+    def default_context(self, limit: int) -> int:
+        return limit
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        return {}
+
+    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+        from wicore_trt.backends.torch.executor import TorchExecutor
+
+        return TorchExecutor(engine, settings)

@@ -1,0 +1,300 @@
+"""Static FP8 scales of activations and of the KV cache, from what a calibration text makes a model compute.
+
+Runs the model through the torch operators, unchanged but for noting the largest magnitude of each linear's input and
+of each layer's keys and values, and writes scales = amax / 448 (E4M3's largest value). Invariant: no more than one
+matrix of the model is in memory at a time, and a checkpoint is replaced whole or not at all.
+
+The text is cut into pieces of up to 512 tokens that each begin with BOS, as sequences of their own, and nothing but the
+head is left out of the pass. The precision is the model's own: float32 for F32 and GGUF weights, dynamic FP8 for an FP8
+checkpoint. A static scale is one number for a whole tensor, so it does not depend on tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from wicore_trt.backends.torch.ops import TorchModel, TorchOps
+from wicore_trt.checkpoint.calibration import StaticScales
+from wicore_trt.checkpoint.format import (
+    CHECKPOINT,
+    KV_FP8,
+    QUANT_FP8_STATIC,
+    Checkpoint,
+    open_checkpoint,
+    rank_entries,
+    static_scales,
+    write_config,
+)
+from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.quantize import E4M3_MAX
+from wicore_trt.checkpoint.records import FileRecord, file_entries
+from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
+from wicore_trt.checkpoint.source import Source
+from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
+from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.files import Door
+from wicore_trt.model.gemma3 import EMBEDDING, forward, layer_weight
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.dtypes import E4M3
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.scratch import replacing
+from wicore_trt.text.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = 2048
+PIECE = 512  # tokens of a sequence
+STEP_PIECES = 4  # sequences that are computed together: the weights are read once for them
+_READ = 16 << 20
+_TEXT_BYTES = 64 << 20
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TextCalibration:
+    """Implements `checkpoint.calibration.Calibration`, with the first `tokens` tokens of a UTF-8 file."""
+
+    text: Path
+    tokens: int = DEFAULT_TOKENS
+    kv_scales: bool = True
+
+    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress | None = None) -> StaticScales:
+        """Raises also ConfigError for a text that is not UTF-8 or too short, EngineFormatError for a bad tokenizer."""
+        return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
+
+    def of_checkpoint(
+        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress | None = None
+    ) -> Checkpoint:
+        return calibrate_checkpoint(path, output, self, force=force, progress=progress)
+
+
+def calibrate_checkpoint(
+    path: str | Path,
+    output: str | Path,
+    calibration: TextCalibration,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Write the unified checkpoint `path` with static scales of `calibration` as `output`, which may be the same.
+
+    An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier calibration
+    are dropped. Raises what `TextCalibration.of_source` and `scratch.replacing` raise, and ConfigError when the
+    checkpoint is not FP8 and no KV scales are asked for.
+    """
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.quant_algo and not calibration.kv_scales:
+        raise ConfigError(
+            f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
+            fix="Convert its source with --dtype fp8.",
+        )
+    same = os.path.realpath(path) == os.path.realpath(output)
+    with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
+        files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
+        tokenizer = Tokenizer.from_files(files, checkpoint.path)
+        found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
+        _rewrite(checkpoint, scratch.directory, found, calibration.kv_scales, progress)
+        open_checkpoint(scratch.directory)
+        scratch.publish()
+    return open_checkpoint(output)
+
+
+def _calibrate(
+    whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress | None
+) -> StaticScales:
+    token_ids = _token_ids(calibration, tokenizer)
+    amax = measure(whole, token_ids, tokenizer.bos_id, progress)
+    wrong = [name for name, value in amax.items() if not np.isfinite(value)]
+    if wrong:
+        raise CheckpointError(
+            f"On the calibration text the model computes no finite numbers: {wrong[0]}.",
+            fix="Check the model's weights.",
+        )
+    scales = {}
+    for name, value in amax.items():
+        scale = np.float32(value) / np.float32(E4M3_MAX)
+        scales[name] = np.array([scale or 1.0], np.float32)
+    digest = hashlib.blake2b(np.array(token_ids, "<i8").tobytes(), digest_size=16).hexdigest()
+    return StaticScales(
+        scales, {"text": str(calibration.text), "tokens": calibration.tokens, "token_ids_blake2b": digest}
+    )
+
+
+def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer) -> list[int]:
+    path = calibration.text
+    text = Door(error=ConfigError, fix="Give a plain text file.").text(path, limit=_TEXT_BYTES)
+    token_ids = tokenizer.encode(text, add_bos=False)
+    if len(token_ids) < max(1, calibration.tokens):
+        raise ConfigError(
+            f"{path} has {len(token_ids)} tokens, not {calibration.tokens}.",
+            fix="Give a longer text, or lower --calibrate-tokens.",
+        )
+    return token_ids[: calibration.tokens]
+
+
+def measure(
+    whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress | None = None
+) -> dict[str, float]:
+    """Largest magnitude over the text, by the name of the scale that it gives: of each linear's input, and of the keys
+    (normed and rotated) and values of each layer together."""
+    head = [] if bos_id is None else [bos_id]
+    room = PIECE - len(head)
+    pieces = [[*head, *token_ids[i : i + room]] for i in range(0, len(token_ids), room)]
+    steps = [pieces[i : i + STEP_PIECES] for i in range(0, len(pieces), STEP_PIECES)]
+    model = _StreamedModel(whole, sorted({*head, *token_ids}))
+    layers = whole.spec.num_layers
+    with torch.inference_mode():
+        for done, step in enumerate(steps):
+
+            def report(layer: int, done: int = done) -> None:
+                if progress:
+                    progress("calibrate", done * layers + layer, len(steps) * layers)
+
+            forward(_RecordingOps(model, model.inputs(step), report), whole.spec)
+    return model.amax
+
+
+class _StreamedModel(TorchModel):
+    """A model whose matrices are read when they are used, and whose layers share the KV pages of one: a step begins
+    its sequences, so no page is read after its layer. `amax` collects what `measure` returns."""
+
+    def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
+        spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        shape = (STEP_PIECES, 1, 2, PIECE, spec.num_kv_heads, spec.head_dim)
+        pools = {g: torch.zeros(shape, device=device) for g in GROUPS if spec.layers_of(g)}
+        rows = [_tensor(*whole.embedding_row(i)) for i in used_ids]
+        super().__init__(spec, whole.dtype, {EMBEDDING: torch.cat(rows)}, pools, device)
+        self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)
+        self.weights = _Weights(whole, self.dtype, device, self.weights[EMBEDDING])
+        if whole.quantized:
+            linears = [t.name for t in unified_tensors(spec) if t.role is Role.LINEAR]
+            self.fp8 = {*linears, *(layer_weight(i, "mlp.gate_up") for i in range(spec.num_layers))}
+        self.amax: dict[str, float] = {}
+        self._index = {token_id: i for i, token_id in enumerate(used_ids)}
+
+    def inputs(self, pieces: list[list[int]]) -> StepInputs:
+        """A step over `pieces`; token ids become rows of the embedding that was read."""
+        layout = KVLayout(PIECE, "float32", dict.fromkeys(self.pools, STEP_PIECES), {})
+        slices = [
+            SequenceSlice(i, [self._index[t] for t in piece], 0, dict.fromkeys(self.pools, [i]))
+            for i, piece in enumerate(pieces)
+        ]
+        return StepInputs.from_batch(StepBatch(slices), layout, tuple(self.pools))
+
+
+class _Weights(dict[str, torch.Tensor]):
+    """Reads a tensor on each access, placed as TorchModel places it, and keeps none but the rows of the embedding."""
+
+    def __init__(self, whole: WholeTensors, dtype: torch.dtype, device: torch.device, embedding: torch.Tensor) -> None:
+        super().__init__({EMBEDDING: embedding})
+        self._whole, self._dtype, self._device = whole, dtype, device
+        tensors = {t.name: t for t in unified_tensors(whole.spec)}
+        self._parts = {name: [tensor] for name, tensor in tensors.items()}
+        for i in range(whole.spec.num_layers):
+            names = layer_weight(i, "mlp.fc"), layer_weight(i, "mlp.gate")
+            self._parts[layer_weight(i, "mlp.gate_up")] = [tensors[n] for n in names]
+        self._scales = {weight_scale_name(name): parts for name, parts in self._parts.items()}
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        if name in self._scales:
+            scales = [self._whole.weight_scale(t) for t in self._scales[name]]
+            return torch.from_numpy(np.concatenate(scales)).to(self._device)
+        blocks = [self._whole.read(t) for t in self._parts[name]]
+        tensor = _tensor(np.concatenate([block for block, _ in blocks]), blocks[0][1])
+        if self._device.type != "cuda" or tensor.dim() == 1:
+            return tensor.to(self._device, torch.float32)
+        return tensor.to(self._device, E4M3 if tensor.dtype == E4M3 else self._dtype)
+
+
+class _RecordingOps(TorchOps):
+    """The torch operators, which note what they are given."""
+
+    def __init__(self, model: _StreamedModel, inputs: StepInputs, report: Callable[[int], None]) -> None:
+        super().__init__(model, inputs)
+        self._recorded, self._report = model, report
+
+    def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
+        # gate_up is one product here and two tensors in a checkpoint, with the same input
+        gate_up = ".mlp.gate_up." in weight
+        for name in [weight.replace("gate_up", part) for part in ("fc", "gate")] if gate_up else [weight]:
+            self._note(activation_scale_name(name), x)
+        return super().linear(x, weight)
+
+    def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        self._report(layer)
+        pool = self._recorded.pools[self._spec.layer_groups[layer]]
+        pool.zero_()  # the slots of this step hold another layer's values, the other slots an earlier step's
+        q = super().qk_norm_rope_write(qkv, layer)
+        self._note(kv_scale_name(layer), pool)
+        return q
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x  # the head is not quantized, and its matrix is the largest
+
+    def _note(self, name: str, x: torch.Tensor) -> None:
+        found = max(abs(bound.item()) for bound in torch.aminmax(x)) if bool(x.isfinite().all()) else float("inf")
+        self._recorded.amax[name] = max(found, self._recorded.amax.get(name, 0.0))
+
+
+def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
+    """A block in the storage of `tag` as a tensor of its own."""
+    tensor = torch.from_numpy(np.array(block))
+    if tag == "BF16":
+        return tensor.view(torch.bfloat16)
+    return tensor.view(E4M3) if tag == "F8_E4M3" else tensor
+
+
+def _rewrite(
+    checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress | None
+) -> None:
+    """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
+
+    Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
+    quant_algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
+    static = {n for names in static_scales(checkpoint.spec, quant_algo, kv_scales).values() for n in names}
+    files = dict(checkpoint.files)
+    done, total = 0, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files)
+    for rank, path in enumerate(checkpoint.rank_files):
+        old = SafetensorsFile(path)
+        entries = rank_entries(
+            checkpoint.spec, checkpoint.dtype, quant_algo, rank, checkpoint.tp_size, kv_scales=kv_scales
+        )
+        with SafetensorsWriter(directory / path.name, entries) as writer:
+            for name, tag, shape in entries:
+                if name in static:
+                    writer.write(name, found.scales[name])
+                    continue
+                size = prod(shape) * ITEM_BYTES[tag]
+                for start in range(0, size, _READ):
+                    done += writer.write(name, old.raw(name, start, min(size, start + _READ)))
+                    if progress:
+                        progress("write", done, total)
+                if writer.digests[name] != files[path.name].parts[name]:
+                    raise checkpoint.damaged(path.name, name)
+        files[path.name] = FileRecord(writer.size, writer.digest, writer.digests)
+    for name in set(files) - {path.name for path in checkpoint.rank_files}:
+        _place(checkpoint.path / name, directory / name)
+        if part := files[name].changed(directory / name):
+            raise checkpoint.damaged(name, part)
+    quantization = {**checkpoint.config["quantization"], "quant_algo": quant_algo}
+    quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
+    block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}
+    write_config(directory, {**checkpoint.config, "quantization": quantization, "wicore": block})
+
+
+def _place(source: Path, target: Path) -> None:
+    """Hard-link a file that nobody changes in place, or copy it where the file system cannot link."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,196 @@
+"""Executor of the torch backend: any GPU, or the CPU with the native kernels where they were built.
+
+Owns the weights, the KV pools and the sampler of one engine. It must not know requests, queues or which pages hold
+what; the batch says that. Invariant: an execute() call touches only the KV slots of the batch's own pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import torch
+
+from wicore_trt.backends.torch import native
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, unsupported
+from wicore_trt.backends.torch.ops import TorchModel, TorchOps
+from wicore_trt.backends.torch.weights import LoadedEngine, fuse, load_engine
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.model.gemma3 import forward
+from wicore_trt.model.ops import Ops
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.runtime.attention_mass import AttentionProbe
+from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.page_copier import make_copier
+from wicore_trt.runtime.pools import layout_of, new_pool
+from wicore_trt.runtime.sampler import Sampler
+from wicore_trt.runtime.settings import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorSettings
+from wicore_trt.runtime.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
+
+
+class TorchExecutor:
+    """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
+    the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on."""
+
+    def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
+        """Load `engine` from disk, or run the tensors of one that is in memory.
+
+        Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
+        that are not here, ConfigError for too little KV memory.
+        """
+        loaded = engine if isinstance(engine, LoadedEngine) else load_engine(engine)
+        self.spec = loaded.spec
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.device = _device(settings.device)
+        self.max_sequences: int | None = None
+        self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.layout = _layout(loaded, settings)
+        empty = partial(torch.empty, device=self.device)
+        self.pools = {
+            g: new_pool(self.spec, self.layout, g, lambda s, d: empty(s, dtype=d)) for g in self.layout.num_pages
+        }
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens)
+        self.copier: PageCopier = self._page_copies
+        self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
+        self._sampler = Sampler()
+        self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
+        log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        spec: Gemma3Spec,
+        dtype: str,
+        tensors: Mapping[str, torch.Tensor],
+        settings: ExecutorSettings,
+        *,
+        kv_dtype: str | None = None,
+    ) -> TorchExecutor:
+        """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
+        return cls(LoadedEngine(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
+        sampling = [s for s in batch.slices if s.sample]
+        layer = next(self._probed_layers, None) if batch.measure_attention else None
+        probe = None if layer is None else AttentionProbe.of(layer, inputs)
+        self._page_copies.begin_step(batch)
+        with torch.inference_mode():
+            logits = forward(self._step_ops(inputs, probe), self.spec)
+            result = self._sampler.sample(logits, sampling) if sampling else StepResult([])
+            if probe is None:
+                return result
+            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
+            scale = self.spec.query_pre_attn_scalar**-0.5
+            return replace(result, attention=probe.masses(pool, inputs, batch, scale))
+
+    def logits(self, batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
+        """Run one step like execute(), but return the logits [R, vocab] float32 of `rows` (int64[R], ascending) of the
+        batch's tokens. For evaluation; valid until the next step."""
+        inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
+        with torch.inference_mode():
+            return forward(self._step_ops(replace(inputs, sample_rows=rows), None), self.spec)
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+
+    def close(self) -> None:
+        """Drop weights and pages; calling it twice is harmless."""
+        if self.pools:
+            self._page_copies.close()
+        self.pools = {}
+        self._step_ops = _closed
+
+
+def _operators(
+    engine: LoadedEngine,
+    settings: ExecutorSettings,
+    layout: KVLayout,
+    pools: dict[str, torch.Tensor],
+    device: torch.device,
+) -> tuple[str, StepOps]:
+    """The kernels' name, and what makes a step's operators from its geometry."""
+    library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
+    if library is None:
+        model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
+        return torch_kernels(device), lambda inputs, probe: TorchOps(model, inputs, probe)
+    if settings.threads:
+        library.set_threads(settings.threads)
+    weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
+    ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools)
+
+    def begin(inputs: StepInputs, probe: AttentionProbe | None) -> Ops[torch.Tensor]:
+        ops.begin(inputs, probe)
+        return ops
+
+    return f"native-{library.isa}", begin
+
+
+def torch_kernels(device: torch.device) -> str:
+    """The name of the torch operators on a device, like "torch-2.9.1-cpu-avx2" or "torch-2.9.1+cu130-cuda-NVIDIA H200":
+    its libraries choose their order of summation by their version and the processor, so KV values differ."""
+    if device.type == "cpu":
+        return f"torch-{torch.__version__}-cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return f"torch-{torch.__version__}-{device.type}-{name}".rstrip("-")
+
+
+def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:
+    """The library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
+    library, reason = None, None
+    if device.type != "cpu":
+        reason = f"they run on the CPU, and the engine on {device}"
+    elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
+        reason = f"FP8 weights with {engine.dtype} activations"
+    else:
+        reason = unsupported(engine.spec, engine.kv_dtype, engine.tensors)
+    if reason is None:
+        library = native.load()
+        reason = "the library was not built" if library is None else None
+    if reason and kernels == "native":
+        raise EnvironmentUnfitError(
+            f"The native CPU kernels cannot be used: {reason}.",
+            fix="Set executor.kernels to auto, or install the package where a C++ compiler is.",
+        )
+    if reason and device.type == "cpu":
+        log.info("torch operators in place of the native CPU kernels: %s", reason)
+    return library
+
+
+def _closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
+    raise AssertionError("execute() after close()")
+
+
+def _layout(engine: LoadedEngine, settings: ExecutorSettings) -> KVLayout:
+    page_tokens = settings.page_tokens or engine.page_tokens
+    max_context = settings.max_context or engine.max_context or engine.spec.max_position_embeddings
+    return layout_of(engine.spec, engine.kv_dtype, page_tokens, max_context, settings)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnfitError(
+            f"Device {name!r} was asked for, and PyTorch finds no GPU.",
+            fix="Set executor.device to cpu, or install a CUDA build of torch and its driver.",
+        )
+    return device

@@ -1,0 +1,283 @@
+"""Gemma 3's operators on the native CPU kernels (plugins/cpu).
+
+The operators of a step are recorded and run in one call of the library when the logits are asked for, so a step takes
+and gives up the GIL once. It must not know files, requests or sampling. Invariants: steady state allocates nothing;
+a row's results are the same bits in any batch, chunking or page slots, and for any number of threads.
+
+A T here is a scratch buffer. There is one per kind of value, so a T is valid until the next operator that makes one of
+its kind: `model.gemma3.forward` uses each at once, except for the residual, which is updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from wicore_trt.backends.torch import native_args
+from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.backends.torch.native_args import PackedWeight, operand_dtype
+from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.runtime.attention_mass import AttentionProbe
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.step_inputs import StepInputs
+
+ROPE_BLOCK = 4096  # positions by which the rotary tables grow
+A = TypeVar("A", bound=native_args.Args)
+
+
+def unsupported(spec: Gemma3Spec, kv_dtype: str, tensor_names: Collection[str]) -> str | None:
+    """Why the native kernels cannot run an engine, or None if they can."""
+    multiple, most = native_args.HEAD_DIM_MULTIPLE, native_args.MAX_HEAD_DIM
+    if spec.head_dim % multiple or spec.head_dim > most:
+        return f"head_dim {spec.head_dim} is not a multiple of {multiple} up to {most}"
+    if TORCH_DTYPES[kv_dtype] not in native_args.DTYPE_CODES:
+        return f"KV in {kv_dtype}"
+    static = {kv_scale_name(i) for i in range(spec.num_layers)}
+    static |= {activation_scale_name(n) for n in tensor_names if n.endswith(".weight")}
+    if found := static & set(tensor_names):
+        return f"static scales ({min(found)})"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeights:
+    """Packed matrices and float32 norms by unified name; `head` is the embedding when they are tied."""
+
+    packed: dict[str, PackedWeight]
+    norms: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        unique = {w.data.data_ptr(): w.nbytes for w in self.packed.values()}
+        return sum(unique.values()) + sum(n.nbytes for n in self.norms.values())
+
+    @classmethod
+    def from_tensors(
+        cls, lib: NativeLibrary, tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec, dtype: str
+    ) -> NativeWeights:
+        """Pack the tensors of a tp=1 unified checkpoint, gate and up fused already (`mlp.gate_up`) or not.
+
+        `dtype` is that of the activations: "float32", "bfloat16" or "float16"; matrices are converted to it, E4M3
+        ones (scales float32 [out] beside them) need "bfloat16". Packing copies: drop `tensors` afterwards.
+        """
+        packed: dict[str, PackedWeight] = {}
+        norms: dict[str, torch.Tensor] = {}
+
+        def pack(name: str, *sources: str) -> None:
+            parts = [tensors[s] for s in sources]
+            quantized = parts[0].dtype == E4M3
+            assert not quantized or dtype == "bfloat16", "FP8 engines run with bfloat16 activations"
+            scale = torch.cat([tensors[weight_scale_name(s)].flatten() for s in sources]) if quantized else None
+            packed[name] = lib.pack(parts if quantized else [p.to(TORCH_DTYPES[dtype]) for p in parts], scale)
+
+        for name, tensor in tensors.items():
+            if name.endswith(".mlp.fc.weight"):
+                prefix = name.removesuffix("fc.weight")
+                pack(prefix + "gate_up.weight", name, prefix + "gate.weight")
+            elif name.endswith(".mlp.gate.weight") or not name.endswith(".weight"):
+                continue
+            elif tensor.dim() == 1:
+                norms[name] = tensor.to(torch.float32).contiguous()
+            elif name != LM_HEAD or not spec.tie_word_embeddings:
+                pack(name, name)
+        packed.setdefault(LM_HEAD, packed[EMBEDDING])
+        return cls(packed, norms)
+
+
+class NativeOps:
+    """`Ops` of one engine, reused for every step: `begin`, then `model.gemma3.forward`.
+
+    `pools[group]` is [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim]. One thread at a time. The logits
+    are a buffer too: they are valid until the next step.
+    """
+
+    def __init__(
+        self,
+        lib: NativeLibrary,
+        weights: NativeWeights,
+        spec: Gemma3Spec,
+        dtype: str,
+        layout: KVLayout,
+        pools: dict[str, torch.Tensor],
+    ) -> None:
+        assert all(p.shape[3] == layout.page_tokens for p in pools.values())
+        self._lib, self._weights, self._spec = lib, weights, spec
+        self._dtype = TORCH_DTYPES[dtype]
+        self._operand = operand_dtype(self._dtype)
+        embedding = weights.packed[EMBEDDING]
+        self._embedding_scale = torch.tensor(spec.embedding_scale).to(embedding.dtype).item()
+        self._geometry = {g: native_args.Step() for g in pools}
+        self._kv = [
+            native_args.layer_kv(pools[g], spec.layers_of(g).index(i), spec.num_heads, self._geometry[g])
+            for i, g in enumerate(spec.layer_groups)
+        ]
+        self._rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rope_length = 0
+        self._capacity = {"tokens": 0, "samples": 0}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._args: dict[str, native_args.Args] = {}
+        self._steps: list[native_args.Args] = []
+        self._inputs: StepInputs | None = None
+        self._probe: AttentionProbe | None = None
+
+    def begin(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
+        """Take the next step's geometry. Scratch grows to the largest step seen. `probe` has its queries when the
+        logits are there."""
+        self._inputs, self._probe, self._steps = inputs, probe, []
+        last = int(inputs.positions.max())
+        longer = last >= self._rope_length
+        needed = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
+        grown = {kind: _grow(self._capacity[kind], n) for kind, n in needed.items()}
+        if longer:
+            self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
+            self._rope = {g: rope_table(self._spec, g, self._rope_length) for g in self._geometry}
+        if longer or grown != self._capacity:
+            self._capacity = grown
+            self._args, self._buffers = {}, {}  # they point to each other; rebuilt as the step asks for them
+        for group, step in self._geometry.items():
+            native_args.set_step(step, inputs.cu_seqlens, inputs.positions, inputs.page_tables[group])
+
+    def embed(self) -> torch.Tensor:
+        out = self._buffer("residual", torch.float32, self._spec.hidden_size)
+        weight = self._weights.packed[EMBEDDING]
+        args = self._once("embed", lambda: native_args.embed(self._ids(out), weight, self._embedding_scale, out))
+        args.ids = self._step_inputs.token_ids.data_ptr()
+        return self._record(args, out)
+
+    def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
+        out = self._buffer("operand", self._operand, self._spec.hidden_size)
+        w, eps = self._weights.norms[weight], self._spec.rms_norm_eps
+        return self._record(self._once(weight, lambda: native_args.norm(residual, w, eps, self._dtype, out)), out)
+
+    def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
+        return self._linear(x, weight, "product", "tokens")
+
+    def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        spec = self._spec
+        q = self._buffer("q", self._operand, spec.q_size).view(-1, spec.num_heads, spec.head_dim)
+        weights = tuple(self._weights.norms[layer_weight(layer, f"attention.{n}_layernorm")] for n in "qk")
+        rope = self._rope[spec.layer_groups[layer]]
+        args = self._once(
+            f"rope {layer}",
+            lambda: native_args.qk_norm_rope_write(
+                qkv, (weights[0], weights[1]), rope, spec.rms_norm_eps, self._dtype, q, self._kv[layer]
+            ),
+        )
+        return self._record(args, q)
+
+    def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        spec = self._spec
+        out = self._buffer("operand", self._operand, spec.q_size)
+        window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else None
+        scale = spec.query_pre_attn_scalar**-0.5
+        args = self._once(
+            f"attention {layer}", lambda: native_args.attention(q, self._kv[layer], window, scale, self._dtype, out)
+        )
+        if self._probe is not None and self._probe.layer == layer:
+            self._keep_queries(self._probe, q)
+        return self._record(args, out)
+
+    def add_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._buffer("operand", self._operand, self._spec.hidden_size)
+        weights, eps = (self._weights.norms[post_weight], self._weights.norms[next_weight]), self._spec.rms_norm_eps
+        args = self._once(post_weight, lambda: native_args.add_norm(residual, x, weights, eps, self._dtype, out))
+        return residual, self._record(args, out)
+
+    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = self._buffer("operand", self._operand, self._spec.intermediate_size)
+        return self._record(self._once("geglu", lambda: native_args.geglu(gate_up, self._dtype, out)), out)
+
+    def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._buffer("sampled", self._operand, self._spec.hidden_size, "samples")
+        args = self._once("gather", lambda: native_args.gather_rows(x, self._ids(out), out))
+        args.index = self._step_inputs.sample_rows.data_ptr()
+        return self._record(args, out, "samples")
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self._step_inputs.sample_rows.shape[0]
+        out = self._linear(x, LM_HEAD, "logits", "samples")[:rows]
+        self._lib.run(self._steps)
+        cap = self._spec.final_logit_softcapping
+        return out if cap is None else out.div_(cap).tanh_().mul_(cap)
+
+    def _linear(self, x: torch.Tensor, weight: str, buffer: str, count: str) -> torch.Tensor:
+        packed = self._weights.packed[weight]
+        out = self._buffer(buffer, torch.float32, packed.n, count)
+        quantized = None
+        if packed.scale is not None:
+            quantized = (
+                self._buffer("quantized", torch.bfloat16, packed.k),
+                self._buffer("quantized_scale", torch.float32, 1),
+            )
+        args = self._once(f"linear {weight}", lambda: native_args.linear(x, packed, out, quantized))
+        return self._record(args, out, count)
+
+    def _keep_queries(self, probe: AttentionProbe, q: torch.Tensor) -> None:
+        """Copies the probe's rows aside, because the next layer overwrites q."""
+        probe.queries = q.new_empty((probe.rows.shape[0], *q.shape[1:]))
+        self._steps.append(native_args.gather_rows(q, probe.rows, probe.queries))
+
+    @property
+    def _step_inputs(self) -> StepInputs:
+        assert self._inputs is not None, "begin() comes first"
+        return self._inputs
+
+    def _ids(self, out: torch.Tensor) -> torch.Tensor:
+        """Stands for a step's own index tensor, whose address is set in every step."""
+        return torch.empty(out.shape[0], dtype=torch.int64)
+
+    def _once(self, key: str, make: Callable[[], A]) -> A:
+        """The operator's arguments for full buffers, made at its first use."""
+        args = self._args.get(key)
+        if args is None:
+            args = self._args[key] = make()
+        return args  # type: ignore[return-value]
+
+    def _record(self, args: native_args.Args, out: torch.Tensor, count: str = "tokens") -> torch.Tensor:
+        inputs = self._step_inputs
+        args.rows = inputs.token_ids.shape[0] if count == "tokens" else inputs.sample_rows.shape[0]
+        self._steps.append(args)
+        return out
+
+    def _buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:
+        """Scratch [capacity, width]; buffers of a kind share memory whatever their width."""
+        key = f"{kind} {width}"
+        if key not in self._buffers:
+            rows = self._capacity[count]
+            if kind not in self._buffers:
+                self._buffers[kind] = torch.empty(rows * self._width(kind, width), dtype=dtype)
+            self._buffers[key] = self._buffers[kind][: rows * width].view(rows, width)
+        return self._buffers[key]
+
+    def _width(self, kind: str, width: int) -> int:
+        spec = self._spec
+        widest = {
+            "product": max(spec.q_size + 2 * spec.kv_size, 2 * spec.intermediate_size, spec.hidden_size),
+            "operand": max(spec.q_size, spec.intermediate_size, spec.hidden_size),
+        }
+        return widest.get("operand" if kind == "quantized" else kind, width)
+
+
+def rope_table(spec: Gemma3Spec, group: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin float32 [length, head_dim / 2] of one layer group, by position.
+
+    Angles are float32 products as in transformers; their cosine is taken in float64 and rounded, so that a table's
+    values do not depend on its length.
+    """
+    theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / theta**exponents / factor
+    angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()
+    return angles.cos().float(), angles.sin().float()
+
+
+def _grow(capacity: int, needed: int) -> int:
+    return max(capacity, 1 << max(needed - 1, 0).bit_length())

@@ -1,0 +1,248 @@
+"""Gemma 3's operators in plain PyTorch, for the CPU and any GPU: the oracle that other lowerings are held to.
+
+It must not know files, requests or sampling. Invariants: the residual stream, the norms, softmax and all sums are
+float32; values are rounded to the engine's dtype at one place only, where they become operands of a matrix product
+(`_operand`) or keys, values and queries. A sequence reads only KV slots that its own tokens have written.
+
+Definition of an FP8 product (E4M3, arXiv:2209.05433): each row x of the operand, rounded to the dtype, gets the scale
+s = max(abs(x)) / 448 (1 for a row of zeros; or the checkpoint's static activation scale), and x / s saturates at
++-448 and is rounded to E4M3, to nearest even. The result is (q @ W.T) * s * weight_scale, the sum in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.runtime.attention_mass import AttentionProbe
+from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
+from wicore_trt.runtime.step_inputs import StepInputs
+
+QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * context * 4 bytes
+
+
+class TorchModel:
+    """Weights and KV pages on one device, as `TorchOps` needs them.
+
+    `tensors` are a tp=1 unified checkpoint's with gate and up fused (`runtime.weights`). `dtype` is that of the
+    activations: "float32", "bfloat16" or "float16"; a linear is FP8 when its weight is E4M3. `pools[group]` is
+    [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim].
+
+    A GPU multiplies in `dtype` with a float32 result. Elsewhere weights are widened to float32 here, once:
+    products of 16-bit or E4M3 values are then exact.
+    """
+
+    def __init__(
+        self,
+        spec: Gemma3Spec,
+        dtype: str,
+        tensors: Mapping[str, torch.Tensor],
+        pools: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.dtype = TORCH_DTYPES[dtype]
+        self.device = device
+        self.pools = pools
+        self.page_tokens = next(iter(pools.values())).shape[3]
+        self.fp8 = {name for name, tensor in tensors.items() if tensor.dtype == E4M3}
+        # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
+        self.embedding_scale = torch.tensor(spec.embedding_scale).to(tensors[EMBEDDING].dtype).item()
+        self.index_in_group = {i: n for g in pools for n, i in enumerate(spec.layers_of(g))}
+        on_gpu = device.type == "cuda"
+        moved: dict[int, torch.Tensor] = {}  # a tied head stays one tensor
+        self.weights: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if id(tensor) not in moved:
+                if not on_gpu or tensor.dim() == 1:
+                    moved[id(tensor)] = tensor.to(device, torch.float32)
+                else:
+                    moved[id(tensor)] = tensor.to(device, E4M3 if tensor.dtype == E4M3 else self.dtype)
+            self.weights[name] = moved[id(tensor)]
+        self.scalars = {n: t.item() for n, t in tensors.items() if t.numel() == 1 and n.endswith("_scaling_factor")}
+
+
+class TorchOps:
+    """`Ops` of one step; T is a tensor, always float32 between operators.
+
+    Not bitwise independent of the batch: BLAS picks its blocking by the number of rows, so a sequence's logits move
+    by float32 rounding with its company.
+    """
+
+    def __init__(self, model: TorchModel, inputs: StepInputs, probe: AttentionProbe | None = None) -> None:
+        device, spec = model.device, model.spec
+        self._model, self._spec, self._probe = model, spec, probe
+        self._token_ids = inputs.token_ids.to(device)
+        self._sample_rows = inputs.sample_rows.to(device)
+        positions = inputs.positions.to(device)
+        bounds = inputs.cu_seqlens.tolist()
+        self._rows = list(zip(bounds[:-1], bounds[1:], strict=True))
+        self._starts = inputs.positions[inputs.cu_seqlens[:-1].long()].tolist()
+        self._tables = inputs.page_tables
+        owner = torch.repeat_interleave(torch.arange(len(self._rows)), inputs.cu_seqlens.diff().long())
+        page = (inputs.positions // model.page_tokens).long()
+        slots = {g: table[owner, page].long() for g, table in inputs.page_tables.items()}
+        assert all(int(s.min()) >= 0 for s in slots.values()), "a token of the step has no page"
+        self._slots = {g: s.to(device) for g, s in slots.items()}
+        self._offset = (positions % model.page_tokens).long()
+        self._rope = {g: _rope_table(spec, g, positions) for g in inputs.page_tables}
+
+    def embed(self) -> torch.Tensor:
+        rows = self._model.weights[EMBEDDING][self._token_ids]
+        return rows.float() * self._model.embedding_scale
+
+    def norm(self, residual: torch.Tensor, weight: str) -> torch.Tensor:
+        return self._rms_norm(residual, weight)
+
+    def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
+        model = self._model
+        w = model.weights[weight]
+        operand, scale = _operand(x, model.dtype)
+        if weight not in model.fp8:
+            return _matmul(operand, w, scale)
+        quantized, fp8_scale = quantize_rows(operand, model.scalars.get(activation_scale_name(weight)))
+        # E4M3 is exact in float16, which every GPU multiplies with float32 sums.
+        y = _matmul(quantized.half(), w.half() if w.dtype == E4M3 else w, fp8_scale)
+        y = y * model.weights[weight_scale_name(weight)]
+        return y if scale is None else y * scale
+
+    def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        spec, model = self._spec, self._model
+        group = spec.layer_groups[layer]
+        q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=1)
+        q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))
+        q = _rotate(self._rms_norm(q, layer_weight(layer, "attention.q_layernorm")), *self._rope[group])
+        k = _rotate(self._rms_norm(k, layer_weight(layer, "attention.k_layernorm")), *self._rope[group])
+        pool = model.pools[group][:, model.index_in_group[layer]]
+        kv = torch.stack((k, v), dim=1)  # [N, 2, kv_heads, D]
+        if pool.dtype == E4M3:
+            kv = (kv / self._kv_scale(layer)).clamp(-E4M3_MAX, E4M3_MAX)
+            pool, stored = pool.view(torch.uint8), kv.to(E4M3).view(torch.uint8)  # E4M3 has no index_put
+        else:
+            stored = kv.to(pool.dtype)
+        pool[self._slots[group], :, self._offset] = stored
+        return q.to(model.dtype).float()
+
+    def attention(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        group = self._spec.layer_groups[layer]
+        pool = self._model.pools[group][:, self._model.index_in_group[layer]]
+        scale = self._kv_scale(layer) if pool.dtype == E4M3 else None
+        if self._probe is not None and self._probe.layer == layer:
+            self._probe.queries, self._probe.key_scale = q[self._probe.rows.to(q.device)], scale or 1.0
+        out = torch.empty_like(q)
+        for (first, last), start, table in zip(self._rows, self._starts, self._tables[group], strict=True):
+            for row in range(first, last, QUERY_BLOCK):
+                block = slice(row, min(row + QUERY_BLOCK, last))
+                k, v, low = self._gather(pool, table, start + row - first, start + block.stop - first, group)
+                if scale is not None:
+                    k, v = k * scale, v * scale
+                out[block] = self._attend(q[block], k, v, start + row - first, low, group)
+        return out.flatten(1)
+
+    def add_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + self._rms_norm(x, post_weight)
+        return residual, self._rms_norm(residual, next_weight)
+
+    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def sampled_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self._sample_rows]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        operand, scale = _operand(x, self._model.dtype)
+        logits = _matmul(operand, self._model.weights[LM_HEAD], scale)
+        cap = self._spec.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _rms_norm(self, x: torch.Tensor, weight: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._model.weights[weight], self._spec.rms_norm_eps)
+
+    def _kv_scale(self, layer: int) -> float:
+        return self._model.scalars.get(kv_scale_name(layer), 1.0)
+
+    def _gather(
+        self, pool: torch.Tensor, table: torch.Tensor, first: int, end: int, group: str
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """K and V [kv_heads, keys, D] float32 of positions [low, end), and low: all that a query at `first` sees."""
+        size = self._model.page_tokens
+        low = max(0, first - self._spec.sliding_window + 1) if group == LOCAL else 0
+        skipped = low // size
+        pages = table[skipped : -(-end // size)].long()
+        assert int(pages.min()) >= 0, "a page inside the window is absent"
+        kv = pool[pages.to(pool.device)].transpose(0, 1).flatten(1, 2)  # [2, pages * size, kv_heads, D]
+        k, v = kv[:, low - skipped * size : end - skipped * size].float().transpose(1, 2)
+        return k, v, low
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, low: int, group: str
+    ) -> torch.Tensor:
+        """[n, heads, D] for queries at positions first, first + 1, ...; keys begin at position low."""
+        n, kv_heads, keys = q.shape[0], k.shape[0], k.shape[1]
+        # query head h reads KV head h // (heads / kv_heads)
+        grouped = q.view(n, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, repeat, n, D]
+        scores = (grouped.flatten(1, 2) @ k.transpose(1, 2)).view(kv_heads, -1, n, keys)
+        scores = scores * self._spec.query_pre_attn_scalar**-0.5
+        behind = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(
+            low, low + keys, device=q.device
+        )
+        hidden = behind < 0
+        if group == LOCAL:
+            hidden |= behind >= self._spec.sliding_window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        attended: torch.Tensor = weights.flatten(1, 2) @ v
+        return attended.view(kv_heads, -1, n, q.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _rope_table(spec: Gemma3Spec, group: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [N, 1, D / 2] float32; the linear factor stretches global layers only."""
+    theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = (1.0 / theta**exponents / factor).to(positions.device)
+    angles = positions.float()[:, None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [N, heads, D] by halves: pair i is (x[i], x[i + D / 2])."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as operands of a product in `dtype`, and the factor [N, 1] that the product's rows need, if any.
+
+    A row with values beyond float16 is scaled by an exact power of two, never clipped: gate * up has no bound.
+    """
+    if dtype != torch.float16:
+        return x.to(dtype), None
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
+    scale = torch.ldexp(torch.ones_like(x[:, :1]), (exponent - 15).clamp_min(0))
+    return (x / scale).half(), scale
+
+
+def quantize_rows(x: torch.Tensor, static_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 rows of x [N, K] and their scales float32 [N, 1], by the definition in the module's docstring."""
+    x = x.float()
+    if static_scale is None:
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = largest / torch.full_like(largest, E4M3_MAX)  # by a number torch's CUDA multiplies with its reciprocal
+        scale = torch.where(scale == 0, 1.0, scale)
+    else:
+        scale = x.new_full((x.shape[0], 1), static_scale)
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def _matmul(x: torch.Tensor, w: torch.Tensor, row_scale: torch.Tensor | None) -> torch.Tensor:
+    """float32 (x @ w.T) * row_scale: exact products, summed in float32."""
+    y = x.float() @ w.T if w.dtype == torch.float32 else torch.mm(x, w.T, out_dtype=torch.float32)
+    return y if row_scale is None else y * row_scale

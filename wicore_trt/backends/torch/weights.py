@@ -1,0 +1,140 @@
+"""Weights of an engine or a unified checkpoint, read into the tensors that the CPU and torch operators use.
+
+Knows the unified names and safetensors; it must not know devices or operators. Invariant: what comes back is
+complete, of the shapes that the spec implies, and free of NaN-producing gaps: every linear in FP8 has its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.errors import EngineFormatError
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.dtypes import E4M3
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+MAX_LISTED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine whose weights are in host memory. `tensors` are as `fuse` returns them; `dtype` is that of the
+    activations. `max_context` None is the model's own limit."""
+
+    spec: Gemma3Spec
+    dtype: str
+    kv_dtype: str
+    tensors: dict[str, torch.Tensor]
+    page_tokens: int = 32
+    max_context: int | None = None
+
+
+def load_engine(engine: EngineDir) -> LoadedEngine:
+    """Read the weights of an engine directory. Raises what `load_weights` raises."""
+    manifest = engine.manifest
+    return LoadedEngine(
+        manifest.spec,
+        manifest.base_dtype,
+        manifest.kv_dtype,
+        load_weights(engine.rank_files, manifest.spec),
+        manifest.page_tokens,
+        manifest.max_context,
+    )
+
+
+def load_weights(rank_files: Sequence[Path], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
+    """Tensors of a tp=1 engine or checkpoint, memory-mapped where they are used as they are.
+
+    Raises EngineFormatError for more than one rank, an unreadable file, or tensors that do not fit `spec`.
+    """
+    if len(rank_files) != 1:
+        raise EngineFormatError(
+            f"This engine is split over {len(rank_files)} ranks, and backend 'torch' runs one.",
+            fix="Build it again with --tp 1.",
+        )
+    try:
+        tensors = load_file(rank_files[0])
+    except (OSError, SafetensorError) as error:
+        raise EngineFormatError(f"{rank_files[0]} cannot be read: {error}.", fix="Build the engine again.") from error
+    return fuse(tensors, spec)
+
+
+def fuse(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
+    """The unified `tensors` of a whole model, ready to run.
+
+    Per layer, `mlp.fc` and `mlp.gate` become `mlp.gate_up` with rows [gate_proj; up_proj], scales included; FP8
+    weight scales become float32 [out]; a tied head is the embedding itself. Tensors of the vision tower are left out.
+    Raises EngineFormatError that names missing tensors or wrong shapes.
+    """
+    _check(tensors, spec)
+    fused: dict[str, torch.Tensor] = {}
+    for tensor in unified_tensors(spec):
+        if tensor.name in tensors:
+            fused[tensor.name] = tensors[tensor.name]
+            fused |= _scales(tensors, tensor.name, tensor.shape[0])
+    for layer in range(spec.num_layers):
+        parts = [layer_weight(layer, "mlp.fc"), layer_weight(layer, "mlp.gate")]
+        whole = layer_weight(layer, "mlp.gate_up")
+        for name_of in (str, weight_scale_name, activation_scale_name):
+            values = [fused.pop(name_of(part)) for part in parts if name_of(part) in fused]
+            if values:
+                joined = torch.stack(values).amax(0) if name_of is activation_scale_name else _stack_rows(values)
+                fused[name_of(whole)] = joined
+        if kv_scale_name(layer) in tensors:
+            fused[kv_scale_name(layer)] = tensors[kv_scale_name(layer)]
+    if spec.tie_word_embeddings:
+        fused[LM_HEAD] = fused[EMBEDDING]
+    return fused
+
+
+def _stack_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """torch.cat of rows, through bytes for E4M3, which torch does not concatenate everywhere."""
+    if parts[0].dtype == E4M3:
+        return torch.cat([p.view(torch.uint8) for p in parts]).view(E4M3)
+    return torch.cat(parts)
+
+
+def _scales(tensors: Mapping[str, torch.Tensor], weight: str, rows: int) -> dict[str, torch.Tensor]:
+    """Scales beside `weight`: per output channel float32 [rows], and the static activation scale [1] if there."""
+    if tensors[weight].dtype != E4M3:
+        return {}
+    scale = tensors[weight_scale_name(weight)].float().flatten()
+    scales = {weight_scale_name(weight): scale.expand(rows).contiguous()}
+    if activation_scale_name(weight) in tensors:
+        scales[activation_scale_name(weight)] = tensors[activation_scale_name(weight)].float().reshape(1)
+    return scales
+
+
+def _check(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> None:
+    missing, wrong = [], []
+    for expected in unified_tensors(spec):
+        tensor = tensors.get(expected.name)
+        if tensor is None:
+            if expected.role is not Role.HEAD or not spec.tie_word_embeddings:
+                missing.append(expected.name)
+            continue
+        if tuple(tensor.shape) != expected.shape:
+            wrong.append(f"{expected.name} is {list(tensor.shape)}, not {list(expected.shape)}")
+        if tensor.dtype == E4M3:
+            scale = tensors.get(weight_scale_name(expected.name))
+            if scale is None:
+                missing.append(weight_scale_name(expected.name))
+            elif scale.numel() not in (1, expected.shape[0]):
+                wrong.append(f"{weight_scale_name(expected.name)} has {scale.numel()} values")
+    for what, names in (("lacks tensors", missing), ("has tensors that do not fit its spec", wrong)):
+        if names:
+            more = ", ..." if len(names) > MAX_LISTED else ""
+            raise EngineFormatError(
+                f"The engine {what}: {', '.join(names[:MAX_LISTED])}{more}.", fix="Build the engine again."
+            )

@@ -1,0 +1,1 @@
+"""Triton kernels compiled per GPU architecture, ahead of time; CUDA graphs for decode."""

@@ -1,0 +1,105 @@
+"""Backend `triton`: kernels compiled ahead of time for each target, beside the weights that they all share.
+
+Files in the engine directory are `engine.triton_index`'s. It must not know how a step runs. Invariants: what cannot
+be built is refused before any work; building needs Triton and no GPU, running needs a GPU and no Triton.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.backends.triton.index import write_kernels
+from wicore_trt.backends.triton.table import EngineShape
+from wicore_trt.engine.options import BuildOptions
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.model.spec import Gemma3Spec
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.settings import ExecutorSettings
+
+TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm120")
+DTYPES = ("bfloat16", "float16")
+SIZES = 16
+"""Widths of matrices are multiples of this."""
+
+
+class TritonBackend:
+    """Implements `engine.options.Backend`."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        known = ", ".join(TARGETS)
+        if not options.targets:
+            raise ConfigError("backend 'triton' needs a target.", fix=f"Give --target; known: {known}.")
+        for target in options.targets:
+            if target not in TARGETS:
+                raise ConfigError(f"backend 'triton' cannot build for {target!r}.", fix=f"Use one of {known}.")
+        if options.dtype == "float32":
+            raise ConfigError(
+                "backend 'triton' has no float32 kernels.", fix=f"Use --dtype {', '.join(DTYPES)} or fp8."
+            )
+        try:
+            import triton  # noqa: F401 -- imported to see that it is here
+        except ImportError as error:
+            raise EnvironmentUnfitError("Triton is not installed.", fix="pip install wicore-trt[triton]") from error
+        return list(options.targets)
+
+    def default_context(self, limit: int) -> int:
+        return limit
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Compile every target's kernels, in as many processes as there are cores."""
+        from wicore_trt.backends.triton.compile import compile_plan
+
+        shape = shape_of(checkpoint, options)
+        tables = {}
+        for number, target in enumerate(options.targets):
+
+            def report(done: int, total: int, number: int = number) -> None:
+                if progress:
+                    progress("kernels", number * total + done, len(options.targets) * total)
+
+            tables[target] = compile_plan(shape, target, report=report)
+        write_kernels(directory, tables)
+        versions = {k.triton_version for _, kernels in tables.values() for k in kernels.values()}
+        facts: dict[str, Any] = {"flavour": "triton", "version": ", ".join(sorted(versions))}
+        return facts | {"kernels": {target: len(kernels) for target, (_, kernels) in tables.items()}}
+
+    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+        from wicore_trt.backends.triton.executor import open_executor
+
+        return open_executor(engine, settings)
+
+
+def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
+    """What the kernels are made for. Raises ConfigError for what no kernel computes."""
+    dtype, kv_dtype = checkpoint.dtype, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"backend 'triton' computes in {' or '.join(DTYPES)}, and the checkpoint is {dtype}.",
+            fix="Convert the source with --dtype bfloat16, float16 or fp8.",
+        )
+    if kv_dtype not in (dtype, "fp8"):
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} with {dtype} activations is not supported by backend 'triton'.",
+            fix=f"Use --kv-dtype {dtype} or fp8.",
+        )
+    if checkpoint.tp_size != 1:
+        raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
+    check_sizes(checkpoint.spec)
+    return EngineShape(checkpoint.spec, dtype, bool(checkpoint.quant_algo), kv_dtype, options.page_tokens)
+
+
+def check_sizes(spec: Gemma3Spec) -> None:
+    """Raises ConfigError for a model whose rows or heads no kernel takes."""
+    d = spec.head_dim
+    if d < SIZES or d & (d - 1):
+        raise ConfigError(f"head_dim {d} is no power of two of at least 16.", fix="Use --backend torch.")
+    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+        if getattr(spec, name) % SIZES:
+            raise ConfigError(f"{name} {getattr(spec, name)} is no multiple of {SIZES}.", fix="Use --backend torch.")

@@ -1,0 +1,70 @@
+"""Compiles the kernels of a plan in several processes.
+
+Loads Triton. It must not know where kernels go. Invariant: every kernel of a plan is compiled once, whatever its roles;
+a worker makes the plan anew, since what Triton compiles cannot be sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache
+from multiprocessing import get_context
+
+from wicore_trt.backends.triton import table as triton_table
+from wicore_trt.backends.triton.index import Row
+from wicore_trt.backends.triton.kernel_list import plan_kernels
+from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
+
+KERNELS_PER_WORKER = 4
+"""Fewer than this, and starting a process takes longer than it saves."""
+
+
+def compile_plan(
+    shape: EngineShape, target: str, workers: int | None = None, report: Callable[[int, int], None] | None = None
+) -> tuple[list[Row], dict[str, CompiledKernel]]:
+    """Rows of the index and kernels by name, for `target`. `report(done, total)` counts kernels.
+
+    Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton.
+    """
+    planned = plan_kernels(shape, target)
+    names = sorted({p.spec.name for p in planned})
+    count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
+    kernels: dict[str, CompiledKernel] = {}
+
+    def done(kernel: CompiledKernel) -> None:
+        kernels[kernel.name] = kernel
+        if report:
+            report(len(kernels), len(names))
+
+    if count <= 1:
+        for name in names:
+            done(_compile(shape, target, name))
+    else:
+        context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given) as pool:
+            for future in as_completed([pool.submit(_compile, shape, target, name) for name in names]):
+                done(future.result())
+    return [(p.role, p.bucket, p.spec.name, p.config) for p in planned], kernels
+
+
+def compiled_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
+    """All kernels of an engine, compiled now."""
+    rows, kernels = compile_plan(shape, target, workers)
+    return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
+
+
+def _adopt(crossover: dict[str, dict[str, int]]) -> None:
+    """In a worker: what the parent measured, or was told, on which its plan depends."""
+    triton_table.CROSSOVER.update(crossover)
+
+
+@lru_cache(maxsize=4)
+def _specs(shape: EngineShape, target: str) -> dict[str, KernelSpec]:
+    return {p.spec.name: p.spec for p in plan_kernels(shape, target)}
+
+
+def _compile(shape: EngineShape, target: str, name: str) -> CompiledKernel:
+    return compile_kernel(_specs(shape, target)[name], target)

@@ -1,0 +1,366 @@
+"""Executor of the triton backend: kernels that were compiled ahead of time, decode steps in CUDA graphs.
+
+Owns the weights, the page pools, the working memory and the sampler of one engine. It must not know requests, queues or
+which pages hold what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the
+device once, for its tokens; a step touches only the KV slots of the batch's own pages.
+
+A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
+of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Tokens are chosen on the
+device, greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties,
+bias, log-probabilities) go through the `Sampler`, on logits that stay on the device.
+
+Nothing waits before `collect`. Sampled tokens lie in `StepMemory.results`, from where the next step's token ids are
+taken on the device when it is submitted before they are read. All of it is on one stream, so no step sees another one's
+half-written memory; what the host writes for a step, and reads of it, has two places in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import torch
+
+from wicore_trt.backends.triton.device import open_device
+from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
+from wicore_trt.backends.triton.kernels import load_table
+from wicore_trt.backends.triton.memory import StepLimits, StepMemory
+from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
+from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
+from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
+from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.model.gemma3 import forward
+from wicore_trt.model.spec import GLOBAL, GROUPS
+from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
+from wicore_trt.runtime.attention_mass import AttentionProbe
+from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.page_copier import make_copier
+from wicore_trt.runtime.pools import check_room, layout_of, new_pool, sized_layout, spare_bytes
+from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
+from wicore_trt.runtime.settings import GPU_SLICE_TOKENS, ExecutorSettings
+from wicore_trt.runtime.step_inputs import StepInputs
+from wicore_trt.types import MAX_LOGPROBS, SamplingParams
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+log = logging.getLogger(__name__)
+MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+"""Parameters that take the host's sampler the most memory."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a `TritonExecutor` runs: constants come from `constants(positions)`, once the device is ready for them."""
+
+    shape: EngineShape
+    table: KernelTable
+    max_context: int
+    constants: Callable[[int], Constants]
+    dummy: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on the stream: its `slices` that sample and the `rows` of their logits; `results` on the host are good
+    after `wait()`; what attention is to be measured with."""
+
+    slices: list[SequenceSlice]
+    rows: list[int]
+    results: torch.Tensor
+    wait: Callable[[], None]
+    measured: tuple[AttentionProbe, StepInputs, StepBatch] | None
+
+
+class TritonExecutor:
+    """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout,
+    the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding. `model`,
+    `memory`, `block` and `graphs` (by rows) are what a step is made of, for measurements."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: ExecutorSettings,
+        device: Device,
+        launcher: Launcher = SHARED_LAUNCHER,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        """Raises ConfigError for too little memory for `settings.kv_bytes`, or for one sequence in what is left,
+        EnvironmentUnfitError for too little memory for the engine."""
+        self.spec, self.device, self._closed = plan.shape.spec, device, False
+        self.max_batch_tokens = settings.max_batch_tokens
+        self.max_sequences: int | None = settings.max_sequences
+        self.slice_tokens = GPU_SLICE_TOKENS
+        self.kernels = _name(plan, settings)
+        largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
+        self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
+        positions = min(settings.max_context or plan.max_context, plan.max_context)
+        tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
+        limits, invariant = StepLimits(tokens, rows, positions), settings.batch_invariant
+        measured = settings.kv_pages is None and settings.kv_bytes is None
+        cache = (self.spec, plan.shape.kv_dtype, plan.shape.page_tokens)
+        self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
+        self.pools: dict[str, torch.Tensor] = {}
+        self.graphs: dict[int, Callable[[], None]] = {}
+        with device.active(), _must_fit():
+            constants = plan.constants(positions)
+            self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
+            groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
+            self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
+            self._host_results = [device.staging((2, rows)) for _ in range(2)]
+            self.model = TritonModel(
+                plan.shape,
+                plan.table,
+                constants.weights,
+                constants.rope,
+                self.pools,
+                self.memory,
+                launcher,
+                device.stream,
+                constants.exponents,
+                invariant,
+            )
+            self._device_sampler = DeviceSampler(self.model, device)
+        self._sampler = Sampler()
+        self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
+        self._steps: deque[Step] = deque()
+        self._rows: dict[int, int] = {}
+        """Of the last step: row of the logits by seq_id."""
+        if measured:
+            self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
+        check_room(self.layout, device.free_bytes())
+        self._allocate()
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self.copier: PageCopier = self._page_copies
+        if graphs:
+            self._prepare()
+        log.info("engine on %s, %s, KV pages %s", device.torch_device, self.kernels, self.layout.num_pages)
+
+    def _allocate(self) -> None:
+        """The pools of the layout. The model reads their addresses anew in each step, graphs do not."""
+        with self.device.active(), _must_fit():
+            self.pools.update(
+                {g: new_pool(self.spec, self.layout, g, self.device.empty) for g in self.layout.num_pages}
+            )
+
+    def _room(self, fraction: float) -> int:
+        """Bytes for pages beside everything else, which is prepared once for pools of a page to find out."""
+        self.device.free_bytes()  # what loading kept goes back
+        self._allocate()
+        with _must_fit():
+            self._prepare()
+            slices = [replace(self._nobody(i, 1), params=MOST) for i in range(self.memory.limits.rows)]
+            with self.device.active(), torch.inference_mode():
+                self.memory.logits.zero_()[:, 0] = 1e3
+                self._on_host(slices, list(reversed(range(len(slices)))))
+        room = spare_bytes(self.device.unclaimed_bytes(), self.device.total_bytes(), fraction)
+        self.graphs.clear()
+        self.pools.clear()
+        for piece in slices:
+            self._sampler.release(piece.seq_id)
+        return room
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
+        self.submit(batch)
+        return self.collect()
+
+    def submit(self, batch: StepBatch) -> None:
+        """Put a step on the stream; see `AheadExecutor`."""
+        assert not self._closed, "a step after close()"
+        assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
+        assert len(self._steps) < 2, "two steps are under way"
+        order = ordered(batch.slices)
+        moved = StepBatch([batch.slices[i] for i in order])
+        layer = next(self._probed_layers, None) if batch.measure_attention else None
+        with self.device.active(), torch.inference_mode():
+            self._page_copies.begin_step(moved)
+            inputs = self.inputs(moved.slices)
+            probe = None if layer is None else AttentionProbe.of(layer, inputs)
+            rows = self._enqueue(moved, inputs, probe)
+            self._rows = {s.seq_id: row for s, row in zip(moved.slices, rows, strict=True)}
+            self._host_results.reverse()
+            self._host_results[0].copy_(self.memory.results, non_blocking=True)
+            sampled = [s for s in batch.slices if s.sample]
+            measured = None if probe is None else (probe, inputs, moved)
+            self._steps.append(
+                Step(
+                    sampled,
+                    [self._rows[s.seq_id] for s in sampled],
+                    self._host_results[0],
+                    self.device.record(),
+                    measured,
+                )
+            )
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step under way. This is where the host waits for the device."""
+        step = self._steps.popleft()
+        step.wait()
+        with self.device.active(), torch.inference_mode():
+            result = self._chosen(step)
+            if step.measured is None:
+                return result
+            probe, inputs, moved = step.measured
+            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
+            scale = self.spec.query_pre_attn_scalar**-0.5
+            return replace(result, attention=probe.masses(pool, inputs, moved, scale))
+
+    def leads(self, batch: StepBatch) -> bool:
+        """Whether the device chooses all tokens of a step."""
+        return not batch.measure_attention and all(self._chooses(s) for s in batch.slices if s.sample)
+
+    def release(self, seq_id: int) -> None:
+        self._sampler.release(seq_id)
+
+    def close(self) -> None:
+        """Drop everything on the device; calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self.device.synchronize()
+        self._page_copies.close()
+        self.graphs.clear()
+        self.pools = {}
+        del self.model, self.memory, self.block, self.copier, self._page_copies
+
+    def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None) -> list[int]:
+        """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
+        singles = sum(len(s.token_ids) == 1 for s in batch.slices)
+        unread = None
+        if batch.slices[0].token_ids == [UNREAD]:
+            assert all(s.token_ids == [UNREAD] for s in batch.slices), "tokens are read, or they are not"
+            unread = Unread(self.memory.results[0], [self._rows[s.seq_id] for s in batch.slices])
+        bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
+        if bucket is not None and singles == len(batch.slices) and probe is None:
+            rows, count = list(range(singles)), singles
+            self.block.upload_padded(inputs, bucket, unread)
+            self.graphs[bucket]()
+        else:
+            rows, count = [], 0
+            for piece in batch.slices:
+                rows.append(count if piece.sample else -1)
+                count += piece.sample
+            self.run(self.block.upload(inputs, singles, unread), probe)
+        drawn = {r: s for r, s in zip(rows, batch.slices, strict=True) if s.sample and self._draws(s)}
+        if drawn:
+            self._device_sampler.enqueue(count, drawn)
+        return rows
+
+    def _draws(self, piece: SequenceSlice) -> bool:
+        """Whether a slice's token is drawn on the device."""
+        assert piece.params is not None
+        return not piece.params.greedy and self._device_sampler.available and on_device(piece)
+
+    def _chooses(self, piece: SequenceSlice) -> bool:
+        """Whether a slice's token is chosen on the device."""
+        assert piece.params is not None
+        return on_device(piece) and (piece.params.greedy or self._draws(piece))
+
+    def run(self, arrays: StepArrays, probe: AttentionProbe | None = None) -> None:
+        """Put all kernels of a step on the stream, greedy tokens included."""
+        ops = TritonOps(self.model, arrays, probe)
+        logits: Value = forward(ops, self.spec)
+        if arrays.rows:
+            ops.greedy(logits)
+
+    def _chosen(self, step: Step) -> StepResult:
+        """The tokens of a step that is over."""
+        slices, rows, (tokens, status) = step.slices, step.rows, step.results.tolist()
+        left = [n for n, s in enumerate(slices) if not self._chooses(s)]
+        assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
+        hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
+        found = {token.seq_id: token for token in hosts.tokens}
+        failed = dict(hosts.failed)
+        for n in sorted({*range(len(slices))} - {*left}):
+            seq_id, row = slices[n].seq_id, rows[n]
+            if status[row]:
+                failed[seq_id] = NOT_FINITE
+            else:
+                found[seq_id] = SampledToken(seq_id, tokens[row])
+        return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
+
+    def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
+        """Sample what the device did not."""
+        logits, cap = self.memory.logits, self.spec.final_logit_softcapping
+        logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
+        if cap is not None:  # it must not hide an infinite logit
+            logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
+        return self._sampler.sample(logits, slices)
+
+    def _prepare(self) -> None:
+        """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
+        the graphs. All rows are of nobody and all pages absent, so no page is written."""
+        with self.device.active(), torch.inference_mode():
+            longest = min(self.max_batch_tokens, self.memory.limits.positions)
+            for count in sorted({1, min(longest, self.max_sequences or 1)}):
+                tokens = longest - count + 1
+                lengths = [1] * (count - 1) + [tokens]
+                slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
+                self._enqueue(StepBatch(slices), self.inputs(slices), None)
+                self.device.synchronize()
+            for bucket in self._buckets:
+                arrays = self.block.padded(bucket)
+                self.block.upload_padded(self.inputs([self._nobody(0, 1)]), bucket)
+                self.run(arrays)
+                self.device.synchronize()
+                self.graphs[bucket] = self.device.capture(lambda arrays=arrays: self.run(arrays))  # type: ignore[misc]
+            self.device.synchronize()
+
+    def inputs(self, slices: list[SequenceSlice]) -> StepInputs:
+        """The geometry of a step of these slices."""
+        return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
+
+    def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
+        pages = [-1] * -(-tokens // self.layout.page_tokens)
+        return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
+
+
+def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecutor:
+    """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
+    it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
+    manifest = engine.manifest
+    if manifest.tp_size != 1:
+        raise EngineFormatError(
+            f"This engine is split over {manifest.tp_size} ranks, and backend 'triton' runs one.",
+            fix="Build it again with --tp 1.",
+        )
+    device = open_device(settings.device)
+    shape = engine_shape(engine, settings.page_tokens)
+    table = load_table(engine, shape, device.target)
+    plan = Plan(
+        shape,
+        table,
+        manifest.max_context,
+        lambda positions: load_constants(engine, shape, positions, device),
+        dummy=manifest.dummy_weights,
+    )
+    return TritonExecutor(plan, settings, device)
+
+
+def _name(plan: Plan, settings: ExecutorSettings) -> str:
+    versions = {entry.kernel.triton_version for entry in plan.table.all()}
+    digest = blake2b("\n".join([*plan.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
+    mode = "-invariant" if settings.batch_invariant else ""
+    return f"triton-{plan.table.target}-{digest}{mode}{'-dummy-weights' if plan.dummy else ''}"
+
+
+@contextmanager
+def _must_fit() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentUnfitError(
+            f"The engine does not fit into the GPU's memory: {error}",
+            fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
+        ) from error

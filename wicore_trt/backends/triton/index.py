@@ -1,0 +1,67 @@
+"""Compiled kernels of an engine as files: `kernels/<target>/<name>.cubin` and `.json`, and `kernels/kernels.json`.
+
+Needs no Triton. It must not know how kernels are chosen. Invariant: a table that was read is complete for its target:
+every role, bucket and cubin that was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.backends.triton.table import Entry, KernelTable, config_of
+from wicore_trt.errors import EngineFormatError
+from wicore_trt.files import Door
+from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
+
+KERNELS = "kernels"
+INDEX = f"{KERNELS}/kernels.json"
+FORMAT = 1
+
+Row = tuple[str, int, str, dict[str, Any] | None]
+"""Role, bucket, name of the kernel, configuration."""
+
+
+def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Mapping[str, CompiledKernel]]]) -> None:
+    """Write the kernels of an engine `directory`: per target its rows, and its kernels by name."""
+    targets = {}
+    for target, (rows, kernels) in tables.items():
+        folder = directory / KERNELS / target
+        folder.mkdir(parents=True)
+        for name in sorted({row[2] for row in rows}):
+            save_kernel(kernels[name], folder)
+        targets[target] = [dict(zip(("role", "bucket", "kernel", "config"), row, strict=True)) for row in rows]
+    index = {"format": FORMAT, "targets": targets}
+    (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> KernelTable | None:
+    """The kernels for `target`, None where there are none. `read` gives the bytes of a file in `directory` by its POSIX
+    name: `EngineDir.read`, so that nothing reaches a GPU that was not built.
+
+    Raises EngineFormatError for files that do not fit, and what `read` raises but OSError."""
+    try:
+        index = Door(error=EngineFormatError, fix="Build the engine again.").parse(read(INDEX), directory / INDEX)
+        if index["format"] != FORMAT:
+            raise ValueError(f"format {index['format']}")
+        rows = index["targets"].get(target)
+        if rows is None:
+            return None
+        folder = f"{KERNELS}/{target}"
+        kernels = {name: load_kernel(read, f"{folder}/{name}") for name in {str(row["kernel"]) for row in rows}}
+        entries = [
+            Entry(row["role"], row["bucket"], kernels[row["kernel"]], config_of(row["role"], row["config"]))
+            for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineFormatError(
+            f"{directory / INDEX} cannot be read: {error!r}.", fix="Build the engine again."
+        ) from error
+    wrong = [name for name, kernel in kernels.items() if kernel.target != target]
+    if wrong:
+        raise EngineFormatError(
+            f"{wrong[0]} in {directory / folder} is not for {target}.", fix="Build the engine again."
+        )
+    return KernelTable(target, entries)

@@ -1,0 +1,194 @@
+"""The kernels that an engine needs on a target: every role of `model.triton_table`, bucket by bucket.
+
+Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
+kernels are compiled or stored. Invariant: a plan depends on the engine's shape and the target alone, so another process
+makes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from wicore_trt.backends.triton.table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, R16, SAMPLED, X8, EngineShape
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
+from wicore_trt.plugins.dependent import ALONE, mode_of
+from wicore_trt.plugins.kernels.e4m3 import has_conversions
+from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
+from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
+from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.sample_wide import wide_spec
+from wicore_trt.plugins.kernels.step_specs import (
+    NormShape,
+    add_norm_spec,
+    config,
+    embed_norm_spec,
+    norm_config,
+    qk_rope_spec,
+    sample_specs,
+)
+from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
+
+INVARIANT_LINEAR_BUCKET = 64
+"""The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
+one row would be faster with the smallest and prefill with the largest."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A kernel to compile: `model.triton_table.Entry` with a specification in place of the kernel, and its
+    configuration as plain data."""
+
+    role: str
+    bucket: int
+    spec: KernelSpec
+    config: dict[str, Any] | None = None
+
+
+def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
+    """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
+    planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
+    planned += _sampling(shape, target)
+    return [replace(p, spec=_in_turn(p, target)) for p in planned]
+
+
+def _in_turn(planned: Planned, target: str) -> KernelSpec:
+    """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
+    spec, function = planned.spec, planned.spec.function.__name__
+    crowds = function == "linear_matrix" and planned.role.removesuffix(INVARIANT) in ("o", "down")
+    mode = mode_of(function, target, crowds=crowds)
+    return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
+
+
+def _sampling(shape: EngineShape, target: str) -> list[Planned]:
+    """Kernels for greedy rows alone, and those that draw."""
+    vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
+    greedy, drawing = (
+        {
+            rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows)
+            for rows in (*DECODE_BUCKETS, ANY)
+        }
+        for sampled in (False, True)
+    )
+
+    def rest(rows: int, name: str) -> KernelSpec:
+        spec: KernelSpec | None = getattr(drawing[rows], name)
+        assert spec is not None
+        return spec
+
+    return [
+        *_merged("scan", lambda rows: (greedy[rows].scan, None)),
+        *_merged("choose", lambda rows: (greedy[rows].choose, None)),
+        *_merged("scan" + SAMPLED, lambda rows: (drawing[rows].scan, None)),
+        *_merged("choose" + SAMPLED, lambda rows: (drawing[rows].choose, None)),
+        *_merged("collect", lambda rows: (rest(rows, "collect"), None)),
+        *_merged("draw", lambda rows: (rest(rows, "draw"), None)),
+        Planned("wide", ANY, wide_spec(vocab, softcap)),
+    ]
+
+
+def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[Planned]:
+    """A kernel per bucket of rows; neighbours that are the same become one."""
+    planned: list[Planned] = []
+    for rows in (*DECODE_BUCKETS, ANY):
+        spec, data = at(rows)
+        if planned and planned[-1].spec.name == spec.name and planned[-1].config == data:
+            planned.pop()
+        planned.append(Planned(role, rows, spec, data))
+    return planned
+
+
+def _norms(shape: EngineShape, target: str) -> list[Planned]:
+    spec = shape.spec
+    hidden = spec.hidden_size
+    pool, native = shape.pool(GROUPS[0]), has_conversions(target)
+
+    def roles(suffix: str, x_dtype: str, fp8: bool) -> list[Planned]:
+        operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
+        wide = spec.intermediate_size
+
+        def warps(rows: int) -> int:
+            return int(norm_config(target, rows, hidden).num_warps)
+
+        def qk_rope(rows: int) -> KernelSpec:
+            return qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows))
+
+        return [
+            *_merged("embed_norm" + suffix, lambda rows: (embed_norm_spec(operands, warps(rows)), None)),
+            *_merged("add_norm" + suffix, lambda rows: (add_norm_spec(operands, warps(rows), x_dtype=x_dtype), None)),
+            *_merged(
+                "final_norm" + suffix,
+                lambda rows: (add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True), None),
+            ),
+            *_merged("qk_rope" + suffix, lambda rows: (qk_rope(rows), None)),
+            Planned(
+                "geglu" + suffix,
+                ANY,
+                geglu_rows_spec(wide, shape.dtype, x_dtype, native=native)
+                if fp8
+                else geglu_spec(wide, shape.dtype, x_dtype),
+            ),
+        ]
+
+    planned = roles("", "float32", False)
+    if shape.narrow_results(target):
+        planned += roles(R16, "bfloat16", False)
+    if shape.scaled_products(target):
+        planned += roles(FP8, "bfloat16", True)
+        planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
+    if shape.crossover8(target):
+        narrow = NormShape(hidden, shape.dtype, True, native)
+        parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
+        planned.append(Planned("quantize_act", ANY, parts))
+        planned += _merged(
+            "add_norm" + X8,
+            lambda rows: (
+                add_norm_spec(narrow, norm_config(target, rows, hidden).num_warps, x_dtype="float32"),
+                None,
+            ),
+        )
+    return planned
+
+
+def _linears(shape: EngineShape, target: str) -> list[Planned]:
+    planned = []
+    for role in LINEARS:
+        linear, most = shape.linear(role), shape.crossover(target, role)
+        for bucket in BUCKETS:
+            chosen = linear_config(target, linear, bucket)
+            planned.append(Planned(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            if bucket >= most:
+                break
+        # Whole sums, and weights that stay in L2: large steps have several programs for each.
+        chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
+        planned.append(Planned(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
+    for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
+        linear = shape.linear(role, rows8=True)
+        for bucket in BUCKETS:
+            if shape.crossover(target, role) < bucket <= bucket_of(shape.crossover8(target)):
+                chosen = linear_config(target, linear, bucket)
+                planned.append(Planned(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+    return planned
+
+
+def _attention(shape: EngineShape, target: str) -> list[Planned]:
+    heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
+
+    def decode(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
+        return decode_spec(pool, dtype, heads, target, chosen), asdict(chosen)
+
+    def combine(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
+        return combine_spec(pool, dtype, chosen), asdict(chosen)
+
+    def chosen_for(rows: int) -> DecodeConfig:
+        return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
+
+    prefill = prefill_config(target, pool)
+    planned = _merged("decode", lambda rows: decode(chosen_for(rows)))
+    planned.append(Planned("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
+        planned += _merged("combine", lambda rows: combine(chosen_for(rows)))
+    return planned

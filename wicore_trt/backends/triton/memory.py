@@ -1,0 +1,140 @@
+"""Device memory that a step of the triton backend works in: allocated once, for the largest step.
+
+Knows shapes, types and the kernels' scratch; neither weights nor pages. Invariant: a step within the limits allocates
+nothing, so it cannot run out of memory, and a CUDA graph may hold the addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from wicore_trt.backends.triton.table import (
+    ANY,
+    INVARIANT,
+    KERNEL,
+    KERNEL8,
+    LINEARS,
+    MM16,
+    SCALED_MM,
+    X8,
+    EngineShape,
+    KernelTable,
+)
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.plugins.decode_layout import workspace_elements
+from wicore_trt.plugins.linear_layout import partials_bytes
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+
+
+class Allocator(Protocol):
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Most tokens of a step, most sequences (and so sampled rows) of a step, positions of a sequence."""
+
+    tokens: int
+    rows: int
+    positions: int
+
+
+class StepMemory:
+    """Buffers by what they hold; [tokens, ...] unless said otherwise. `wide` is float32, or bfloat16 behind products
+    with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
+    those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `sampled_residual`
+    [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
+    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are."""
+
+    def __init__(
+        self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
+    ) -> None:
+        spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
+        self.limits = limits
+        self.residual = empty((tokens, spec.hidden_size), torch.float32)
+        self.x = empty((tokens, spec.hidden_size), dtype)
+        self.q = empty((tokens, spec.q_size), dtype)
+        self.attended = empty((tokens, spec.q_size), dtype)
+        self.act = empty((tokens, spec.intermediate_size), dtype)
+        self._wide = empty((wide_floats(shape, table.target, tokens, invariant=invariant),), torch.float32)
+        widest = max(spec.q_size, spec.hidden_size, spec.intermediate_size)
+        scaled = shape.scaled_products(table.target)
+        self.bytes8 = empty((tokens * widest if scaled else 0,), torch.uint8)
+        self.scales = empty((tokens if scaled else 0,), torch.float32)
+        self.largest = empty((tokens if scaled else 0,), torch.int32).zero_()
+        self.head_in = empty((limits.rows, spec.hidden_size), dtype)
+        self.logits = empty((limits.rows, spec.vocab_size), torch.float32)
+        self.results = empty((2, limits.rows), torch.int32)
+        self.sampled_residual = empty((limits.rows, spec.hidden_size), torch.float32)
+        self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
+        self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
+
+    def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns] of `dtype` at the start of `wide`."""
+        flat: torch.Tensor = self._wide if dtype == torch.float32 else self._wide.view(dtype)
+        return flat[: rows * columns].view(rows, columns)
+
+    def eight(self, rows: int, columns: int) -> torch.Tensor:
+        """uint8 [rows, columns] for E4M3 operands."""
+        return self.bytes8[: rows * columns].view(rows, columns)
+
+    def _scratch(self, shape: EngineShape, table: KernelTable, empty: Allocator, suffix: str) -> None:
+        """Working memory of the kernels themselves. Counters are zero before and after every launch."""
+        limits, partials, counters = self.limits, 0, 0
+        for role in LINEARS:
+            most = limits.rows if role == "head" else limits.tokens
+            kinds = {suffix: ANY if suffix else shape.crossover(table.target, role)}
+            if not suffix and shape.fp8 and role != "head":
+                kinds[X8] = shape.crossover8(table.target)
+            for kind, crossover in kinds.items():
+                linear, entries = shape.linear(role, rows8=kind == X8), table.entries(role + kind)
+                for entry in entries:
+                    rows = min(most, crossover, ANY if entry is entries[-1] else entry.bucket)
+                    if entry.bucket == 1:
+                        rows = min(rows, 1)
+                    partials = max(partials, partials_bytes(linear, entry.config, rows))
+                    counters = max(counters, entry.config.tiles(linear, rows))
+        self.partials = empty((max(partials // 4, 4),), torch.float32)
+        self.counters = empty((max(counters, 4),), torch.int32).zero_()
+        pool, heads = shape.pool(GROUPS[0]), shape.spec.num_heads
+        sizes = [0, 0, 0]
+        for entry in table.entries("decode" + suffix):
+            needed = workspace_elements(entry.config, pool, heads, min(entry.bucket, limits.rows))
+            sizes = [max(pair) for pair in zip(sizes, needed, strict=True)]
+        self.split_partials = empty((max(sizes[0], 4),), torch.float32)
+        self.split_stats = empty((max(sizes[1], 4),), torch.float32)
+        self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
+        least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries("choose"))
+        chunks = -(-shape.spec.vocab_size // least)
+        self.chunk_max = empty((limits.rows * chunks,), torch.float32)
+        self.chunk_token = empty((limits.rows * chunks,), torch.int32)
+
+
+def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:
+    """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows."""
+    most = 0  # in units of 16 bits
+    narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
+    gate_up = max(narrow, 2 * shape.spec.intermediate_size)
+    limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
+    for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
+        product = KERNEL if invariant else shape.product(target, "qkv", rows)
+        halves = 1 if product in (MM16, SCALED_MM) else 2
+        most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
+    return -(-most // 2)
+
+
+def measured(empty: Allocator) -> tuple[Callable[[], int], Allocator]:
+    """(bytes asked for so far, an allocator that counts them)."""
+    total = 0
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal total
+        tensor = empty(shape, dtype)
+        total += tensor.nbytes
+        return tensor
+
+    return lambda: total, counting

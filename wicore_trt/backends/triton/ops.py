@@ -1,0 +1,395 @@
+"""Gemma 3's operators as launches of compiled kernels over memory that is allocated once.
+
+It must not know files, requests, sampling parameters or CUDA: a `Launcher` starts kernels by addresses. Invariants: the
+residual stream, norms and all sums are float32; values are rounded where they become operands, keys, values or queries;
+page -1 is neither read nor written, so rows of nobody may pad a step.
+
+How a step multiplies follows from its number of rows (`EngineShape.product`): few rows by Triton kernels that read
+weights once (E4M3 weights with 16-bit activations; from some number on, where measured, with E4M3 ones), many by cuBLAS
+(E4M3 weights with E4M3 activations), whose results are bfloat16 but in float16 engines without FP8. E4M3 rows have one
+dynamic scale each; a checkpoint's static scales are not used, because a row's own is never worse.
+
+Behind the attention of the last layer a step of many rows goes on with those that are sampled, as one of so few rows.
+So a row's logits move within rounding, and for FP8 within the activations' quantisation, when the number of rows, or of
+sampled ones, crosses such a number. `invariant` gives that speed up: one configuration of every kernel, no cuBLAS, and
+one attention kernel for single tokens and many, whatever the step; then a row's result depends on its own sequence
+alone. Large steps are several times slower, and so is attention of single tokens behind a long context, whose keys are
+not split.
+
+float16: gate * up may exceed 65,504, so it is scaled by a power of two that the weights prove to be enough
+(`linear_layout.geglu_exponent`), and the product after it is scaled back: exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from wicore_trt.backends.triton import products as triton_products
+from wicore_trt.backends.triton.memory import StepMemory
+from wicore_trt.backends.triton.table import (
+    ANY,
+    FP8,
+    INVARIANT,
+    KERNEL,
+    KERNEL8,
+    LINEAR_ROLES,
+    MM16,
+    R16,
+    SCALED_MM,
+    X8,
+    EngineShape,
+    Entry,
+    KernelTable,
+)
+from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
+from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
+from wicore_trt.model.spec import LOCAL
+from wicore_trt.plugins.decode_layout import DecodeRows, Workspace, combine_launch, decode_launch, prefill_launch
+from wicore_trt.plugins.geglu_layout import geglu_launch
+from wicore_trt.plugins.launch import Launcher
+from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
+from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch, quantize_launch
+from wicore_trt.plugins.step_layout import (
+    Logits,
+    NormOut,
+    QkNorms,
+    RopeTable,
+    SampleArrays,
+    StepTokens,
+    add_norm_launch,
+    embed_norm_launch,
+    qk_rope_launch,
+    sample_launches,
+)
+from wicore_trt.runtime.attention_mass import AttentionProbe
+
+
+class Value(NamedTuple):
+    """Rows of a step; `scales` float32 [rows] where `rows` are E4M3 bytes. The value is rows * scales * 2**exponent,
+    but for gate and up, where the exponent is what their product is divided by."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None = None
+    exponent: int = 0
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """A step's geometry on the device: addresses of int32 arrays. The first `singles` rows are sequences of one token,
+    then come the tokens of `chunks` sequences of several.
+
+    `token_ids`, `positions`, `sequences` (row of the page tables) [tokens]; `sample_rows` [rows]; `kv_lengths`
+    [singles]; `cu_seqlens` [chunks + 1] counted from row `singles`, `first_positions` [chunks]. `tables[group]` are
+    address and length of page tables [singles + chunks, length]. -1, and a length of 0, mark rows of nobody.
+    """
+
+    tokens: int
+    rows: int
+    singles: int
+    chunks: int
+    token_ids: int
+    positions: int
+    sequences: int
+    sample_rows: int
+    kv_lengths: int
+    cu_seqlens: int
+    first_positions: int
+    tables: Mapping[str, tuple[int, int]]
+    sampled: torch.Tensor | None = None
+    """`sample_rows`, where not every row is sampled."""
+
+
+@dataclass(frozen=True)
+class TritonModel:
+    """What all steps share, on one device. `weights` are the engine's under the fused names of `runtime.weights`,
+    linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin float32 [positions,
+    D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided, by the name of
+    the gate_up weight."""
+
+    shape: EngineShape
+    table: KernelTable
+    weights: Mapping[str, torch.Tensor]
+    rope: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    pools: Mapping[str, torch.Tensor]
+    memory: StepMemory
+    launcher: Launcher
+    stream: int
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    invariant: bool = False
+
+    @cached_property
+    def embedding_scale(self) -> float:
+        """Rounded to the embedding's type, as transformers does."""
+        return float(torch.tensor(self.shape.spec.embedding_scale).to(self.weights[EMBEDDING].dtype))
+
+    def find(self, role: str, rows: int) -> Entry:
+        """The kernel of a role for a step of `rows` rows."""
+        if not self.invariant:
+            return self.table.find(role, rows)
+        own = self.table.entries(role + INVARIANT)
+        return own[0] if own else self.table.find(role, ANY)
+
+    def product(self, role: str, rows: int) -> str:
+        return KERNEL if self.invariant else self.shape.product(self.table.target, role, rows)
+
+    def launch(self, entry: Entry, call: Launch) -> None:
+        self.launcher.launch(entry.kernel, call, self.stream)
+
+
+class TritonOps:
+    """`Ops` of one step; T is a `Value` in the step's memory, valid until the operation that writes there again."""
+
+    def __init__(self, model: TritonModel, step: StepArrays, probe: AttentionProbe | None = None) -> None:
+        self._model, self._step, self._probe, self._spec = model, step, probe, model.shape.spec
+        self._memory, self._n = model.memory, step.tokens
+        self._product = model.product("qkv", step.tokens)
+        self._residual, self._gather = model.memory.residual, step.sample_rows
+        self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
+
+    def embed(self) -> Value:
+        """Nothing yet: the kernel of the norm that follows writes the residual too."""
+        return Value(self._residual[: self._n])
+
+    def norm(self, residual: Value, weight: str) -> Value:
+        model, step, spec = self._model, self._step, self._spec
+        embedding = model.weights[EMBEDDING]
+        out = self._normed()
+        call = embed_norm_launch(
+            step.token_ids,
+            (embedding.data_ptr(), spec.vocab_size, model.embedding_scale),
+            model.weights[weight].data_ptr(),
+            residual.rows.data_ptr(),
+            _norm_out(out),
+            step.tokens,
+            spec.rms_norm_eps,
+        )
+        model.launch(model.find(self._role("embed_norm"), step.tokens), call)
+        return out
+
+    def linear(self, x: Value, weight: str) -> Value:
+        role = LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
+        shape = self._model.shape.linear(role)
+        exponent = self._model.exponents.get(weight, 0)
+        if self._product in (KERNEL, KERNEL8):
+            if self._product == KERNEL8 and x.scales is None:
+                x = self._quantized(x, role)
+            columns = self._memory.act[: self._n] if role == "gate_up" else self._wide(shape.n)
+            self._kernel_linear(role, x, weight, columns, 2.0 ** (x.exponent - exponent))
+            return Value(columns, exponent=exponent)
+        out = self._wide(shape.weight_rows)
+        if self._product == SCALED_MM:
+            operand = x if x.scales is not None else self._quantized(x, role)
+            assert operand.scales is not None
+            scale = self._model.weights[weight_scale_name(weight)]
+            triton_products.scaled_mm(operand.rows, operand.scales, self._model.weights[weight], scale.view(-1), out)
+            return Value(out, exponent=exponent)
+        triton_products.float_mm(x.rows, self._model.weights[weight], out)
+        if x.exponent:
+            out.mul_(2.0**x.exponent)
+        return Value(out, exponent=exponent)
+
+    def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
+        model, step = self._model, self._step
+        group = self._spec.layer_groups[layer]
+        entry = model.find(self._role("qk_rope"), step.tokens)
+        q, (cos, sin) = self._memory.q[: step.tokens], model.rope[group]
+        q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
+        call = qk_rope_launch(
+            entry.kernel.constants,
+            qkv.rows.data_ptr(),
+            q.data_ptr(),
+            QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
+            RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
+            self._pool(layer),
+            self._tables(group, 0, step.singles + step.chunks),
+            StepTokens(step.positions, step.sequences, step.tokens),
+        )
+        model.launch(entry, call)
+        return Value(q)
+
+    def attention(self, q: Value, layer: int) -> Value:
+        """Sequences with one token by the decode kernel, the others by the prefill kernel; all by that if invariant."""
+        step, spec = self._step, self._spec
+        group = spec.layer_groups[layer]
+        scale, window = spec.query_pre_attn_scalar**-0.5, spec.sliding_window if group == LOCAL else 0
+        out = self._memory.attended[: step.tokens]
+        if self._probe is not None and self._probe.layer == layer:
+            queries = q.rows[self._probe.rows.to(q.rows.device)]
+            self._probe.queries = queries.view(len(queries), spec.num_heads, spec.head_dim)
+            self._probe.key_scale = self._key_scale(layer)
+        if step.singles and self._model.invariant:
+            slices = Slices(self._memory.counting.data_ptr(), step.positions, step.singles)
+            self._prefill(q.rows, out, layer, slices, self._tables(group, 0, step.singles))
+        elif step.singles:
+            self._decode(q.rows, out, layer, scale, window)
+        if step.chunks:
+            slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
+            tables = self._tables(group, step.singles, step.chunks)
+            self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
+        if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
+            return Value(self._narrowed(out, step.sampled))
+        return Value(out)
+
+    def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
+        """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
+        that the step goes on with, of fewer rows than the caller's behind `_narrowed`."""
+        model, last = self._model, next_weight == FINAL_NORM
+        rows = self._step.rows if last else self._n
+        out = Value(self._memory.head_in[:rows]) if last else self._normed()
+        call = add_norm_launch(
+            self._residual.data_ptr(),
+            (x.rows.data_ptr(), 0),
+            (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
+            _norm_out(out),
+            rows,
+            self._spec.rms_norm_eps,
+            gathered=self._gather if last else 0,
+        )
+        model.launch(model.find(self._role("final_norm" if last else "add_norm"), self._n), call)
+        return residual, out
+
+    def geglu(self, gate_up: Value) -> Value:
+        """Done already where a kernel multiplies."""
+        if self._product in (KERNEL, KERNEL8):
+            return gate_up
+        model, n = self._model, self._n
+        if self._product == SCALED_MM:
+            out = self._eight(self._spec.intermediate_size)
+        else:
+            out = Value(self._memory.act[:n], exponent=gate_up.exponent)
+        entry = model.find(self._role("geglu"), n)
+        to = _norm_out(out)
+        alpha = 2.0**-gate_up.exponent
+        model.launch(entry, geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha))
+        return out
+
+    def sampled_rows(self, x: Value) -> Value:
+        """They are all that the last norm computed."""
+        return x
+
+    def logits(self, x: Value) -> Value:
+        """Not soft-capped: whoever chooses tokens caps what it reads."""
+        rows, out = self._step.rows, self._memory.logits[: self._step.rows]
+        if rows and self._model.product("head", rows) == KERNEL:
+            self._kernel_linear("head", x, LM_HEAD, out, 1.0)
+        elif rows:
+            triton_products.float_mm(x.rows, self._model.weights[LM_HEAD], out)
+        return Value(out)
+
+    def greedy(self, logits: Value) -> None:
+        """Tokens and status of each row (`kernels.sample`) into the memory's results."""
+        memory, rows = self._memory, self._step.rows
+        arrays = SampleArrays(
+            memory.results[0].data_ptr(),
+            memory.results[1].data_ptr(),
+            memory.chunk_max.data_ptr(),
+            memory.chunk_token.data_ptr(),
+        )
+        entries = {role: self._model.find(role, rows) for role in ("scan", "choose")}
+        vocab = self._spec.vocab_size
+        read = Logits(logits.rows.data_ptr(), rows, vocab, vocab)
+        calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
+        for role, entry in entries.items():
+            self._model.launch(entry, calls[role])
+
+    def _narrowed(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
+        memory, tokens, rows = self._memory, self._n, self._step.rows
+        torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
+        torch.index_select(attended, 0, sampled, out=memory.q[:rows])
+        self._residual, self._gather, self._n = memory.sampled_residual, memory.counting.data_ptr(), rows
+        self._product = self._model.product("qkv", rows)
+        return memory.q[:rows]
+
+    def _prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
+        model, spec = self._model, self._spec
+        scale = spec.query_pre_attn_scalar**-0.5
+        window = spec.sliding_window if spec.layer_groups[layer] == LOCAL else 0
+        entry, rows = model.find("prefill", self._step.tokens), (q.data_ptr(), out.data_ptr())
+        call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
+        model.launch(entry, call)
+
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:
+        model, step, memory = self._model, self._step, self._memory
+        entry = model.find("decode", step.singles)
+        heads = self._spec.num_heads
+        rows = DecodeRows(q.data_ptr(), out.data_ptr(), step.kv_lengths, heads, scale, window)
+        work = Workspace(
+            memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
+        )
+        pool, tables = self._pool(layer), self._tables(self._spec.layer_groups[layer], 0, step.singles)
+        model.launch(entry, decode_launch(entry.config, rows, pool, tables, work))
+        if entry.config.splits > 1 and not entry.config.fused:
+            combine = model.find("combine", step.singles)
+            model.launch(combine, combine_launch(entry.config, rows, pool, step.singles, work))
+
+    def _kernel_linear(self, role: str, x: Value, weight: str, out: torch.Tensor, alpha: float) -> None:
+        model, memory, rows, rows8 = self._model, self._memory, len(x.rows), x.scales is not None
+        entry, shape = model.find(role + X8 if rows8 else role, rows), model.shape.linear(role, rows8=rows8)
+        scale = model.weights.get(weight_scale_name(weight))
+        arrays = LinearArrays(
+            x.rows.data_ptr(),
+            model.weights[weight].data_ptr(),
+            out.data_ptr(),
+            w_scale=0 if scale is None else scale.data_ptr(),
+            x_scale=_norm_out(x).scales,
+            partials=memory.partials.data_ptr(),
+            counters=memory.counters.data_ptr(),
+            largest=memory.largest.data_ptr(),
+        )
+        model.launch(entry, linear_launch(shape, entry.config, arrays, rows, alpha))
+
+    def _quantized(self, x: Value, role: str) -> Value:
+        """The operand of `role`, o or down, as E4M3. That of o clears the largest values of rows, which gate_up then
+        finds and that of down takes."""
+        model, out = self._model, self._eight(x.rows.shape[1])._replace(exponent=x.exponent)
+        entry = model.find("quantize_act" if role == "down" else "quantize", self._n)
+        to, largest = _norm_out(out), self._memory.largest.data_ptr()
+        call = quantize_launch(entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n)
+        model.launch(entry, call)
+        return out
+
+    def _role(self, name: str) -> str:
+        """The variant of a role that takes and gives what the step's products do."""
+        if self._product in (SCALED_MM, MM16):
+            return name + (FP8 if self._product == SCALED_MM else R16)
+        variants = {"embed_norm": "embed_norm" + FP8, "add_norm": "add_norm" + X8}
+        return variants.get(name, name) if self._product == KERNEL8 else name
+
+    def _normed(self) -> Value:
+        """Where the operands of the next product go."""
+        if self._product in (SCALED_MM, KERNEL8):
+            return self._eight(self._spec.hidden_size)
+        return Value(self._memory.x[: self._n])
+
+    def _eight(self, columns: int) -> Value:
+        return Value(self._memory.eight(self._n, columns), self._memory.scales[: self._n])
+
+    def _wide(self, columns: int) -> torch.Tensor:
+        dtype = torch.bfloat16 if self._product in (SCALED_MM, MM16) else torch.float32
+        return self._memory.wide(dtype, self._n, columns)
+
+    def _pool(self, layer: int) -> Pool:
+        group = self._spec.layer_groups[layer]
+        pool, shape = self._model.pools[group], self._model.shape.pool(group)
+        scale = self._model.weights.get(kv_scale_name(layer))
+        return Pool(
+            pool.data_ptr() + shape.layer_offset(self._index[layer]), shape, 0 if scale is None else scale.data_ptr()
+        )
+
+    def _key_scale(self, layer: int) -> float:
+        scale = self._model.weights.get(kv_scale_name(layer))
+        return 1.0 if scale is None else float(scale)
+
+    def _tables(self, group: str, first: int, rows: int) -> Tables:
+        address, length = self._step.tables[group]
+        return Tables(address + 4 * first * length, rows, length)
+
+
+def _norm_out(value: Value) -> NormOut:
+    return NormOut(value.rows.data_ptr(), 0 if value.scales is None else value.scales.data_ptr())

@@ -1,0 +1,80 @@
+"""Products by cuBLAS for large steps, and how large a layer's products can become.
+
+Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU plain operators do it
+for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from wicore_trt.runtime.dtypes import E4M3
+
+FAST_SUMS = 21504
+"""The longest sum (columns of the weights) that an FP8 product may leave to Hopper's matrix units alone, which add in
+about 14 bits; longer ones are added in float32 every 128 products. On random 27B rows that is an error of 4.0e-3 (sums
+of 21,504) or 2.3e-3 (5,376) of the result instead of bfloat16's 1.7e-3, where rounding both operands to E4M3 makes
+about 4e-2; `benchmarks.gpu.kernels.prefill` prints it beside the time, a seventh less for prefill."""
+
+
+SLICE_ROWS = {"float": 2048, "scaled": 4096}
+"""Rows that one product takes. On an H100 more of them take longer each: 62 layers of 27B 69.4 ms per 1,024 rows when
+2,048 are multiplied at once and 75.4 with 8,192 (bfloat16), 35.5 with 4,096 and 39.1 with 8,192 (E4M3); by
+`benchmarks.gpu.kernels.prefill`, in short runs. A prefill of seconds is bound by power, and then they take the same."""
+
+
+def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out (float32 or x's type) = x @ w.T of 16-bit operands, with float32 sums."""
+    for part in _slices(len(x), SLICE_ROWS["float"]):
+        _float_mm(x[part], w, out[part])
+
+
+def _float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    if not x.is_cuda:
+        out.copy_(torch.mm(x.float(), w.float().T))
+    elif out.dtype == torch.float32:
+        torch.mm(x, w.T, out_dtype=torch.float32, out=out)
+    else:
+        # Otherwise cuBLAS may add the parts of a split sum in bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.mm(x, w.T, out=out)
+
+
+def scaled_mm(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out (bfloat16) = (x @ w.T) * x_scale[:, None] * w_scale of E4M3 bytes; sums are float32, or see FAST_SUMS."""
+    for part in _slices(len(x), SLICE_ROWS["scaled"]):
+        _scaled_mm(x[part], x_scale[part], w, w_scale, out[part])
+
+
+def _slices(rows: int, most: int) -> list[slice]:
+    return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+
+
+def _scaled_mm(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    x, w = x.view(E4M3), w.view(E4M3)
+    if x.is_cuda:
+        torch._scaled_mm(  # noqa: SLF001 -- PyTorch has no public name for it
+            x,
+            w.T,
+            scale_a=x_scale[:, None],
+            scale_b=w_scale[None, :],
+            out_dtype=out.dtype,
+            use_fast_accum=w.shape[1] <= FAST_SUMS,
+            out=out,
+        )
+    else:
+        out.copy_((x.float() @ w.float().T) * x_scale[:, None] * w_scale)
+
+
+def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:
+    """What `linear_layout.geglu_exponent` calls `largest`, of gate_up [2 I, H], its scales [2 I] if it is E4M3, and the
+    weights [H] of the norm in front."""
+    lengths = torch.cat([(rows.float() * norm).norm(dim=1) for rows in torch.split(gate_up, 4096)])
+    if scale is not None:
+        lengths = lengths * scale.view(-1).abs()
+    gate, up = lengths.chunk(2)
+    return float((gate * up).max())

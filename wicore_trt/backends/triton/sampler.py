@@ -1,0 +1,119 @@
+"""Draws tokens on the device: temperature, top-k, top-p and min-p, by the kernels of `plugins.kernels.sample`, and by
+`sample_wide` where filters leave very many tokens.
+
+Tokens are those of `sampler.Sampler`: the same random number of seed and index, the same order of candidates, sums in
+float64; only where that number lies within rounding of a border may they differ. It must not know requests, pages or
+when anyone reads the tokens. Invariants: a row's token depends on that row's logits, parameters, seed and index alone;
+nothing is allocated after construction and nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from wicore_trt.backends.triton.ops import TritonModel
+from wicore_trt.backends.triton.table import SAMPLED
+from wicore_trt.plugins.step_layout import Logits, SampleArrays, sample_launches, sample_scratch, wide_launch
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice
+from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.types import SamplingParams
+
+WORDS = {"temperatures": 2, "top_p": 2, "min_p": 2, "seeds": 2, "top_k": 1, "indices": 1}
+"""A row's parameters in the order in which they lie in the block, and their int32s."""
+TYPES = {"seeds": np.int64, "top_k": np.int32, "indices": np.int32}
+LAUNCHES = {"scan": "scan" + SAMPLED, "choose": "choose" + SAMPLED, "collect": "collect", "draw": "draw"}
+"""Roles of the kernels by their names in `sample_launches`."""
+WIDE, WIDE_ROWS = "wide", 8
+"""The role of `kernels.sample_wide`, and how many rows it decides at the same time."""
+
+
+def on_device(piece: SequenceSlice) -> bool:
+    """Whether a slice asks for nothing but what the kernels do, drawing included."""
+    p = piece.params
+    assert p is not None, "a slice that samples has parameters"
+    edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+    return p.logprobs is None and not edited and not piece.suppress_eos
+
+
+def _filtered(piece: SequenceSlice) -> bool:
+    p = piece.params
+    return p is not None and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+
+class DeviceSampler:
+    """Draws from `model.memory.logits` into `model.memory.results` on the model's stream."""
+
+    def __init__(self, model: TritonModel, device: Device) -> None:
+        """An engine that was built without these kernels gets a sampler that is not `available`."""
+        self._model, self._rows, self._vocab = model, model.memory.limits.rows, model.shape.spec.vocab_size
+        self.available = all(model.table.entries(role) for role in (*LAUNCHES.values(), WIDE))
+        if not self.available:
+            return
+        words = self._rows * sum(WORDS.values())
+        self._staging = [device.staging((words,)) for _ in range(2)]
+        """In turn: a step may be put on the stream while the device still reads what the one before it sent."""
+        self._block = device.empty((words,), torch.int32)
+        chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.entries(LAUNCHES["choose"]))
+        group = int(model.table.entries(LAUNCHES["choose"])[0].kernel.constants["GROUP"])
+        capacity = int(model.table.entries("draw")[0].kernel.constants["CAPACITY"])
+        sizes = sample_scratch(self._vocab, chunk, group, capacity)
+        self._scratch = {
+            name: device.empty((self._rows * size,), getattr(torch, kind)) for name, (kind, size) in sizes.items()
+        }
+        self._weights = device.empty((min(WIDE_ROWS, self._rows) * self._vocab,), torch.float64)
+
+    def enqueue(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
+        """Choose tokens of the first `rows` rows of logits: `drawn` ones by their parameters, the others greedily.
+        Every row gets a token, or a status that is not 0: its logits are not finite."""
+        assert self.available and rows <= self._rows
+        self._staging.reverse()
+        self._fill(rows, drawn)
+        self._block.copy_(self._staging[0], non_blocking=True)
+        memory, model = self._model.memory, self._model
+        arrays = SampleArrays(
+            memory.results[0].data_ptr(),
+            memory.results[1].data_ptr(),
+            **{name: self._block.data_ptr() + 4 * at for name, at in self._offsets().items()},
+            **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
+        )
+        entries = {name: model.find(role, rows) for name, role in LAUNCHES.items()}
+        logits = Logits(memory.logits.data_ptr(), rows, self._vocab, self._vocab)
+        for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
+            model.launch(entries[name], call)
+        if any(_filtered(piece) for piece in drawn.values()):
+            programs = len(self._weights) // self._vocab
+            model.launch(model.find(WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
+
+    def _fill(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
+        values: dict[str, list[float]] = {name: [] for name in WORDS}
+        for piece in drawn.values():
+            params = piece.params
+            assert params is not None
+            values["temperatures"].append(params.temperature)
+            values["top_p"].append(params.top_p)
+            values["min_p"].append(params.min_p)
+            values["seeds"].append((piece.seed + (1 << 63)) % (1 << 64) - (1 << 63))
+            values["top_k"].append(min(params.top_k, self._vocab))
+            unread = piece.token_ids[-1] == UNREAD  # then the history lacks it
+            values["indices"].append(len(piece.history) - piece.prompt_len + unread)
+        block, where = self._staging[0].numpy(), [*drawn]
+        for name, at in self._offsets().items():
+            view = block[at : at + WORDS[name] * self._rows].view(TYPES.get(name, np.float64))
+            if name == "temperatures":
+                view[:rows] = 0.0
+            view[where] = np.array(values[name], view.dtype)
+
+    def _offsets(self) -> dict[str, int]:
+        """Where each parameter begins in a block, in int32s."""
+        found, at = {}, 0
+        for name, words in WORDS.items():
+            found[name] = at
+            at += words * self._rows
+        return found
+
+
+FILTERED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
+"""Parameters that go through all kernels, for warming up."""

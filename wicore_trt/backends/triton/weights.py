@@ -1,0 +1,150 @@
+"""Weights and tables of the triton backend on a device: read from an engine, placed from memory, or made up.
+
+Knows names and types; neither kernels nor steps. Invariants: linears keep the engine's type, norms and scales are
+float32, gate and up are one tensor, a tied head is the embedding; every FP8 KV cache has a scale per layer; in float16
+no norm can overflow, which is proved from its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wicore_trt.backends.triton.products import gate_up_bound
+from wicore_trt.backends.triton.table import EngineShape
+from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.errors import EngineFormatError
+from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.plugins.linear_layout import geglu_exponent
+from wicore_trt.runtime.device_weights import load_weights, rope_tables
+from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table, weight_tensors
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
+
+FLOAT16_MAX = 65504.0
+SMALL = 0.02  # standard deviation of made-up weights
+E4M3_SPREAD = 64.0  # of made-up E4M3 values
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Everything that no step changes. `weights` under the fused names of `runtime.weights`; `rope[group]` cos and sin
+    float32 [positions, D / 2]; `exponents` as `TritonModel` has them."""
+
+    weights: dict[str, torch.Tensor]
+    rope: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    exponents: dict[str, int]
+
+
+def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineShape:
+    """What the engine's kernels are made for."""
+    manifest = engine.manifest
+    fp8, tokens = manifest.dtype == "fp8", page_tokens or manifest.page_tokens
+    return EngineShape(manifest.spec, manifest.base_dtype, fp8, manifest.kv_dtype, tokens)
+
+
+def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
+    """The engine's weights on `device` (`trt_device.Device`), made up for an engine without any.
+
+    Raises EngineFormatError for files that do not fit.
+    """
+    if engine.manifest.dummy_weights:
+        return finished(shape, dummy_weights(shape, device.torch_device), positions, device)
+    listed = weight_tensors(engine.rank_files, shape.spec, shape.kv_dtype)
+    loaded = load_weights(engine.rank_files[0], listed, shape.spec, device)
+    return finished(shape, loaded, positions, device)
+
+
+def placed_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
+    """The tensors of `runtime.weights.fuse` on `device`, rounded to the engine's types."""
+    moved: dict[int, torch.Tensor] = {}
+    weights = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in moved:
+            matrix = tensor.dim() == 2 and tensor.dtype != E4M3
+            dtype = TORCH_DTYPES[shape.dtype] if matrix else tensor.dtype if tensor.dtype == E4M3 else torch.float32
+            moved[id(tensor)] = tensor.to(device.torch_device, dtype)
+        weights[name] = moved[id(tensor)]
+    return finished(shape, weights, positions, device)
+
+
+def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions: int, device: Any) -> Constants:
+    """With tables, KV scales and what float16 needs. Raises EngineFormatError for weights of other types."""
+    spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
+    known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
+    for tensor in unified_tensors(spec):
+        name = tensor.name.replace(".mlp.fc.", ".mlp.gate_up.").replace(".mlp.gate.", ".mlp.gate_up.")
+        wanted = {Role.NORM: torch.float32, Role.LINEAR: E4M3 if shape.fp8 else dtype}.get(tensor.role, dtype)
+        if known[name].dtype != wanted:
+            raise EngineFormatError(
+                f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}.",
+                fix="Build the engine again.",
+            )
+    if shape.kv_dtype == "fp8":
+        one = torch.ones(1, device=device.torch_device)
+        known = {kv_scale_name(layer): one for layer in range(spec.num_layers)} | known
+    exponents = {}
+    if shape.dtype == "float16":
+        _prove_norms(spec, known)
+        exponents = {layer_weight(i, "mlp.gate_up"): _exponent(spec, known, i) for i in range(spec.num_layers)}
+    return Constants(known, _rope(spec, positions, device), exponents)
+
+
+def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
+    """Small normal weights made on the device, for measurements of speed: they have the right shapes and types and say
+    nothing sensible."""
+    spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
+    generator = torch.Generator(device).manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for tensor in unified_tensors(spec):
+        name, rows = tensor.name, tensor.shape[0]
+        if name.endswith(".mlp.gate.weight") or (tensor.role is Role.HEAD and spec.tie_word_embeddings):
+            continue
+        if name.endswith(".mlp.fc.weight"):
+            name, rows = name.replace(".mlp.fc.", ".mlp.gate_up."), 2 * rows
+        if tensor.role is Role.NORM:
+            weights[name] = torch.ones(rows, device=device)
+            continue
+        fp8 = shape.fp8 and tensor.role is Role.LINEAR
+        values = torch.empty((rows, *tensor.shape[1:]), dtype=torch.bfloat16 if fp8 else dtype, device=device)
+        values.normal_(0, E4M3_SPREAD if fp8 else SMALL, generator=generator)
+        weights[name] = values.clamp_(-448, 448).to(E4M3) if fp8 else values
+        if fp8:
+            weights[weight_scale_name(name)] = torch.full((rows,), SMALL / E4M3_SPREAD, device=device)
+    if spec.tie_word_embeddings:
+        weights[LM_HEAD] = weights[EMBEDDING]
+    return weights
+
+
+def _rope(spec: Gemma3Spec, positions: int, device: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    groups = [g for g in GROUPS if spec.layers_of(g)]
+    size = (positions, spec.head_dim // 2)
+    names = {g: (rope_table(g, "cos"), rope_table(g, "sin")) for g in groups}
+    listed = [TensorSpec(name, "float32", size, "table") for pair in names.values() for name in pair]
+    tables = rope_tables(listed, spec, device)
+    return {g: (tables[cos], tables[sin]) for g, (cos, sin) in names.items()}
+
+
+def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
+    """|norm(x) * w| <= sqrt(n) max|w|, for norms whose results become float16."""
+    for name, weight in weights.items():
+        if not name.endswith(("layernorm.weight", "ln_f.weight")) or ".post_" in name:
+            continue
+        if sqrt(weight.numel()) * float(weight.abs().max()) > FLOAT16_MAX:
+            raise EngineFormatError(
+                f"{name} is too large for float16.", fix="Build the engine with --dtype bfloat16 or fp8."
+            )
+
+
+def _exponent(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor], layer: int) -> int:
+    name = layer_weight(layer, "mlp.gate_up")
+    norm = weights[layer_weight(layer, "pre_feedforward_layernorm")]
+    largest = gate_up_bound(weights[name], weights.get(weight_scale_name(name)), norm)
+    return int(geglu_exponent(spec.hidden_size, largest))

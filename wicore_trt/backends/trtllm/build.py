@@ -1,0 +1,228 @@
+"""The backend `tensorrt-llm`: builds TensorRT-LLM engines with its own command, `trtllm-build`.
+
+Makes a checkpoint of the layout it takes, runs the command, and compares the engine's configuration with what was asked
+for, because the command changes arguments that it does not like. It must not know how engines run. Invariant: `trtllm/`
+in the engine directory appears only with an engine for every rank, made by our model class, with our numbers.
+
+Flags: tensorrt_llm/commands/build.py of 1.2. One worker: the command cannot send a class from a file to others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wicore_trt.backends.trtllm import model as trtllm_model
+from wicore_trt.backends.trtllm.checkpoint import PATTERN_KEY, export_checkpoint, trtllm_config
+from wicore_trt.backends.trtllm.installed import find_trtllm_build, require_tensorrt_llm
+from wicore_trt.checkpoint.format import Checkpoint
+from wicore_trt.engine.options import BuildOptions
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.settings import ExecutorSettings
+
+ENGINE_DIR = "trtllm"
+"""Subdirectory of our engine directory with TensorRT-LLM's config.json and rank{N}.engine."""
+BLOCK_TOKENS = (8, 16, 32, 64, 128)
+"""Tokens per block that its attention kernels know."""
+_LAST_LINES = 20
+_SCRATCH = "trtllm-checkpoint"
+_log = logging.getLogger(__name__)
+
+
+class TensorRTLLMBackend:
+    """Implements `engine.options.Backend`. Its part of the engine directory is `trtllm/`."""
+
+    def targets(self, options: BuildOptions) -> list[str]:
+        """The architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
+
+        Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU.
+        """
+        require_tensorrt_llm()
+        find_trtllm_build()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise EnvironmentUnfitError(
+                "trtllm-build compiles for the GPU that it runs on, and there is none here.",
+                fix="Build on the machine that will serve, or use --backend tensorrt, which compiles without a GPU.",
+            )
+        here = "sm{}{}".format(*torch.cuda.get_device_capability())
+        if options.targets not in ((), (here,)):
+            raise ConfigError(
+                f"Backend tensorrt-llm compiles for the GPU of this machine, {here}, not for "
+                f"{', '.join(options.targets)}.",
+                fix="Leave --target out.",
+            )
+        return [here]
+
+    def default_context(self, limit: int) -> int:
+        """The model's own limit: its KV cache is paged."""
+        return limit
+
+    def compile(
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Build the engine of `checkpoint` into `directory`/trtllm and say how, for the manifest.
+
+        Needs as much free disk as the checkpoint, for the time of the build. Raises ConfigError for options that
+        TensorRT-LLM does not have, CheckpointError for a model that it cannot express, EnvironmentUnfitError when it is
+        missing or fails.
+        """
+        installed, command = require_tensorrt_llm(), find_trtllm_build()
+        kv_fp8 = _check(checkpoint, options)
+        scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
+        arguments = build_arguments(checkpoint, options)
+        paths = {
+            "--checkpoint_dir": scratch,
+            "--output_dir": output,
+            "--model_cls_file": Path(trtllm_model.__file__),
+            "--output_timing_cache": scratch / "timing.cache",
+        }
+        scratch.mkdir()
+        try:
+            export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
+            if progress:
+                progress("compile", 0, 1)
+            flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
+            _run([command, *flags], cwd=scratch)
+            _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
+            if progress:
+                progress("compile", 1, 1)
+        except BaseException:
+            shutil.rmtree(output, ignore_errors=True)
+            raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
+
+    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+        raise EnvironmentUnfitError(
+            f"engine {engine.path} is of backend 'tensorrt-llm', which this version does not run.",
+            fix="Build it again with --backend torch, triton or tensorrt.",
+        )
+
+
+def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, str | int]:
+    """Flags of `trtllm-build`, paths apart.
+
+    max_seq_len is explicit, because the command would take max_position_embeddings times the rope factor; and so is
+    max_input_len, whose default is 1,024. A step may prefill max_chunk tokens while max_batch sequences decode. FP8
+    goes without the GEMM plugin, as TensorRT-LLM's Gemma guide has it.
+    """
+    context = options.max_context or checkpoint.spec.max_position_embeddings
+    return {
+        "--model_cls_name": trtllm_model.MODEL_CLASS,
+        "--max_batch_size": options.max_batch,
+        "--max_input_len": context,
+        "--max_seq_len": context,
+        "--max_num_tokens": options.max_chunk + options.max_batch,
+        "--max_beam_width": 1,
+        "--kv_cache_type": "paged",
+        "--tokens_per_block": options.page_tokens,
+        "--remove_input_padding": "enable",
+        "--context_fmha": "enable",
+        "--use_paged_context_fmha": "enable",
+        "--gpt_attention_plugin": "auto",
+        **({} if checkpoint.quant_algo else {"--gemm_plugin": "auto"}),
+        "--workers": 1,
+        "--log_level": "info",
+    }
+
+
+def _check(checkpoint: Checkpoint, options: BuildOptions) -> bool:
+    """Whether the KV cache is FP8. Raises ConfigError."""
+    if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
+        raise ConfigError(
+            f"TensorRT-LLM's KV cache has the dtype of the model, {checkpoint.dtype}, or fp8; not {options.kv_dtype}.",
+            fix="Leave --kv-dtype out.",
+        )
+    if options.page_tokens not in BLOCK_TOKENS:
+        raise ConfigError(
+            f"TensorRT-LLM has blocks of {', '.join(map(str, BLOCK_TOKENS))} tokens, not {options.page_tokens}.",
+            fix="Choose --page-tokens among these.",
+        )
+    return options.kv_dtype == "fp8"
+
+
+def _run(command: list[str], cwd: Path) -> None:
+    """Run the build, its output to the log line by line. Raises EnvironmentUnfitError with the last lines."""
+    _log.info("running %s", " ".join(command))
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    repaired = False
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                _log.info("trtllm-build: %s", line.rstrip())
+                last.append(line.rstrip())
+                repaired |= trtllm_model.MARKER in line
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise EnvironmentUnfitError(
+            f"trtllm-build failed with exit code {process.returncode}. Its last lines:\n" + "\n".join(last) + "\n",
+            fix="When memory ran out, lower --max-context; the log has all of its output.",
+        )
+    if not repaired:
+        raise EnvironmentUnfitError(
+            "trtllm-build did not use our Gemma 3 class, and its own has wrong rope on local layers.",
+            fix="Install an unchanged TensorRT-LLM 1.2, or use --backend tensorrt.",
+        )
+
+
+def _check_engine(
+    output: Path, checkpoint: Checkpoint, arguments: dict[str, str | int], config: dict[str, Any]
+) -> None:
+    """Compare the engine's config.json with what it was to be made of. Raises EnvironmentUnfitError."""
+    missing = [
+        name
+        for name in ("config.json", *(f"rank{rank}.engine" for rank in range(checkpoint.tp_size)))
+        if not (output / name).is_file() or not (output / name).stat().st_size
+    ]
+    if missing:
+        raise EnvironmentUnfitError(f"trtllm-build ended without error and did not write {', '.join(missing)}.")
+    made = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    model, build = made.get("pretrained_config", {}), made.get("build_config", {})
+    wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
+    wrong = [
+        f"{key} {model.get(key)!r}, not {value!r}" for key, value in wanted.items() if not _same(model, key, value)
+    ]
+    for key in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width"):
+        if build.get(key) != arguments[f"--{key}"]:
+            wrong.append(f"{key} {build.get(key)!r}, not {arguments[f'--{key}']}")
+    block = build.get("plugin_config", {}).get("tokens_per_block")
+    if block != arguments["--tokens_per_block"]:
+        wrong.append(f"tokens_per_block {block!r}, not {arguments['--tokens_per_block']}")
+    if wrong:
+        raise EnvironmentUnfitError(
+            f"trtllm-build made another engine than it was told to: {'; '.join(wrong)}.",
+            fix="Choose options that it keeps (its log says why it changed them).",
+        )
+
+
+def _same(model: dict[str, Any], key: str, value: Any) -> bool:
+    """Equal, where `runtime_defaults` may have gained keys of null."""
+    have = model.get(key)
+    if isinstance(value, dict) and isinstance(have, dict):
+        return all(have.get(k) == v for k, v in value.items()) and all(have[k] is None for k in have.keys() - value)
+    return bool(have == value)

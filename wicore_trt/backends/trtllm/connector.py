@@ -1,0 +1,338 @@
+"""Our host and disk tiers as KV-cache connector of TensorRT-LLM's PyTorch backend (1.1 and later).
+
+    LLM(model=DIRECTORY, kv_connector_config=KvCacheConnectorConfig(**CONNECTOR))
+
+with WICORE_KV__HOST_BYTES, WICORE_KV__DISK_PATH and so on in the environment. TensorRT-LLM makes one scheduler and one
+worker; here both are of one process, and share a `_Hub`. It must not know model code. Invariant: tokens are promised
+only when the pages that hold them lie verified in host memory and cannot leave before they are loaded.
+
+That is because the contract has no way to say that a load failed: once `get_num_new_matched_tokens` returned n, the
+engine computes from token n on. So the look-up waits for the disk, MATCH_S at most, while the engine stands still, and
+promises what has come. For the same reason one rank only: rank 0 answers for all and cannot know what others hold.
+
+Pages are named by our key chain (kv/hashing.py), never by a block's own tokens. Blocks are copied in order with the
+forward pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from wicore_trt.backends.trtllm.fingerprint import EngineIdentity
+from wicore_trt.backends.trtllm.tiers import GROUP, BlockTiers
+from wicore_trt.config import KVSettings, load_settings
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.kv.disk_format import Namespace
+from wicore_trt.kv.hashing import KeyChain, TenantNames
+from wicore_trt.kv.page import Page
+from wicore_trt.kv.tier_copy import TierCopy
+
+CONNECTOR = {
+    "connector_module": "wicore_trt.backends.trtllm.connector",
+    "connector_scheduler_class": "WicoreScheduler",
+    "connector_worker_class": "WicoreWorker",
+}
+"""Arguments of KvCacheConnectorConfig."""
+MATCH_S = 1.0
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class StepMoves:
+    """What the worker does around one forward pass: (request, page, block) before it, and after it."""
+
+    loads: list[tuple[int, Page, int]] = field(default_factory=list)
+    saves: list[tuple[int, Page, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request. `start`: tokens on the device before its first pass, of which the last `promised` are to be loaded
+    from `matched`; `saved`: pages that were looked at for saving."""
+
+    names: TenantNames
+    start: int
+    promised: int
+    matched: list[TierCopy]
+    keys: list[bytes]
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    saved: int = 0
+
+
+class _Hub:
+    """What scheduler and worker of one engine share."""
+
+    def __init__(self, llm_args: Any, settings: KVSettings) -> None:
+        _check_arguments(llm_args, settings)
+        self.llm_args, self.settings = llm_args, settings
+        self.roles: set[str] = set()
+        self.identity = EngineIdentity(llm_args)
+        self.page_tokens = int(llm_args.kv_cache_config.tokens_per_block)
+        self.tiers: BlockTiers | None = None
+        self.chain: KeyChain | None = None
+        self.stored: dict[int, list[TierCopy]] = {}
+        self.matched: dict[int, list[TierCopy]] = {}
+
+    def open(self, tensor: Any) -> None:
+        """Make the tiers for a pool [blocks, ...]. Raises EnvironmentUnfitError for any other shape."""
+        import torch
+
+        from wicore_trt.runtime.page_copier import TorchPageCopier
+
+        if self.tiers is not None or not isinstance(tensor, torch.Tensor):
+            raise EnvironmentUnfitError(
+                "The connector was given several KV pools, and its contract has one: a model with sliding windows gets "
+                "one pool per window.",
+                fix="Leave kv_cache_config.max_attention_window out, or run without the connector.",
+            )
+        per_block = tensor[0].numel() if tensor.ndim >= 2 and len(tensor) else 0
+        if not tensor.is_contiguous() or not per_block or per_block % self.page_tokens:
+            raise EnvironmentUnfitError(
+                f"The connector takes a contiguous KV pool [blocks, layers, 2, values of {self.page_tokens} tokens]; "
+                f"this one is {list(tensor.shape)}.",
+                fix="Use a TensorRT-LLM release whose connector registers the unique primary pool.",
+            )
+        shape, dtype = tuple(tensor.shape[1:]), str(tensor.dtype)
+        fingerprint = f"{self.identity.fingerprint}/{dtype}/{'x'.join(map(str, shape))}"
+        page_bytes = {GROUP: per_block * tensor.element_size()}
+        kernels = f"{self.identity.kernels}/{torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else 'cpu'}"
+        namespace = Namespace(fingerprint, kernels, self.page_tokens, page_bytes, dtype, 0, 1)
+        self.tiers = BlockTiers(self.settings, namespace, TorchPageCopier({GROUP: tensor}))
+        name, secret = f"{fingerprint}/{kernels}", self.tiers.secret
+        self.chain = KeyChain(name, self.page_tokens, rank=0, world=1, secret=secret)
+        atexit.register(self.close)
+
+    def unpin(self, request_id: int) -> None:
+        """Release what was matched for a request and not loaded."""
+        for copy in self.matched.pop(request_id, ()):
+            assert self.tiers is not None
+            self.tiers.release(copy)
+
+    def close(self) -> None:
+        """Write what is under way to disk and free the directory."""
+        if self.tiers is not None:
+            atexit.unregister(self.close)
+            self.tiers.close()
+            self.tiers = None
+
+
+_pending: list[_Hub] = []
+"""Hubs that wait for their other role."""
+
+
+def _join(role: str, llm_args: Any) -> _Hub:
+    for hub in _pending:
+        if role not in hub.roles and hub.llm_args == llm_args:
+            _pending.remove(hub)
+            break
+    else:
+        hub = _Hub(llm_args, load_settings().kv)
+        _pending.append(hub)
+    hub.roles.add(role)
+    return hub
+
+
+def _check_arguments(llm_args: Any, settings: KVSettings) -> None:
+    if not settings.host_bytes:
+        raise ConfigError("The connector has no host memory to use.", fix="Set WICORE_KV__HOST_BYTES, to 16GiB say.")
+    if any((getattr(llm_args, name, 1) or 1) > 1 for name in _PARALLEL):
+        raise EnvironmentUnfitError(
+            "The connector works on one rank: the contract gives rank 0 no way to ask what other ranks can load.",
+            fix="Use one GPU, or run without the connector.",
+        )
+    windows = llm_args.kv_cache_config.max_attention_window
+    longest = getattr(llm_args, "max_seq_len", None)
+    if windows and not (longest and all(window >= longest for window in windows)):
+        raise EnvironmentUnfitError(
+            f"With attention windows {list(windows)} TensorRT-LLM has several KV pools or drops blocks, and its "
+            "connector contract knows neither.",
+            fix="Leave kv_cache_config.max_attention_window out: all layers then keep all blocks, in one pool.",
+        )
+
+
+class TieredScheduler:
+    """The scheduler half, without its base class; see `WicoreScheduler`."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order
+        self.hub = _join("scheduler", llm_args)
+        self._sequences: dict[int, _Sequence] = {}
+        self._ignored: set[int] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens beyond `num_computed_tokens` that host memory holds, verified, in whole blocks; at least one token of
+        the prompt is left to compute. Never asynchronous."""
+        hub, size = self.hub, self.hub.page_tokens
+        again = request.request_id in self._sequences or request.request_id in self._ignored
+        self._drop(request.request_id)
+        tokens = list(request.get_tokens(0))
+        if hub.tiers is None or hub.chain is None or again or not self._ours(request, tokens):
+            # a request that comes a second time was paused: the engine no longer says which blocks are new
+            self._ignored.add(request.request_id)
+            return 0, False
+        salt = "" if request.cache_salt_id is None else str(request.cache_salt_id)
+        names, keys = hub.chain.names("", salt), list[bytes]()
+        names.extend(keys, tokens)
+        first, matched = num_computed_tokens // size, list[TierCopy]()
+        if num_computed_tokens % size == 0:
+            pages = [_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
+            matched = hub.tiers.match(keys, pages, MATCH_S)
+        promised = len(matched) * size
+        hub.matched[request.request_id] = matched
+        start = num_computed_tokens + promised
+        self._sequences[request.request_id] = _Sequence(names, start, promised, matched, keys)
+        return promised, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        """Blocks come with the scheduler's output too, which is where they are taken from."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and len(block_ids) * self.hub.page_tokens < sequence.start:
+            raise RuntimeError(f"{len(block_ids)} blocks cannot hold the {sequence.start} tokens that were matched")
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMoves:
+        """The loads and saves of the next forward pass."""
+        moves = StepMoves()
+        for data in scheduler_output.new_requests:
+            sequence = self._sequences.get(data.request_id)
+            if sequence is not None:
+                # whether computed_position counts matched tokens differs by version; the smaller reading is safe
+                done = min(data.computed_position + sequence.promised, sequence.start)
+                self._advance(data, sequence, done + data.num_scheduled_tokens, moves)
+                first = (sequence.start - sequence.promised) // self.hub.page_tokens
+                for i, copy in enumerate(sequence.matched, start=first):
+                    moves.loads.append((data.request_id, copy.page, sequence.blocks[i]))
+                sequence.matched = []
+        for data in scheduler_output.cached_requests:
+            sequence = self._sequences.get(data.request_id)
+            if sequence is not None:
+                self._advance(data, sequence, data.computed_position + data.num_scheduled_tokens, moves)
+        return moves
+
+    def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
+        """True while blocks of the request are being copied; `get_finished` of the worker says when that is over."""
+        hub = self.hub
+        self._drop(request.request_id)
+        self._ignored.discard(request.request_id)
+        if hub.tiers is None:
+            return False
+        hub.tiers.poll()
+        under_way = [copy for copy in hub.stored.pop(request.request_id, ()) if hub.tiers.storing(copy)]
+        if under_way:
+            hub.stored[request.request_id] = under_way
+        return bool(under_way)
+
+    def _advance(self, data: Any, sequence: _Sequence, computed: int, moves: StepMoves) -> None:
+        """Pages that are full when the pass has computed tokens below `computed` are to be saved."""
+        hub = self.hub
+        assert hub.tiers is not None
+        sequence.tokens.extend(data.new_tokens)
+        sequence.blocks.extend(data.new_block_ids)
+        sequence.names.extend(sequence.keys, sequence.tokens)
+        full = min(computed // hub.page_tokens, len(sequence.keys), len(sequence.blocks))
+        for i in range(sequence.saved, full):  # the engine's own reuse may have found pages that our tiers lost
+            page = _page(sequence.keys, i, sequence.names)
+            if not hub.tiers.known(page):
+                moves.saves.append((data.request_id, page, sequence.blocks[i]))
+        sequence.saved = max(sequence.saved, full)
+
+    def _drop(self, request_id: int) -> None:
+        self._sequences.pop(request_id, None)
+        self.hub.unpin(request_id)
+
+    def _ours(self, request: Any, tokens: list[int]) -> bool:
+        """Whether KV values follow from the tokens alone: no LoRA, no images."""
+        other = (getattr(request, name, None) for name in ("lora_task_id", "multimodal_hashes"))
+        return bool(tokens) and self.hub.identity.plain(tokens) and all(value is None for value in other)
+
+
+class TieredWorker:
+    """The worker half, without its base class; see `WicoreWorker`."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)  # type: ignore[call-arg] # TensorRT-LLM's class comes behind in the order
+        self.hub = _join("worker", llm_args)
+        self._waiting: set[int] = set()
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """Take the block pool, one contiguous tensor with the block first, and open the tiers."""
+        self.hub.open(kv_cache_tensor)
+
+    def start_load_kv(self, stream: Any) -> None:
+        """Copy matched pages into their blocks, in order with the pass on `stream`."""
+        moves = self._moves()
+        with _on(stream):
+            for request_id, page, block in moves.loads:
+                copies = self.hub.matched.get(request_id)
+                if not copies or copies[0].page != page:
+                    raise RuntimeError(f"page {page.index} of request {request_id} was promised and is not held")
+                assert self.hub.tiers is not None
+                self.hub.tiers.load(copies.pop(0), block)
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """Nothing: loads are on the stream before the first layer."""
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """Nothing: a block is saved whole, after the last layer."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        """Copy full blocks to the host, in order with the pass on `stream`."""
+        moves, tiers = self._moves(), self.hub.tiers
+        if tiers is None:
+            return
+        with _on(stream):
+            for request_id, page, block in moves.saves:
+                copy = tiers.store(page, block)
+                if copy is not None:
+                    self.hub.stored.setdefault(request_id, []).append(copy)
+        tiers.poll()
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """(requests whose blocks are no longer read, [])."""
+        hub = self.hub
+        if hub.tiers is not None:
+            hub.tiers.poll()
+        self._waiting.update(finished_gen_req_ids)
+        saved = [
+            request_id
+            for request_id in sorted(self._waiting)
+            if hub.tiers is None or not any(map(hub.tiers.storing, hub.stored.get(request_id, ())))
+        ]
+        for request_id in saved:
+            self._waiting.discard(request_id)
+            hub.stored.pop(request_id, None)
+        return saved, []
+
+    def _moves(self) -> StepMoves:
+        moves = self.get_connector_meta()  # type: ignore[attr-defined] # of TensorRT-LLM's class
+        return moves if moves is not None else StepMoves()
+
+
+def __getattr__(name: str) -> Any:
+    """`WicoreScheduler` and `WicoreWorker`: the classes above on TensorRT-LLM's, made when they are asked for."""
+    if name not in ("WicoreScheduler", "WicoreWorker"):
+        raise AttributeError(name)
+    from tensorrt_llm._torch.pyexecutor import kv_cache_connector as theirs
+
+    if name == "WicoreScheduler":
+        return type(name, (TieredScheduler, theirs.KvCacheConnectorScheduler), {"__module__": __name__})
+    return type(name, (TieredWorker, theirs.KvCacheConnectorWorker), {"__module__": __name__})
+
+
+def _page(keys: list[bytes], i: int, names: TenantNames) -> Page:
+    return Page(keys[i], GROUP, i, keys[i - 1] if i else None, names.tag)
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    if stream is None:
+        return nullcontext()
+    import torch
+
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context

@@ -1,1 +1,0 @@
-"""Other engines that our checkpoints and KV tiers work with."""

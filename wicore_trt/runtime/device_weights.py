@@ -1,0 +1,122 @@
+"""The constant inputs of a plan on the device: weights from a rank's safetensors file, and rope tables.
+
+Knows the format and the list of inputs; neither TensorRT nor the model. Invariants: every tensor of the file is used or
+known to be idle, and every input is made of what the index says; a weight is read from the mapped file straight to its
+place on the device; inputs of the same parts are one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.errors import EngineFormatError
+from wicore_trt.model.gemma3 import LM_HEAD
+from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+
+MAX_LISTED = 6
+
+
+def load_weights(path: Path, inputs: Iterable[TensorSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
+    """The weights among `inputs`, by name, in their shapes and dtypes.
+
+    Raises EngineFormatError for a file that cannot be read, that lacks a part or holds a tensor too many, and for a
+    part of another dtype or size.
+    """
+    wanted = [t for t in inputs if t.kind == "weight"]
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = {*file.keys()}
+            _refuse(path, "lacks", {part for t in wanted for part in t.parts} - names)
+            unused = {n for n in names - {part for t in wanted for part in t.parts} if not _idle(n, spec)}
+            _refuse(path, "holds tensors that no plan takes:", unused)
+            made: dict[tuple[object, ...], torch.Tensor] = {}
+            weights = {}
+            for tensor in wanted:
+                key = (tensor.parts, tensor.dtype, tensor.combine)
+                if key not in made:
+                    made[key] = _assembled(tensor, [file.get_tensor(part) for part in tensor.parts], path, device)
+                _check_size(tensor, made[key].numel(), path)
+                weights[tensor.name] = made[key].view(tensor.bound({}, 0))
+    except (OSError, SafetensorError) as error:
+        raise EngineFormatError(f"{path} cannot be read: {error}.", fix="Build the engine again.") from error
+    return weights
+
+
+def rope_tables(inputs: Iterable[TensorSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
+    """The rope tables among `inputs`: cos and sin of position / factor * theta ** (-2 i / head_dim), in float64,
+    rounded to float32. The factor stretches global layers only."""
+    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cos": torch.cos, "sin": torch.sin}
+    sources = {rope_table(group, part): (group, part) for group in GROUPS for part in parts}
+    tables = {}
+    for tensor in inputs:
+        if tensor.kind != "table":
+            continue
+        group, part = sources[tensor.name]
+        theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
+        exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
+        rows, columns = tensor.bound({}, 0)
+        assert columns == len(exponents)
+        angles = torch.arange(rows, dtype=torch.float64)[:, None] / factor * theta**-exponents
+        tables[tensor.name] = device.empty((rows, columns), torch.float32)
+        tables[tensor.name].copy_(parts[part](angles))
+    return tables
+
+
+def _assembled(tensor: TensorSpec, parts: Sequence[torch.Tensor], path: Path, device: Device) -> torch.Tensor:
+    """Parts stacked by rows, or their elementwise maximum, flat on the device."""
+    dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.bound({}, 0)
+    for name, part in zip(tensor.parts, parts, strict=True):
+        if part.dtype != dtype:
+            raise _misfit(path, f"{name} is {part.dtype}, and input {tensor.name} takes {tensor.dtype}")
+    if tensor.combine == "max":
+        parts = [torch.stack([part.flatten() for part in parts]).amax(0)]
+    elif all(part.numel() == 1 for part in parts):  # a scale for all rows of its part; parts are of one height
+        parts = [part.flatten().expand(torch.Size(shape).numel() // len(parts)) for part in parts]
+    _check_size(tensor, sum(part.numel() for part in parts), path)
+    memory = device.empty((sum(part.numel() for part in parts),), dtype)
+    at = 0
+    for part in parts:
+        _bytes(memory[at : at + part.numel()]).copy_(_bytes(part.flatten()))
+        at += part.numel()
+    return memory
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """E4M3 as its bits, which every device copies."""
+    bits: torch.Tensor = tensor.view(torch.uint8) if tensor.dtype == TORCH_DTYPES["fp8"] else tensor
+    return bits
+
+
+def _check_size(tensor: TensorSpec, items: int, path: Path) -> None:
+    shape = tensor.bound({}, 0)
+    if torch.Size(shape).numel() != items:
+        raise _misfit(path, f"{', '.join(tensor.parts)}: {items} values, and input {tensor.name} takes {list(shape)}")
+
+
+def _idle(name: str, spec: Gemma3Spec) -> bool:
+    """True for what an engine may hold and a plan not need: a tied model's head, scales of a KV cache or of activations
+    that are not quantized by them."""
+    kv_scales = {kv_scale_name(layer) for layer in range(spec.num_layers)}
+    return (
+        name in kv_scales
+        or name.endswith("activation_scaling_factor")
+        or (name == LM_HEAD and spec.tie_word_embeddings)
+    )
+
+
+def _refuse(path: Path, what: str, names: set[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names)[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+        raise _misfit(path, f"it {what} {listed}")
+
+
+def _misfit(path: Path, what: str) -> EngineFormatError:
+    return EngineFormatError(f"{path} does not fit the engine's plans: {what}.", fix="Build the engine again.")

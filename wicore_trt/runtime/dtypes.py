@@ -1,0 +1,9 @@
+"""The dtypes of weights, activations and KV values: torch's, by the names that manifests and settings give them."""
+
+from __future__ import annotations
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": E4M3}
