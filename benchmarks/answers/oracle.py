@@ -1,6 +1,6 @@
 """Makes the oracle of these checks on a CPU: greedy tokens in float32, and what every dtype says along them.
 
-Runs the torch operators of `model.lower_torch`; it must not know the executor that is judged. Invariant: all oracles
+Runs the torch operators of `backends.torch.ops`; it must not know the executor that is judged. Invariant: all oracles
 see the same contexts, so their logits can be compared position by position.
 """
 

@@ -23,6 +23,7 @@ from wicore_trt.backends.triton.index import read_table, write_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.options import DummyModel
+from wicore_trt.model import spec
 from wicore_trt.plugins import aot
 
 INDEX = "built.json"
@@ -32,9 +33,8 @@ Say = Callable[[str], None]
 
 def source_digest() -> str:
     """Of all sources that kernels, their launches and their choice come from."""
-    model, plugins = Path(triton_table.__file__).parent, Path(aot.__file__).parent
-    patterns = [(model, name) for name in ("spec.py", "triton*.py", "lower_triton.py")]
-    patterns += [(model.parent / "engine", "triton*.py"), (plugins, "*.py"), (plugins, "kernels/*.py")]
+    model, backend, plugins = (Path(module.__file__ or "").parent for module in (spec, triton_table, aot))
+    patterns = [(model, "spec.py"), (backend, "*.py"), (plugins, "*.py"), (plugins, "kernels/*.py")]
     digest = blake2b(digest_size=16)
     for root, pattern in patterns:
         for path in sorted(root.glob(pattern), key=lambda p: p.relative_to(root).as_posix()):

@@ -1,6 +1,6 @@
 """Rows of 16-bit activations to E4M3, one float32 scale per row, as operands of an FP8 product.
 
-Knows nothing of models. Invariant: scale and bytes are those of `model.lower_torch.quantize_rows`, bit by bit: scale =
+Knows nothing of models. Invariant: scale and bytes are those of `backends.torch.ops.quantize_rows`, bit by bit: scale =
 max(abs(row)) / 448 (1 for a row of zeros), value / scale rounded to nearest even; a NaN makes the row NaN, and so does
 an infinity (there the oracle's bytes differ, and its products are NaN as well).
 

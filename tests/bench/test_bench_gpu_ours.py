@@ -206,20 +206,14 @@ def test_prebuilt_engines_that_do_not_fit_are_refused(how, prebuilt, tmp_path, m
 
 def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
     """It must be the same wherever the sources lie, and another when one of them changes."""
-    for folder in ("model", "engine", "plugins/kernels"):
+    for folder in ("model", "backends/triton", "plugins/kernels"):
         (tmp_path / folder).mkdir(parents=True)
-    names = [
-        "model/triton_t",
-        "model/spec",
-        "model/lower_triton",
-        "engine/triton_x",
-        "plugins/aot",
-        "plugins/kernels/k",
-    ]
+    names = ["model/spec", "backends/triton/table", "backends/triton/ops", "plugins/aot", "plugins/kernels/k"]
     files = {f"{name}.py": name for name in names}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(gpu_engines.triton_table, "__file__", str(tmp_path / "model/triton_t.py"))
+    monkeypatch.setattr(gpu_engines.spec, "__file__", str(tmp_path / "model/spec.py"))
+    monkeypatch.setattr(gpu_engines.triton_table, "__file__", str(tmp_path / "backends/triton/table.py"))
     monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "plugins/aot.py"))
     first, seen = source_digest(), set()
     for name in files:
@@ -228,7 +222,7 @@ def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
     assert first not in seen and len(seen) == len(files)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "model" / "lower_torch.py").write_text("neither compiled nor launched by an engine of kernels")
+    (tmp_path / "model" / "gemma3.py").write_text("neither compiled nor launched by an engine of kernels")
     (tmp_path / "plugins").rename(tmp_path / "a_plugins")
     monkeypatch.setattr(gpu_engines.aot, "__file__", str(tmp_path / "a_plugins/aot.py"))
     assert source_digest() == first

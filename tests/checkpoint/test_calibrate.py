@@ -18,12 +18,11 @@ from text.synthetic_tokenizer import write as write_tokenizer
 from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
-from wicore_trt.backends.torch import ops as lower_torch
 from wicore_trt.backends.torch.calibrate import TextCalibration, calibrate_checkpoint, measure
 from wicore_trt.bench.perplexity import ExecutorScorer, default_text
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
-from wicore_trt.checkpoint.names import kv_scale_name, unified_tensors
+from wicore_trt.checkpoint.names import unified_tensors
 from wicore_trt.checkpoint.records import file_entries, record_of
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.source import open_source
@@ -133,12 +132,6 @@ def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Pat
         a, b = load_file(ours), load_file(theirs)
         assert set(a) - set(b) == set(expected)
         assert all(torch.equal(a[n].view(torch.uint8), t.view(torch.uint8)) for n, t in b.items())
-
-
-def test_names_are_those_that_the_operators_look_for(source: Path) -> None:
-    for tensor in unified_tensors(open_source(source).spec):
-        assert tensor.activation_scale_name == lower_torch.activation_scale_name(tensor.name)
-    assert kv_scale_name(7) == lower_torch.kv_scale_name(7)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])

@@ -135,7 +135,7 @@ from pathlib import Path
 from integrations import trtllm_stand_in
 from integrations.trtllm_engine_model import EngineModel, arguments
 trtllm_stand_in.install()
-from wicore_trt.integrations import trtllm_connector
+from wicore_trt.backends.trtllm import connector as trtllm_connector
 EngineModel(trtllm_connector, arguments(Path({str(tmp_path / "model")!r}))).serve({tokens})
 """
     path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parents[1])])

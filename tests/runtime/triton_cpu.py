@@ -39,7 +39,8 @@ LOGITS_TOO = SamplingParams(temperature=0.0, logprobs=0)
 
 
 class CpuDevice:
-    """`trt_device.Device` in host memory. It knows what it gave, so that addresses can be turned back into tensors."""
+    """`runtime.cuda_device.Device` in host memory. It knows what it gave, so that addresses can be turned back into
+    tensors."""
 
     def __init__(self, target: str) -> None:
         self.torch_device, self.target, self.stream = torch.device("cpu"), target, 0

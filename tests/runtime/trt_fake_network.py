@@ -1,4 +1,4 @@
-"""What a plan computes, in torch on linear caches: Gemma 3 with the inputs and outputs of `model.plan_io`.
+"""What a plan computes, in torch on linear caches: Gemma 3 with the inputs and outputs of `backends.tensorrt.plan_io`.
 
 Unlike the product's lowerings it is written to be harsh: a hidden key or value has weight 0 and is multiplied all the
 same, so NaN in an entry that should have been cleared reaches the logits; indices out of range are errors.

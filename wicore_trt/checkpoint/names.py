@@ -23,7 +23,6 @@ from wicore_trt.model.spec import Gemma3Spec, named
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_FINAL_NORM = "model.norm.weight"
 HF_LM_HEAD = "lm_head.weight"
-WEIGHT_SCALE_SUFFIX = "s_scaling_factor"  # "x.weight" + this = "x.weights_scaling_factor"
 
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _TEXT_PREFIXES = (
@@ -32,6 +31,16 @@ _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
 )
 _MAX_LISTED = 8
+
+
+def weight_scale_name(weight: str) -> str:
+    """Name of a weight's scales: "x.weight" -> "x.weights_scaling_factor", as in the unified checkpoint."""
+    return weight + "s_scaling_factor"
+
+
+def activation_scale_name(weight: str) -> str:
+    """Name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
+    return weight.removesuffix("weight") + "activation_scaling_factor"
 
 
 class Role(Enum):
@@ -65,12 +74,12 @@ class UnifiedTensor:
     @property
     def scale_name(self) -> str:
         """Name of the FP8 scale per output channel that belongs to this weight."""
-        return self.name + WEIGHT_SCALE_SUFFIX
+        return weight_scale_name(self.name)
 
     @property
     def activation_scale_name(self) -> str:
-        """Name of the static scale of this linear's input: "x.weight" -> "x.activation_scaling_factor"."""
-        return self.name.removesuffix("weight") + "activation_scaling_factor"
+        """Name of the static scale of this linear's input."""
+        return activation_scale_name(self.name)
 
 
 # unified name, Hugging Face names, role, split; all below a layer's prefix and above ".weight"
@@ -132,16 +141,6 @@ def to_hf(unified_name: str) -> tuple[str, ...]:
     if match is None or match[2] not in _HF_OF:
         raise CheckpointError(f"{unified_name!r} is not a tensor of a unified Gemma 3 checkpoint.")
     return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
-
-
-def weight_scale_name(weight: str) -> str:
-    """Name of a weight's scales: "x.weight" -> "x.weights_scaling_factor", as in the unified checkpoint."""
-    return weight + "s_scaling_factor"
-
-
-def activation_scale_name(weight: str) -> str:
-    """Name of a static activation scale: "x.weight" -> "x.activation_scaling_factor"."""
-    return weight.removesuffix("weight") + "activation_scaling_factor"
 
 
 def kv_scale_name(layer: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors
+from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.gemma3 import EMBEDDING
@@ -106,10 +106,10 @@ def _inputs(found: Mapping[str, TensorInfo], name: str, parts: tuple[str, ...], 
         shape = (1, 1, 1, *shape) if head_norm else (1, *shape)
     tensors = [TensorSpec(name, dtype, shape, "weight", parts)]
     if dtype == "fp8":
-        scales = tuple(part + "s_scaling_factor" for part in parts)
-        tensors.append(TensorSpec(name + "s_scaling_factor", "float32", (1, rows), "weight", scales))
-        static = tuple(part.removesuffix("weight") + "activation_scaling_factor" for part in parts)
+        scales = tuple(weight_scale_name(part) for part in parts)
+        tensors.append(TensorSpec(weight_scale_name(name), "float32", (1, rows), "weight", scales))
+        static = tuple(activation_scale_name(part) for part in parts)
         if all(part in found for part in static):
-            target = name.removesuffix("weight") + "activation_scaling_factor"
+            target = activation_scale_name(name)
             tensors.append(TensorSpec(target, "float32", (1,), "weight", static, combine="max"))
     return tensors

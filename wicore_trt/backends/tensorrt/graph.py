@@ -1,6 +1,6 @@
 """A thin hand on INetworkDefinition: one method per operator, names on every layer, constants kept alive.
 
-Serves `lower_tensorrt`; it must not know Gemma. Works with the module `tensorrt` (10.15 and later) and with
+Serves `ops`; it must not know Gemma. Works with the module `tensorrt` (10.15 and later) and with
 `tensorrt_rtx_bindings`. Invariant: a layer that TensorRT refuses to add raises at once and names itself.
 """
 

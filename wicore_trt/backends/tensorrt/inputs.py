@@ -1,7 +1,7 @@
 """The step inputs of a plan for one part of a step, as numpy arrays.
 
-Knows the names and shapes of `model.plan_io`; neither torch nor TensorRT. Invariant: a slot without work writes to its
-scratch entry and nowhere else, and its row sees values that are finite.
+Knows the names and shapes of `backends.tensorrt.plan_io`; neither torch nor TensorRT. Invariant: a slot without work
+writes to its scratch entry and nowhere else, and its row sees values that are finite.
 """
 
 from __future__ import annotations

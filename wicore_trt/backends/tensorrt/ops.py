@@ -7,7 +7,7 @@ an operand of a matrix product, a query, or an entry of the cache.
 
 TensorRT rounds a product to its operands' dtype, and float16 ends at 65,504. So in float16 and FP8 each row of the
 operand is divided by its largest magnitude, and the product multiplied by it in float32: what is rounded is at most
-the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, `model.lower_torch` defines it):
+the sum of magnitudes of one row of the weight, whatever the activations. FP8 (E4M3, `backends.torch.ops` defines it):
 row / max is quantized with scale 1 / 448, so 448 is reached by the row's largest element. Both operands of an FP8
 product have that one constant scale, which is what FP8 kernels take; the weight's own scales follow in float32.
 """
@@ -23,6 +23,7 @@ import numpy as np
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.graph import Graph, Tensor
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
@@ -193,7 +194,7 @@ class TensorRTOps:
         quantized = w.dtype == g.dtypes["fp8"]
         if not quantized and self._dtype != "float16":
             return g.cast(g.matmul_transposed(g.cast(x, self._dtype), w), "float32")
-        static = self._in.get(weight.removesuffix("weight") + "activation_scaling_factor") if quantized else None
+        static = self._in.get(activation_scale_name(weight)) if quantized else None
         if static is None:
             if quantized:
                 x = g.cast(g.cast(x, self._dtype), "float32")  # the scale is that of the rounded operand
@@ -208,7 +209,7 @@ class TensorRTOps:
             w = g.dequantize(w, step, self._dtype)
             largest = g.binary("DIV", largest, E4M3_STEP)
         y = g.binary("PROD", g.cast(g.matmul_transposed(g.cast(operand, self._dtype), w), "float32"), largest)
-        return g.binary("PROD", y, self._in[weight + "s_scaling_factor"]) if quantized else y
+        return g.binary("PROD", y, self._in[weight_scale_name(weight)]) if quantized else y
 
     def _heads(self, x: Tensor, first: int, count: int) -> Tensor:
         size = self._g.dims(self._batch, count, self._chunk, self._spec.head_dim)

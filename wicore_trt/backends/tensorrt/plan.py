@@ -1,6 +1,6 @@
 """Plans of an engine directory, loaded into TensorRT and checked against their index.
 
-Knows the files of `engine.tensorrt_backend` and TensorRT's engine object; no devices, no memory. Invariant: a
+Knows the files of `backends.tensorrt.build` and TensorRT's engine object; no devices, no memory. Invariant: a
 `LoadedPlan` takes and gives exactly the tensors that the index lists, and those are the ones that this version binds.
 """
 

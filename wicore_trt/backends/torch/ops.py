@@ -30,7 +30,7 @@ QUERY_BLOCK = 256  # rows of attention scores held at once: heads * 256 * contex
 class TorchModel:
     """Weights and KV pages on one device, as `TorchOps` needs them.
 
-    `tensors` are a tp=1 unified checkpoint's with gate and up fused (`runtime.weights`). `dtype` is that of the
+    `tensors` are a tp=1 unified checkpoint's with gate and up fused (`backends.torch.weights`). `dtype` is that of the
     activations: "float32", "bfloat16" or "float16"; a linear is FP8 when its weight is E4M3. `pools[group]` is
     [pages, layers_in_group, 2, page_tokens, kv_heads, head_dim].
 

@@ -1,6 +1,6 @@
 """Backend `triton`: kernels compiled ahead of time for each target, beside the weights that they all share.
 
-Files in the engine directory are `engine.triton_index`'s. It must not know how a step runs. Invariants: what cannot
+Files in the engine directory are `backends.triton.index`'s. It must not know how a step runs. Invariants: what cannot
 be built is refused before any work; building needs Triton and no GPU, running needs a GPU and no Triton.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the GPU of the triton backend. Everything that only a GPU can do is `trt_device.CudaDevice`'s."""
+"""Finds the GPU of the triton backend. Everything that only a GPU can do is `runtime.cuda_device.CudaDevice`'s."""
 
 from __future__ import annotations
 

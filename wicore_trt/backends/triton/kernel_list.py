@@ -1,4 +1,4 @@
-"""The kernels that an engine needs on a target: every role of `model.triton_table`, bucket by bucket.
+"""The kernels that an engine needs on a target: every role of `backends.triton.table`, bucket by bucket.
 
 Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
 kernels are compiled or stored. Invariant: a plan depends on the engine's shape and the target alone, so another process
@@ -39,7 +39,7 @@ one row would be faster with the smallest and prefill with the largest."""
 
 @dataclass(frozen=True)
 class Planned:
-    """A kernel to compile: `model.triton_table.Entry` with a specification in place of the kernel, and its
+    """A kernel to compile: `backends.triton.table.Entry` with a specification in place of the kernel, and its
     configuration as plain data."""
 
     role: str

@@ -106,10 +106,10 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class TritonModel:
-    """What all steps share, on one device. `weights` are the engine's under the fused names of `runtime.weights`,
-    linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin float32 [positions,
-    D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided, by the name of
-    the gate_up weight."""
+    """What all steps share, on one device. `weights` are the engine's under the fused names of
+    `backends.torch.weights`, linears E4M3 or of the engine's dtype, norms and scales float32; `rope[group]` cos and sin
+    float32 [positions, D / 2]; `pools[group]` the pages; `exponents` says by which power of two gate * up is divided,
+    by the name of the gate_up weight."""
 
     shape: EngineShape
     table: KernelTable

@@ -35,8 +35,8 @@ E4M3_SPREAD = 64.0  # of made-up E4M3 values
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything that no step changes. `weights` under the fused names of `runtime.weights`; `rope[group]` cos and sin
-    float32 [positions, D / 2]; `exponents` as `TritonModel` has them."""
+    """Everything that no step changes. `weights` under the fused names of `backends.torch.weights`; `rope[group]` cos
+    and sin float32 [positions, D / 2]; `exponents` as `TritonModel` has them."""
 
     weights: dict[str, torch.Tensor]
     rope: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -51,7 +51,7 @@ def engine_shape(engine: EngineDir, page_tokens: int | None = None) -> EngineSha
 
 
 def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device: Any) -> Constants:
-    """The engine's weights on `device` (`trt_device.Device`), made up for an engine without any.
+    """The engine's weights on `device` (`runtime.cuda_device.Device`), made up for an engine without any.
 
     Raises EngineFormatError for files that do not fit.
     """
@@ -63,7 +63,7 @@ def load_constants(engine: EngineDir, shape: EngineShape, positions: int, device
 
 
 def placed_constants(tensors: Mapping[str, torch.Tensor], shape: EngineShape, positions: int, device: Any) -> Constants:
-    """The tensors of `runtime.weights.fuse` on `device`, rounded to the engine's types."""
+    """The tensors of `backends.torch.weights.fuse` on `device`, rounded to the engine's types."""
     moved: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in tensors.items():
