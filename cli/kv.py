@@ -11,7 +11,7 @@ from wicore_trt.cli import kv_disk
 from wicore_trt.cli.kv_plan import plan
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.simulate import SimulationReport
+    from wicore_trt.kv.study.simulate import SimulationReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
@@ -57,10 +57,10 @@ def simulate(
     from functools import partial
 
     from wicore_trt.cli._ui import print_json, progress
-    from wicore_trt.kv.policies import POLICIES
-    from wicore_trt.kv.simulate import KVBytes, recompute_cost
-    from wicore_trt.kv.simulate import simulate as replay
-    from wicore_trt.kv.trace import load_trace, unique_blocks
+    from wicore_trt.kv.policy.by_name import POLICIES
+    from wicore_trt.kv.study.simulate import KVBytes, recompute_cost
+    from wicore_trt.kv.study.simulate import simulate as replay
+    from wicore_trt.kv.study.trace import load_trace, unique_blocks
 
     requests = load_trace(trace, limit=limit)
     unique = unique_blocks(requests)

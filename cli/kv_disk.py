@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from wicore_trt.kv.disk_tools import DirectoryReport
+    from wicore_trt.kv.disk.tools import DirectoryReport
 
 DirectoryArgument = Annotated[Path, typer.Argument(help="Directory of the disk tier (kv.disk_path).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -20,7 +20,7 @@ def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
     from dataclasses import asdict
 
     from wicore_trt.cli._ui import print_json
-    from wicore_trt.kv.disk_tools import inspect as look
+    from wicore_trt.kv.disk.tools import inspect as look
 
     report = look(path)
     if json:
@@ -42,8 +42,8 @@ def verify(
     Exit code 0: all is well; 1: something was damaged; 3: the key is wrong; 4: a server holds the directory.
     """
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
-    from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
-    from wicore_trt.kv.disk_scrub import verify as scrub
+    from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
+    from wicore_trt.kv.disk.scrub import verify as scrub
 
     cipher = AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None
     with progress(quiet=json) as report_progress:
@@ -88,8 +88,8 @@ def purge(
 
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.disk_scrub import purge as clear
-    from wicore_trt.kv.disk_tools import namespace_homes
+    from wicore_trt.kv.disk.scrub import purge as clear
+    from wicore_trt.kv.disk.tools import namespace_homes
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
@@ -116,9 +116,9 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
     """A tenant's tag. It takes the server's secret: that of its setting kv.salt, or the one in its disk directory."""
     from wicore_trt.config import load_settings
     from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-    from wicore_trt.kv.disk_tools import owned_files
-    from wicore_trt.kv.hashing import tenant_tag
-    from wicore_trt.kv.secret import read_secret, secret_of
+    from wicore_trt.kv.disk.secret import read_secret, secret_of
+    from wicore_trt.kv.disk.tools import owned_files
+    from wicore_trt.kv.pages.hashing import tenant_tag
 
     setting = load_settings(recipe).kv.salt
     try:
@@ -134,7 +134,7 @@ def _tag_of(path: Path, recipe: str | None, who: str, salt: str) -> bytes:
 
 def _tag(text: str | None) -> bytes | None:
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.page import TENANT_BYTES
+    from wicore_trt.kv.pages.page import TENANT_BYTES
 
     if text is None:
         return None

@@ -8,15 +8,16 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
+from disk_damage import Damage, Vandal
+from fault_injection import FaultPlan, FaultyFiles
+
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_damage import Damage, Vandal
-from wicore_trt.kv.disk_files import Files, aligned_buffer
-from wicore_trt.kv.disk_format import Namespace, PageCipher
-from wicore_trt.kv.disk_io import Outcome
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.fault_injection import FaultPlan, FaultyFiles
-from wicore_trt.kv.hashing import tenant_tag
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.format import Namespace, PageCipher
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.pages.hashing import tenant_tag
+from wicore_trt.kv.pages.page import Page
 
 SLOT = 4096
 SLAB = 16 * 2 * SLOT

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from disk_store_helpers import buffers, content, make_page, open_store
 
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_store import Outcome
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.store import Outcome
 
 LIMIT = 1 << 20
 PAGES = 80

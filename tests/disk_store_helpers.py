@@ -10,11 +10,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.disk_io import IoPool
-from wicore_trt.kv.disk_store import DiskStore, Outcome
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.disk.io import IoPool
+from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.pages.page import Page
 
 SLOT = 4096
 SPACE = Namespace("engine", "torch", 16, {"global": 2 * SLOT, "local": SLOT}, "bfloat16")

@@ -16,9 +16,9 @@ from hashlib import blake2b
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import UNREAD, SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout

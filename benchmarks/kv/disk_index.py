@@ -25,12 +25,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.bench.report import machine, versions
-from wicore_trt.kv.disk_format import BLOCK_BYTES, RECORD_BYTES, Namespace, SlotFormat
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import DEFAULT_POLICY, make_policy
+from wicore_trt.kv.disk.format import BLOCK_BYTES, RECORD_BYTES, Namespace, SlotFormat
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import DEFAULT_POLICY, make_policy
 from wicore_trt.kv.sizing import Geometry, builtin_spec
-from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL
 
 GOAL_S = 5.0

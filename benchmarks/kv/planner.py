@@ -1,7 +1,7 @@
 """Compute-or-load planner against the best split and against recomputing, over the whole grid: a table on stdout.
 
-`python -m benchmarks.kv.planner [--noise 0.08] [--seed 0]`. Times are those of `kv/plan_simulation.py`, no clock is
-read, so the same seed gives the same table anywhere. Exit code 1 when a cell misses a goal.
+`python -m benchmarks.kv.planner [--noise 0.08] [--seed 0]`. Times are those of `kv/study/planner_simulation.py`, no
+clock is read, so the same seed gives the same table anywhere. Exit code 1 when a cell misses a goal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from wicore_trt.bench.report import machine
-from wicore_trt.kv.plan_simulation import Noise, Outcome, grid, run_cell, run_stalls
+from wicore_trt.kv.study.planner_simulation import Noise, Outcome, grid, run_cell, run_stalls
 
 ORACLE_GOAL, RECOMPUTE_GOAL = 1.10, 1.03
 

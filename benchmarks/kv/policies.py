@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
-from wicore_trt.kv.policies import DEFAULT_POLICY
-from wicore_trt.kv.simulate import simulate
-from wicore_trt.kv.trace import BLOCK_TOKENS, TraceRequest
+from wicore_trt.kv.policy.by_name import DEFAULT_POLICY
+from wicore_trt.kv.study.simulate import simulate
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
 Chain = tuple[int, ...]
 Workload = Callable[[random.Random, int], Iterator[Chain]]

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kv import attention_trace
 from benchmarks.kv.attention import ablation_table, cost_table
 from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay
-from wicore_trt.kv.a2cr import A2CRPolicy
+from wicore_trt.kv.policy.a2cr import A2CRPolicy
 
 
 def request(chain: list[int], signal: list[float] | None = None) -> TouchedChain:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 from disk_campaign import SLOT, Campaign, Waiter, make_page, namespace, open_store, part_count, tag_of
+from disk_damage import Damage, Vandal
+from fault_injection import FaultPlan
 
 from wicore_trt.cli.main import run
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_damage import Damage, Vandal
-from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.kv.disk_io import Outcome
-from wicore_trt.kv.fault_injection import FaultPlan
-from wicore_trt.kv.hashing import tenant_tag
-from wicore_trt.kv.secret import secret_of
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.secret import secret_of
+from wicore_trt.kv.pages.hashing import tenant_tag
 
 NAME = namespace().digest.hex()
 

@@ -19,8 +19,8 @@ import pytest
 from wicore_trt.config import load_settings
 from wicore_trt.core import assemble, assemble_kv
 from wicore_trt.core.assemble import load_engine
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.model

@@ -20,15 +20,15 @@ from unittest import mock
 
 from disk_store_helpers import hurry
 from fakes import EOS, FakeExecutor, greedy
+from fault_injection import flip_bit
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.fault_injection import flip_bit
-from wicore_trt.kv.tier_index import CopyState, TierIndex
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.tiers.index import CopyState, TierIndex
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams

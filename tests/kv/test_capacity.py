@@ -8,7 +8,7 @@ import pytest
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
-from wicore_trt.kv.planner import ComputeRate
+from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk_cipher import NONCE_BYTES, AesGcmPageCipher, _TenantKey, load_key_file
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import NONCE_BYTES, AesGcmPageCipher, _TenantKey, load_key_file
+from wicore_trt.kv.pages.page import Page
 
 PAGE = Page(b"k" * 32, "global", 7, b"p" * 32, tag_of("a"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_claim import LOCK, claim_directory, lock_directory
-from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk.claim import LOCK, claim_directory, lock_directory
+from wicore_trt.kv.disk.files import Files
 
 
 class Counting(Files):

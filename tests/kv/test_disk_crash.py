@@ -16,7 +16,7 @@ import pytest
 from disk_crash_child import LIMIT, settings
 from disk_store_helpers import content, get, open_store
 
-from wicore_trt.kv.disk_store import Outcome
+from wicore_trt.kv.disk.store import Outcome
 
 CHILD = Path(__file__).parents[1] / "disk_crash_child.py"
 

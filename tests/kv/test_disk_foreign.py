@@ -16,9 +16,9 @@ import pytest
 from disk_store_helpers import SPACE, content, make_page, open_store, put
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_scrub import purge, verify
-from wicore_trt.kv.disk_tools import inspect
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.scrub import purge, verify
+from wicore_trt.kv.disk.tools import inspect
 
 LEFT = replace(SPACE, rank=7)
 HOME, OTHER = SPACE.digest.hex(), LEFT.digest.hex()
@@ -206,6 +206,6 @@ def test_what_is_put_there_between_look_and_opening_is_seen(tmp_path: Path, kind
     good = os.lstat(aside)
     plant(kind, tmp_path / "index", aside)
     for flags in (os.O_RDWR, os.O_RDONLY, os.O_RDWR | os.O_CREAT):
-        with mock.patch("wicore_trt.kv.disk_files.os.lstat", lambda path: good), pytest.raises(OSError):
+        with mock.patch("wicore_trt.kv.disk.files.os.lstat", lambda path: good), pytest.raises(OSError):
             Files().open(tmp_path / "index", flags)
     assert aside.read_bytes() == PRECIOUS

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from disk_store_helpers import SLOT, SPACE, content, make_page
 
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_format import BLOCK_BYTES, CorruptSlotError, Namespace, PageCipher, SlotFormat
-from wicore_trt.kv.disk_index import RECORD
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, PageCipher, SlotFormat
+from wicore_trt.kv.disk.index import RECORD
 
 PAGE = make_page(4)
 CIPHERS = [None, AesGcmPageCipher(b"k" * 32)]

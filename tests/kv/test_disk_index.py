@@ -13,11 +13,11 @@ import pytest
 from disk_store_helpers import SPACE, make_page
 
 from benchmarks.kv.disk_index import MODELS, measure
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_files import Files, write_all
-from wicore_trt.kv.disk_format import RECORD_BYTES, SlotFormat
-from wicore_trt.kv.disk_index import SlotIndex, adjacent
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.files import Files, write_all
+from wicore_trt.kv.disk.format import RECORD_BYTES, SlotFormat
+from wicore_trt.kv.disk.index import SlotIndex, adjacent
+from wicore_trt.kv.pages.page import Page
 
 PLAIN = SlotFormat(SPACE, None)
 

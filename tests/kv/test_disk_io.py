@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from disk_store_helpers import hurry
 
-from wicore_trt.kv import disk_io
-from wicore_trt.kv.disk_io import IoPool, Operation, Outcome
+from wicore_trt.kv.disk import io as disk_io
+from wicore_trt.kv.disk.io import IoPool, Operation, Outcome
 
 
 def make(threads: int = 1, queue_limit: int = 4, timeout_s: float = 30.0, chore: Callable = lambda: None) -> IoPool:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, wait_for
 
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_files import Files, aligned_buffer
-from wicore_trt.kv.disk_store import DiskStore, Outcome
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.pages.page import Page
 
 CIPHER = AesGcmPageCipher(b"k" * 32)
 PARTS = [content(1, 0), content(1, 1)]

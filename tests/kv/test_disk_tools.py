@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 from disk_campaign import SLOT, Waiter, content, make_page, namespace, open_store, part_count, tag_of
+from disk_damage import Damage, Vandal
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
-from wicore_trt.kv.disk_cipher import TAG_FAULT, AesGcmPageCipher
-from wicore_trt.kv.disk_damage import Damage, Vandal
-from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.kv.disk_format import BLOCK_BYTES, RECORD_BYTES
-from wicore_trt.kv.disk_io import Outcome
-from wicore_trt.kv.disk_scrub import purge, verify
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.disk_tools import inspect
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import TAG_FAULT, AesGcmPageCipher
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.format import BLOCK_BYTES, RECORD_BYTES
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.scrub import purge, verify
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.disk.tools import inspect
+from wicore_trt.kv.pages.page import Page
 
 KEY = b"k" * 32
 STRIDE = BLOCK_BYTES + SLOT

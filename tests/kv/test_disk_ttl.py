@@ -17,11 +17,11 @@ from disk_store_helpers import buffers, content, get, hurry, make_page, open_sto
 from fakes import chain
 
 from wicore_trt.core.loop import EngineLoop
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_scrub import verify
-from wicore_trt.kv.disk_store import DiskStore, Outcome
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.scrub import verify
+from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -91,7 +91,7 @@ def test_a_restart_neither_forgets_nor_lengthens_a_time(tmp_path: Path, how: str
         store._last_id = (end + 1) * 10**9
         put_until(store, 5, [9], 0)
         store.close()
-    with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: later):
+    with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         store = open_store(tmp_path)
         found = {page.index for page, _ in store.recover()}
     if how in ("not over", "half written"):
@@ -131,7 +131,7 @@ def test_a_server_that_dies_while_it_writes_leaves_what_the_next_one_overwrites(
     if moment >= len(copies):
         assert moment >= 4
         return
-    with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: FAR + 1):
+    with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: FAR + 1):
         store = open_store(copies[moment])
         assert [page.index for page, _ in store.recover()] == [9]
     eventually(lambda: gone(copies[moment], 1, 3))
@@ -306,7 +306,7 @@ def test_nothing_of_a_request_with_a_ttl_outlives_it(tmp_path: Path, after: str)
     else:
         stack.close()
         later = time.time() + 1001
-        with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: later):
+        with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
             stack.open()
     eventually(lambda: digests_on_disk(stack, short) == 0)
     assert digests_on_disk(stack, kept) >= 40
@@ -345,7 +345,7 @@ def test_a_page_that_others_use_without_a_ttl_outlives_it_after_a_restart_too(tm
     stack.settle_transfers()
     stack.close()
     later = time.time() + 5000
-    with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: later):
+    with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         stack.open()
     assert digests_on_disk(stack, tokens) >= 36
     assert sum(tier == "disk" for tier, _ in stack.manager.snapshot()) >= 9
@@ -379,7 +379,7 @@ def test_a_request_that_still_runs_when_the_server_dies_has_its_ttl(tmp_path: Pa
     stack.close()
     stack.kv = stack.kv.__class__(**(vars(stack.kv) | {"disk_path": str(tmp_path / "killed")}))
     later = time.time() + 1001
-    with mock.patch("wicore_trt.kv.disk_store.time.time", lambda: later):
+    with mock.patch("wicore_trt.kv.disk.store.time.time", lambda: later):
         stack.open()
     eventually(lambda: digests_on_disk(stack, tokens) == 0)
     assert not any(True for _ in stack.manager.snapshot())

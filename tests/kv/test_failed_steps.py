@@ -10,7 +10,7 @@ import pytest
 from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk_files import Files
+from wicore_trt.kv.disk.files import Files
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.schedule.scheduler import Plan

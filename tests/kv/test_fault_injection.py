@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from disk_campaign import LIMIT, SLOT, Campaign, make_page, namespace, open_store, other_rank
+from disk_damage import Damage, Vandal
+from fault_injection import Fault, FaultPlan, FaultyFiles, flip_host_bits
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.disk_damage import Damage, Vandal
-from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.kv.disk_io import Outcome
-from wicore_trt.kv.fault_injection import Fault, FaultPlan, FaultyFiles, flip_host_bits
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.io import Outcome
 
 SEED = int.from_bytes(os.urandom(4), "little")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wicore_trt.config import KVSettings
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 

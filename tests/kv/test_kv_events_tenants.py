@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.events import Cleared, EventFeed, KVEventLog
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 MINE, OTHER = b"m" * 16, b"o" * 16

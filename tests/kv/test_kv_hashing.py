@@ -10,7 +10,7 @@ from hashlib import blake2b
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.kv.hashing import KeyChain
+from wicore_trt.kv.pages.hashing import KeyChain
 
 SECRET = b"s" * 32
 
@@ -67,7 +67,7 @@ def test_every_part_of_the_identity_changes_every_key():
 
 def test_keys_are_equal_in_another_process():
     program = (
-        "from wicore_trt.kv.hashing import KeyChain\n"
+        "from wicore_trt.kv.pages.hashing import KeyChain\n"
         "keys = []\n"
         "KeyChain('engine', 4, secret=b's' * 32).names('', 'tenant').extend(keys, range(16))\n"
         "print(b''.join(keys).hex())"

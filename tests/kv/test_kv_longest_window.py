@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 

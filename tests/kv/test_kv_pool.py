@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.pool import PagePool
 
 

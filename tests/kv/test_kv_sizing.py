@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_space import SLAB_BYTES, DiskSpace
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import make_policy
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
-from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.pool_plan import pages_per_sequence, plan_pools
 from wicore_trt.types import GenerateRequest, SamplingParams

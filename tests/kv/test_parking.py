@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from campaign import SLOT, Shape, Stack
+from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 
-from wicore_trt.kv.fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.types import FinishReason
@@ -23,7 +23,7 @@ SEED = int.from_bytes(os.urandom(4), "little")
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a checksum may take longer than an engine would wait for it."""
-    monkeypatch.setattr("wicore_trt.kv.tiers.RETAIN_S", 10.0)
+    monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 10.0)
 
 
 def crowded(path: Path | None = None, *, window: int = 8, host_slots: int = 400, seed: int = SEED, **settings) -> Stack:
@@ -194,7 +194,7 @@ def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -
 
 def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksums are not there in time, so the sequence gives up its host copies while they are being written."""
-    monkeypatch.setattr("wicore_trt.kv.tiers.RETAIN_S", 0.0)
+    monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 0.0)
     stack = crowded()
     go_on = threading.Event()
     stack.transfers._hashing.submit(go_on.wait, 60)

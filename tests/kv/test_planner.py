@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.kv.plan_simulation import Noise, grid, run_cell, run_stalls
-from wicore_trt.kv.planner import BAND, CAUTION, MARGIN, Candidate, ComputeRate, LoadPlan, TierRate, advance, plan
+from wicore_trt.kv.prefix.planner import (
+    BAND,
+    CAUTION,
+    MARGIN,
+    Candidate,
+    ComputeRate,
+    LoadPlan,
+    TierRate,
+    advance,
+    plan,
+)
+from wicore_trt.kv.study.planner_simulation import Noise, grid, run_cell, run_stalls
 
 PAGE = 32
 LINEAR = ComputeRate(1e-3, slice_tokens=64)

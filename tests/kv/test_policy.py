@@ -7,8 +7,8 @@ import random
 import pytest
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
-from wicore_trt.kv.policy import ChainPolicy, LRUPolicy
+from wicore_trt.kv.policy.by_name import DEFAULT_POLICY, POLICIES, make_policy
+from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
 
 SEEDS = range(4)
 

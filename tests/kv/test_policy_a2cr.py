@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from wicore_trt.kv.a2cr import RATES, A2CRPolicy, log_score
+from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, log_score
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from wicore_trt.kv.cost import CostPolicy
-from wicore_trt.kv.guard import LRUGuard
-from wicore_trt.kv.policy import Key, Node
-from wicore_trt.kv.reuse import Group, PageClass, ReuseModel
-from wicore_trt.kv.simulate import simulate
-from wicore_trt.kv.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
+from wicore_trt.kv.policy.cost import CostPolicy
+from wicore_trt.kv.policy.guard import LRUGuard
+from wicore_trt.kv.policy.policy import Key, Node
+from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
+from wicore_trt.kv.study.simulate import simulate
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
 
 
 class Ids:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.kv.planner import Candidate, TierRate, plan
-from wicore_trt.kv.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+from wicore_trt.kv.prefix.planner import Candidate, TierRate, plan
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
 
 MB = 1_000_000
 

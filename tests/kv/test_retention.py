@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import LRUPolicy
-from wicore_trt.kv.retention import Retention
-from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.policy import LRUPolicy
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.types import CacheHints, CachePriority
 
 PIN_S = 60.0

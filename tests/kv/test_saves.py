@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from campaign import SLOT, Stack
 from disk_store_helpers import buffers, content, get, make_page, open_store, wait_for
+from fault_injection import flip_bit
 
-from wicore_trt.kv.disk_files import Files, aligned_buffer
-from wicore_trt.kv.disk_store import DiskStore, Outcome
-from wicore_trt.kv.fault_injection import flip_bit
-from wicore_trt.kv.host_tier import checksum
+from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.tiers.host import checksum
 
 SEED = int.from_bytes(os.urandom(4), "little")
 

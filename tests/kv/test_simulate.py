@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from wicore_trt.cli.kv import app
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.policies import POLICIES
-from wicore_trt.kv.simulate import KVBytes, recompute_cost, simulate
-from wicore_trt.kv.trace import BLOCK_TOKENS, TraceRequest, load_trace, unique_blocks
+from wicore_trt.kv.policy.by_name import POLICIES
+from wicore_trt.kv.study.simulate import KVBytes, recompute_cost, simulate
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, load_trace, unique_blocks
 
 
 def random_trace(seed: int, count: int = 400) -> list[TraceRequest]:

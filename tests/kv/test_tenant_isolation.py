@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher
-from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher
+from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.pages.page import Page
 
 # Salts that a careless concatenation or normalisation would mix up.
 SALTS = (

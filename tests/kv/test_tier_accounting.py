@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from wicore_trt.kv.host_tier import slot_geometry
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import LRUPolicy
-from wicore_trt.kv.tier_index import TierIndex
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.policy import LRUPolicy
+from wicore_trt.kv.tiers.host import slot_geometry
+from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 PAGE_TOKENS, ANSWER_TOKENS, KV_BYTES = 32, 256, 2  # bf16

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from campaign import SLOT, Shape, Stack, Table
+from disk_damage import Damage, Vandal
+from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk_damage import Damage, Vandal
-from wicore_trt.kv.fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import make_policy
-from wicore_trt.kv.tier_index import CopyState, TierCopy, TierIndex
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
 
 BOTH = {"global": 2, "local": 3}
 LAYOUTS = (BOTH, BOTH, {"global": 1}, {"local": 1})

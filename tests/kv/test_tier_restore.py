@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from wicore_trt.kv.collector import collection_paused
-from wicore_trt.kv.cost import CostPolicy
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import POLICIES, make_policy
-from wicore_trt.kv.policy import ChainPolicy
-from wicore_trt.kv.tier_index import TierCopy, TierIndex
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import POLICIES, make_policy
+from wicore_trt.kv.policy.cost import CostPolicy
+from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.tiers.collector import collection_paused
+from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 
 NEED = {"global": 3, "local": 2}
 TENANTS = (b"A" * 16, b"B" * 16, b"C" * 16)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from wicore_trt.kv.traffic import Traffic, at_home
+from wicore_trt.kv.tiers.traffic import Traffic, at_home
 
 
 def test_seconds_of_copies_that_overlap_count_once():

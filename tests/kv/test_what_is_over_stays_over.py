@@ -12,8 +12,8 @@ from test_failed_steps import Spoiler
 from test_written_pages import ask, forget_device, measured
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_io import Outcome
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.schedule.scheduler import Plan
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, GenerateRequest, SamplingParams

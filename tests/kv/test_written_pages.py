@@ -11,8 +11,8 @@ from fakes import greedy, make_core
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.prefix_load import PrefixLoad
-from wicore_trt.kv.rates import HOST_PRIOR, PrefillMeter
+from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
+from wicore_trt.kv.tiers.load import PrefixLoad
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import Plan
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
@@ -140,7 +140,7 @@ def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
 
 
 def make_page(key: bytes):
-    from wicore_trt.kv.page import Page
+    from wicore_trt.kv.pages.page import Page
 
     return Page(key, GLOBAL, 0, None, b"")
 

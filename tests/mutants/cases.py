@@ -92,106 +92,106 @@ MUTANTS = (
     ),
     # --- loads: what has arrived, where to jump, what is given back
     Mutant(
-        "kv/prefix_load.py",
+        "kv/tiers/load.py",
         "max([self.first, self._failed_from,",
         "max([0, self._failed_from,",
     ),
     Mutant(
-        "kv/prefix_load.py",
+        "kv/tiers/load.py",
         "max(self._failed_from, item.page.index + 1)",
         "max(self._failed_from, item.page.index)",
     ),
     Mutant(
-        "kv/prefix_load.py",
+        "kv/tiers/load.py",
         "return not self.broken and not self._windows",
         "return not self.broken",
     ),
     Mutant(
-        "kv/prefix_load.py",
+        "kv/tiers/load.py",
         "item.page.index < self.floor",
         "item.page.index <= self.floor",
     ),
     Mutant(
-        "kv/prefix_load.py",
+        "kv/tiers/load.py",
         "        self.cancelled = True\n",
         "",
     ),
     Mutant(
-        "kv/prefix_loader.py",
+        "kv/prefix/loader.py",
         "            pool.release(held.values())\n            return None, []",
         "            return None, []",
     ),
     Mutant(
-        "kv/prefix_loader.py",
+        "kv/prefix/loader.py",
         "((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values()))",
         "((LOCAL, pages.load.window),)",
     ),
     Mutant(
-        "kv/prefix_loader.py",
+        "kv/prefix/loader.py",
         "                pool.release([table[i]])\n                table[i] = slot",
         "                table[i] = slot",
     ),
     Mutant(
-        "kv/prefix_loader.py",
+        "kv/prefix/loader.py",
         " or not self.tiers.retain(parked.copies):",
         ":",
     ),
     Mutant(
-        "kv/planner.py",
+        "kv/prefix/planner.py",
         "    if ready_from <= computed:",
         "    if ready_from <= computed + plan.slice_tokens:",
     ),
     Mutant(
-        "kv/planner.py",
+        "kv/prefix/planner.py",
         "        if idle_s < plan.wait_s:",
         "        if idle_s < 20 * plan.wait_s:",
     ),
     # --- tiers: slots, readers, checks, names
     Mutant(
-        "kv/tiers.py",
+        "kv/tiers/tiers.py",
         "        elif not load.wanted(item):",
         "        elif load.broken:",
     ),
     Mutant(
-        "kv/tiers.py",
+        "kv/tiers/tiers.py",
         "        self.host.release(copy)\n        if load.wanted(item):",
         "        if load.wanted(item):",
     ),
     Mutant(
-        "kv/transfers.py",
+        "kv/tiers/transfers.py",
         "        if right:\n            arrival(copy)",
         '        if right or copy.origin == "":\n            arrival(copy)',
     ),
     Mutant(
-        "kv/transfers.py",
+        "kv/tiers/transfers.py",
         "            self.host.index.acquire(copy)\n            arrival(copy)",
         "            arrival(copy)",
     ),
     Mutant(
-        "kv/transfers.py",
+        "kv/tiers/transfers.py",
         "            self.outstanding -= 1\n"
         "            index.release(source)\n"
         "            self.disk_traffic.read_bytes",
         "            self.outstanding -= 1\n            self.disk_traffic.read_bytes",
     ),
     Mutant(
-        "kv/transfers.py",
+        "kv/tiers/transfers.py",
         'index.abort(target, "timeout", touched=True)',
         'index.abort(target, "timeout")',
     ),
     Mutant(
-        "kv/tier_index.py",
+        "kv/tiers/index.py",
         "            while tenant.slots + need > self._quota_slots:",
         "            while tenant.slots > self._quota_slots:",
     ),
     Mutant(
-        "kv/disk_format.py",
+        "kv/disk/format.py",
         "!= _payload_check(identity, sealed, payload):",
         "!= _payload_check(identity, sealed, payload) and not sealed:",
         "tests/kv/test_disk_format.py",
     ),
     Mutant(
-        "kv/hashing.py",
+        "kv/pages/hashing.py",
         "            page.update(parent)\n",
         "",
     ),

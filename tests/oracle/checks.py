@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oracle.device import Failure
 from oracle.stack import Stack
-from wicore_trt.kv.tier_copy import CopyState
+from wicore_trt.kv.tiers.stored import CopyState
 
 SETTLE_S = 4000.0
 """Beyond every timeout and pause of the tiers."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fault_injection import FaultPlan
+
 from oracle.checks import check_idle, check_steady, require, settle
 from oracle.device import Failure, scramble
 from oracle.ledger import Ledger, Live
@@ -25,7 +27,6 @@ from oracle.stack import Stack, constants
 from oracle.watch import Lone, Progress
 from oracle.world import Virtual
 from wicore_trt.errors import ConfigError, WicoreError
-from wicore_trt.kv.fault_injection import FaultPlan
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams, TokenOutput
 
 

@@ -10,9 +10,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from fault_injection import Fault
+
 from oracle.model import DIGEST, VOCAB, Model, answer, seed_of
 from oracle.world import Speeds
-from wicore_trt.kv.fault_injection import Fault
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints, CachePriority, SamplingParams
 

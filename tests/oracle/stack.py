@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from fault_injection import FaultPlan, FaultyFiles
+
 from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
 from oracle.model import DIGEST, EOS, POISON
 from oracle.plan import Setup
@@ -24,14 +26,13 @@ from oracle.world import replace_everywhere
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.disk_files import Files
-from wicore_trt.kv.disk_space import Space
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.fault_injection import FaultPlan, FaultyFiles
-from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.host_tier import slot_geometry
+from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.disk.space import Space
+from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
-from wicore_trt.kv.planner import TierRate
+from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.prefix.planner import TierRate
+from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 

@@ -16,8 +16,8 @@ import pytest
 from oracle.life import live
 from oracle.plan import draw_setup
 from oracle.runner import campaign, cores
-from wicore_trt.kv.prefix_load import PrefixLoad
-from wicore_trt.kv.prefix_loader import PrefixLoader
+from wicore_trt.kv.prefix.loader import PrefixLoader
+from wicore_trt.kv.tiers.load import PrefixLoad
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from queue import Empty
 from types import ModuleType
 from unittest import mock
 
-from wicore_trt.kv.disk_io import Operation, Outcome
+from wicore_trt.kv.disk.io import Operation, Outcome
 
 PACKAGES = ("wicore_trt.kv.", "wicore_trt.schedule.", "wicore_trt.core.")
 NEVER = math.inf

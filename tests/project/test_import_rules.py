@@ -15,8 +15,8 @@ PURE = ("wicore_trt.kv", "wicore_trt.schedule", "wicore_trt.types", "wicore_trt.
 
 # What moves bytes may use numpy: a restart reads millions of index records at once. What decides may not: its books are
 # plain data, and a process that only plans, simulates or talks to a server does not load an array library.
-NUMPY_STORES = ("wicore_trt.kv.disk_index", "wicore_trt.kv.disk_tools")
-LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk_scrub", "wicore_trt.kv.disk_store"}
+NUMPY_STORES = ("wicore_trt.kv.disk.index", "wicore_trt.kv.disk.tools")
+LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk.scrub", "wicore_trt.kv.disk.store"}
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
-    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.page", "serve", "text"),
+    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.pages", "serve", "text"),
 }
 
 
@@ -150,15 +150,15 @@ def test_imports_follow_the_rules(path: str) -> None:
     ("path", "source", "broken"),
     [
         ("wicore_trt/kv/pool.py", "def f():\n    import torch.nn", ["torch.nn"]),
-        ("wicore_trt/kv/tier_index.py", "import numpy as np", ["numpy"]),
-        ("wicore_trt/kv/disk_index.py", "import numpy as np\nimport torch", ["torch"]),
+        ("wicore_trt/kv/tiers/index.py", "import numpy as np", ["numpy"]),
+        ("wicore_trt/kv/disk/index.py", "import numpy as np\nimport torch", ["torch"]),
         ("wicore_trt/schedule/queue.py", "from wicore_trt.core.loop import Loop", ["wicore_trt.core.loop.Loop"]),
         ("wicore_trt/model/gemma3.py", "from wicore_trt import errors", ["wicore_trt.errors"]),
         ("wicore_trt/core/loop.py", "from wicore_trt.serve import x", ["wicore_trt.serve.x"]),
         ("cli/x.py", "import torch\ndef f():\n    import numpy", ["torch"]),
         ("cli/x.py", "from wicore_trt.config import Settings", ["wicore_trt.config.Settings"]),
         ("cli/x.py", "if TYPE_CHECKING:\n    import torch", []),
-        ("wicore_trt/kv/pool.py", "from wicore_trt.kv import hashing", []),
+        ("wicore_trt/kv/pool.py", "from wicore_trt.kv import manager", []),
     ],
 )
 def test_the_checker_sees_violations(path: str, source: str, broken: list[str]) -> None:
@@ -176,7 +176,10 @@ def test_pure_packages_load_nothing_heavy() -> None:
     modules = [module_of(p) for p in python_sources() if any(below(module_of(p), pure) for pure in PURE)]
     light = [name for name in modules if name not in LOAD_NUMPY]
     assert len(light) > 30 and len(light) + len(LOAD_NUMPY) == len(modules)
-    assert {f"wicore_trt.kv.{name}" for name in ("manager", "planner", "policy", "tier_index", "transfers")} < {*light}
+    assert {
+        f"wicore_trt.kv.{name}"
+        for name in ("manager", "prefix.planner", "policy.policy", "tiers.index", "tiers.transfers")
+    } < {*light}
     assert not loaded(light)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.page_copier import TorchPageCopier
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from wicore_trt.kv.disk_files import aligned_buffer  # noqa: E402
+from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.page_copier import StreamPageCopier, make_copier  # noqa: E402
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lanes import Event, Lane
 
-from wicore_trt.kv.disk_files import aligned_buffer
+from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, make_copier, written_slots
 

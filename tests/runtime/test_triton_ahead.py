@@ -12,8 +12,8 @@ from triton_cpu import executor_of, small_model
 
 from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.hashing import KeyChain
 from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.runtime.executor import AheadExecutor
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.types import GenerateRequest, SamplingParams

@@ -23,7 +23,7 @@ from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
 from wicore_trt.backends.triton.device import open_device  # noqa: E402
 from wicore_trt.backends.triton.executor import Plan, TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
-from wicore_trt.kv.disk_files import aligned_buffer  # noqa: E402
+from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402

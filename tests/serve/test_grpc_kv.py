@@ -15,7 +15,7 @@ from serving import expected, failure, make_engine, request, serving, until
 
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Snapshot, Stored
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
-from wicore_trt.kv.disk_files import Files, aligned_buffer
-from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.disk_store import DiskStore
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
+from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.disk.page_store import PageStore
+from wicore_trt.kv.disk.secret import secret_of
+from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.events import KVEventLog
-from wicore_trt.kv.hashing import KeyChain
-from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
 from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
-from wicore_trt.kv.page_store import PageStore
-from wicore_trt.kv.policies import make_policy
-from wicore_trt.kv.prefix_loader import PrefixLoader
-from wicore_trt.kv.retention import Retention
-from wicore_trt.kv.secret import secret_of
-from wicore_trt.kv.tier_index import TierCopy, TierIndex
-from wicore_trt.kv.tiers import LowerTiers
-from wicore_trt.kv.transfers import Transfers
+from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.prefix.loader import PrefixLoader
+from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
+from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+from wicore_trt.kv.tiers.retention import Retention
+from wicore_trt.kv.tiers.tiers import LowerTiers
+from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.types import MAX_TTL_S

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Literal
 
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.tiers import HYSTERESIS, LowerTiers
+from wicore_trt.kv.tiers.tiers import HYSTERESIS, LowerTiers
 
 WritePolicy = Literal["through", "selective", "back"]
 

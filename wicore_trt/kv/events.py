@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 
 MAX_EVENT_PAGES = 1024
 """Pages that one event names at most, so that an event fits into one message of any transport."""

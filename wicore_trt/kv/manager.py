@@ -19,14 +19,14 @@ from functools import partial
 
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
-from wicore_trt.kv.hashing import KeyChain, TenantNames
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import ChainPolicy
+from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.policy.signals import AttentionSignals
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.retention import Retention
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
-from wicore_trt.kv.signals import AttentionSignals
-from wicore_trt.kv.tiers import LowerTiers
+from wicore_trt.kv.tiers.retention import Retention
+from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
 

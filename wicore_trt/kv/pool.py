@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 from wicore_trt.errors import UnwrittenPageError
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policy import ChainPolicy
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.policy import ChainPolicy
 
 
 class PagePool:

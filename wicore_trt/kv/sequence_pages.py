@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from wicore_trt.kv.hashing import TenantNames
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.prefix_load import PrefixLoad
-from wicore_trt.kv.tier_copy import TierCopy
+from wicore_trt.kv.pages.hashing import TenantNames
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.load import PrefixLoad
+from wicore_trt.kv.tiers.stored import TierCopy
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
 

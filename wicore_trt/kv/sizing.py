@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wicore_trt.kv.disk_format import BLOCK_BYTES
-from wicore_trt.kv.disk_space import MAX_SLABS, SLAB_BYTES, Space
-from wicore_trt.kv.host_tier import slot_geometry
+from wicore_trt.kv.disk.format import BLOCK_BYTES
+from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
+from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 _DIRECTORY_BYTES = 64 << 10  # the disk tier's directories and its lock file count too

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
-from wicore_trt.kv.planner import ComputeRate
-from wicore_trt.kv.prefix_loader import PrefixLoader
-from wicore_trt.kv.rates import PrefillMeter
+from wicore_trt.kv.prefix.loader import PrefixLoader
+from wicore_trt.kv.prefix.planner import ComputeRate
+from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.queue import WaitingQueue, order_key

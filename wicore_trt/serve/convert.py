@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
-from wicore_trt.kv.page import Page
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
 from wicore_trt.types import (

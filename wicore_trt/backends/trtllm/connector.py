@@ -10,8 +10,8 @@ That is because the contract has no way to say that a load failed: once `get_num
 engine computes from token n on. So the look-up waits for the disk, MATCH_S at most, while the engine stands still, and
 promises what has come. For the same reason one rank only: rank 0 answers for all and cannot know what others hold.
 
-Pages are named by our key chain (kv/hashing.py), never by a block's own tokens. Blocks are copied in order with the
-forward pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py.
+Pages are named by our key chain (kv/pages/hashing.py), never by a block's own tokens. Blocks are copied in order with
+the forward pass, on its stream. Contract: tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from wicore_trt.backends.trtllm.fingerprint import EngineIdentity
 from wicore_trt.backends.trtllm.tiers import GROUP, BlockTiers
 from wicore_trt.config import KVSettings, load_settings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.hashing import KeyChain, TenantNames
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.tier_copy import TierCopy
+from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.stored import TierCopy
 
 CONNECTOR = {
     "connector_module": "wicore_trt.backends.trtllm.connector",

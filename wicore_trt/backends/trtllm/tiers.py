@@ -14,18 +14,18 @@ from pathlib import Path
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk_cipher import AesGcmPageCipher, load_key_file
-from wicore_trt.kv.disk_files import aligned_buffer
-from wicore_trt.kv.disk_format import Namespace
-from wicore_trt.kv.disk_store import DiskStore
-from wicore_trt.kv.host_tier import HostTier, populate, slot_geometry
-from wicore_trt.kv.page import Page
-from wicore_trt.kv.policies import make_policy
-from wicore_trt.kv.secret import secret_of
-from wicore_trt.kv.tier_copy import CopyState, TierCopy
-from wicore_trt.kv.tier_index import TierIndex
-from wicore_trt.kv.tiers import IN_FLIGHT, LowerTiers
-from wicore_trt.kv.transfers import Transfers
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.disk.secret import secret_of
+from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.stored import CopyState, TierCopy
+from wicore_trt.kv.tiers.tiers import IN_FLIGHT, LowerTiers
+from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
 

@@ -1,0 +1,245 @@
+"""What lies on disk: the header block before each slot's payload, the index record of a slot, and the namespace.
+
+It must not know files, threads or free slots. Invariant: `SlotFormat.open` succeeds only for the very bytes that
+`SlotFormat.seal` produced for this page, part, slot and write id, in this namespace and with this cipher.
+
+Layouts are little endian and of fixed size; FORMAT_VERSION changes with any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import xxhash
+
+from wicore_trt.kv.pages.page import TENANT_BYTES, Page
+
+FORMAT_VERSION = 2
+BLOCK_BYTES = 4096
+"""Size of a header block, and what offsets, lengths and addresses are multiples of (O_DIRECT on any common disk)."""
+RECORD_BYTES = 128
+CHECK_BYTES = 16
+KEY_BYTES = 32
+GROUP_BYTES = 64
+SEALED_BYTES = 64
+
+_MAGIC = b"WICOREKV"
+RECORD_MAGIC = int.from_bytes(b"WKVR", "little")
+FLAG_PARENT = 1
+FLAG_SEALED = 2
+
+# magic, version, flags, namespace, key, parent, tenant, group, index, part, parts, payload bytes, slot, write id
+_IDENTITY = struct.Struct(f"<8sII16s{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}s{GROUP_BYTES}sQIIQQQ")
+_SEALED_AT = _IDENTITY.size
+_CHECK_AT = _SEALED_AT + SEALED_BYTES
+_HEADER_CHECK_AT = BLOCK_BYTES - CHECK_BYTES
+# magic, group number, flags, key, parent, tenant, index, expires, write id, part, parts, slot; the check follows
+_RECORD = struct.Struct(f"<IHH{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}sIIQHHI")
+RECORD_BODY_BYTES = _RECORD.size
+RECORD_FIELDS = [
+    ("magic", "<u4"),
+    ("group", "<u2"),
+    ("flags", "<u2"),
+    ("key", f"V{KEY_BYTES}"),
+    ("parent", f"V{KEY_BYTES}"),
+    ("tenant", f"V{TENANT_BYTES}"),
+    ("index", "<u4"),
+    ("expires", "<u4"),
+    ("write_id", "<u8"),
+    ("part", "<u2"),
+    ("parts", "<u2"),
+    ("slot", "<u4"),
+    ("check", f"V{CHECK_BYTES}"),
+]
+"""numpy fields of an index record, in the order of the bytes."""
+
+
+class PageCipher(Protocol):
+    """Authenticated encryption of one part of a page; called from many threads at once."""
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Length of what `seal` returns first, at most SEALED_BYTES."""
+        ...
+
+    def seal(
+        self, page: Page, part: int, parts: int, write_id: int, header: bytes, payload: memoryview
+    ) -> tuple[bytes, bytes]:
+        """(nonce and tag, ciphertext as long as `payload`). `header` is authenticated, not encrypted."""
+        ...
+
+    def open(
+        self,
+        page: Page,
+        part: int,
+        parts: int,
+        write_id: int,
+        header: bytes,
+        sealed: bytes,
+        ciphertext: memoryview,
+        out: memoryview,
+    ) -> None:
+        """Plaintext into `out`, which may be the memory of `ciphertext`. ValueError when anything was changed."""
+        ...
+
+
+class CorruptSlotError(Exception):
+    """A slot does not hold what was asked for. Never leaves the store: it becomes Outcome.CORRUPT."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything that KV values on disk depend on besides tokens and tenant. Pages of unequal namespaces never mix.
+
+    `layout` maps each layer group to the bytes of its page.
+    """
+
+    engine: str
+    kernels: str
+    page_tokens: int
+    layout: Mapping[str, int]
+    kv_dtype: str
+    rank: int = 0
+    world: int = 1
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The fields as JSON stores them."""
+        return {**asdict(self), "layout": dict(sorted(self.layout.items()))}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes; the name of the directory and part of every header."""
+        text = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
+        return blake2b(text.encode(), digest_size=16, person=b"wicore-kv-space").digest()
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Layer groups; an index record names a group by its place here."""
+        return tuple(sorted(self.layout))
+
+
+class SlotFormat:
+    """Header blocks and index records of one namespace."""
+
+    def __init__(self, namespace: Namespace, cipher: PageCipher | None) -> None:
+        self._digest = namespace.digest
+        self._group_numbers = {group: number for number, group in enumerate(namespace.groups)}
+        self._cipher = cipher
+        self.flags = FLAG_SEALED if cipher is not None else 0
+
+    @property
+    def encrypts(self) -> bool:
+        return self._cipher is not None
+
+    def seal(
+        self,
+        block: memoryview,
+        page: Page,
+        part: int,
+        parts: int,
+        slot: int,
+        write_id: int,
+        payload: memoryview,
+        room: memoryview,
+    ) -> memoryview:
+        """Fill `block` (BLOCK_BYTES) and return the payload as it goes to disk: `payload`, or its ciphertext in
+        `room` (as long as the payload; not touched without a cipher)."""
+        identity = self._identity(page, part, parts, slot, write_id, len(payload))
+        sealed = b""
+        if self._cipher is not None:
+            sealed, ciphertext = self._cipher.seal(page, part, parts, write_id, identity, payload)
+            payload = room[: len(payload)]
+            payload[:] = ciphertext
+        sealed = sealed.ljust(SEALED_BYTES, b"\0")
+        head = identity + sealed + _payload_check(identity, sealed, payload)
+        head = head.ljust(_HEADER_CHECK_AT, b"\0")
+        block[:_HEADER_CHECK_AT] = head
+        block[_HEADER_CHECK_AT:] = _header_check(head)
+        return payload
+
+    def open(
+        self, block: memoryview, page: Page, part: int, parts: int, slot: int, write_id: int, payload: memoryview
+    ) -> None:
+        """Check `block` and `payload` against what was asked for, and decrypt the payload in place.
+
+        CorruptSlotError for any difference; the payload then means nothing.
+        """
+        head = bytes(block[:_HEADER_CHECK_AT])
+        if block[_HEADER_CHECK_AT:] != _header_check(head):
+            raise CorruptSlotError("header checksum")
+        identity = self._identity(page, part, parts, slot, write_id, len(payload))
+        if head[:_SEALED_AT] != identity:
+            raise CorruptSlotError("another page, part, slot, write, namespace or format")
+        sealed = head[_SEALED_AT:_CHECK_AT]
+        if head[_CHECK_AT : _CHECK_AT + CHECK_BYTES] != _payload_check(identity, sealed, payload):
+            raise CorruptSlotError("payload checksum")
+        if self._cipher is not None:
+            sealed = sealed[: self._cipher.overhead_bytes]
+            try:
+                self._cipher.open(page, part, parts, write_id, identity, sealed, payload, payload)
+            except ValueError as error:
+                raise CorruptSlotError(str(error)) from error
+
+    def record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
+        """The index record (RECORD_BYTES) of a slot. `expires`: seconds since 1970 at which the page's time is over, 0
+        for never. `write_id` 0: the page is being written, and nobody finds it yet."""
+        flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)
+        group = self._group_numbers[page.group]
+        body = _RECORD.pack(
+            RECORD_MAGIC,
+            group,
+            flags,
+            page.key,
+            page.parent or b"",
+            page.tenant,
+            page.index,
+            expires,
+            write_id,
+            part,
+            parts,
+            slot,
+        )
+        return body + record_check(body)
+
+    def _identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
+        assert len(page.key) == KEY_BYTES and len(page.tenant) == TENANT_BYTES, "struct would cut or pad them"
+        assert page.parent is None or len(page.parent) == KEY_BYTES
+        flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)
+        return _IDENTITY.pack(
+            _MAGIC,
+            FORMAT_VERSION,
+            flags,
+            self._digest,
+            page.key,
+            page.parent or b"",
+            page.tenant,
+            page.group.encode(),
+            page.index,
+            part,
+            parts,
+            payload_bytes,
+            slot,
+            write_id,
+        )
+
+
+def record_check(body: bytes | memoryview) -> bytes:
+    """Checksum of a record's first RECORD_BODY_BYTES. Against accidents only: the slot's header is the truth."""
+    return xxhash.xxh3_128_digest(body)
+
+
+def _payload_check(identity: bytes, sealed: bytes, payload: memoryview) -> bytes:
+    check = xxhash.xxh3_128(identity + sealed)
+    check.update(payload)
+    return check.digest()
+
+
+def _header_check(head: bytes) -> bytes:
+    return blake2b(head, digest_size=CHECK_BYTES).digest()

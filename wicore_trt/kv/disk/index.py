@@ -1,0 +1,275 @@
+"""The index of one namespace: one record per slot, so that a restart knows its pages without reading the slabs.
+
+A record is written after its slot and before the page is acknowledged, with an ordinary write: it survives the death
+of the process. It is a hint, because each read checks the slot itself; a lie costs a miss. It must not know slabs or
+buffers. Invariant: a record that `put` wrote is never cleared by a `forget` that came before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wicore_trt.kv.disk.files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk.format import (
+    FLAG_PARENT,
+    FLAG_SEALED,
+    KEY_BYTES,
+    RECORD_BODY_BYTES,
+    RECORD_BYTES,
+    RECORD_FIELDS,
+    RECORD_MAGIC,
+    Namespace,
+    SlotFormat,
+    record_check,
+)
+from wicore_trt.kv.pages.page import Page
+
+RECORD = np.dtype(RECORD_FIELDS)
+assert RECORD.itemsize == RECORD_BYTES
+_SAME_IN_ALL_PARTS = ("group", "flags", "key", "parent", "tenant", "index", "parts")
+_READ_BYTES = 1 << 30
+_WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is damage, and would overflow soon
+_log = logging.getLogger(__name__)
+
+
+class FoundPages:
+    """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
+    the other slots with records: parts of incomplete pages, pages written again elsewhere, those whose time is over at
+    `now` (seconds since 1970), and damage. `expires[i]` is when a page's time is over, 0 for never; `passing` are the
+    stale slots whose record has such a time."""
+
+    def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int, now: float = 0.0) -> None:
+        parts, counts = _complete(records, _candidates(records, namespace, flags))
+        first = np.cumsum(counts) - counts
+        heads = parts[first]
+        keep = _newest(records["key"][heads], records["group"][heads])
+        ends = _soonest(records["expires"], parts, first, counts)
+        if now and len(heads):
+            # write ids are times: a clock that was set back since must not lengthen anybody's time
+            now = max(now, int(records["write_id"][heads].max()) / 1e9)
+            keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
+        self._records = records
+        self.expires: NDArray[np.uint32] = ends[keep]
+        self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
+        self._parts = parts
+        self._groups = namespace.groups
+        self.write_ids: NDArray[np.uint64] = records["write_id"][self._heads]
+        taken = np.zeros(len(records), dtype=bool)
+        for column in range(int(self._counts.max(initial=0))):
+            taken[parts[self._first[self._counts > column] + column]] = True
+        stale = ~taken & (records["magic"] != 0)
+        self.stale: list[int] = np.flatnonzero(stale).tolist()
+        self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
+
+    def last_write(self) -> int:
+        """The largest write id of a page found; 0 without any."""
+        return int(self.write_ids.max(initial=0))
+
+    def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
+        """For each slot the value, such as `write_ids`, of the page in it; 0 for none."""
+        spread = np.zeros(num_slots, dtype=values.dtype)
+        for column in range(int(self._counts.max(initial=0))):
+            longer = self._counts > column
+            spread[self._parts[self._first[longer] + column]] = values[longer]
+        return spread
+
+    def ending(self) -> dict[bytes, int]:
+        """By key, when the pages with a time to live end: seconds since 1970."""
+        at = np.flatnonzero(self.expires)
+        ends: dict[bytes, int] = {}
+        for key, end in zip(self._records["key"][self._heads[at]].tolist(), self.expires[at].tolist(), strict=True):
+            ends[key] = min(end, ends.get(key, end))
+        return ends
+
+    def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
+        groups, slots = self._groups, self._parts.tolist()
+        fields = [self._records[name][self._heads] for name in ("key", "group", "index", "parent", "tenant")]
+        has_parent = self._records["flags"][self._heads] & FLAG_PARENT
+        columns = [column.tolist() for column in (*fields, has_parent, self._first, self._counts)]
+        for key, group, index, parent, tenant, child, first, count in zip(*columns, strict=True):
+            page = Page(key, groups[group], index, parent if child else None, tenant)
+            yield page, tuple(slots[first : first + count])
+
+
+class SlotIndex:
+    """The index file. Its length follows that of the slabs: one record for each slot that exists."""
+
+    def __init__(self, path: Path, namespace: Namespace, slot_format: SlotFormat, files: Files) -> None:
+        """Opens or creates the file. OSError when that fails."""
+        self._namespace = namespace
+        self._format = slot_format
+        self._files = files
+        self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
+        self.num_records = files.fstat(self._fd).st_size // RECORD_BYTES
+        self._writing = threading.Lock()  # held during writes: a clear and a put of one slot keep their order
+        self._mutex = threading.Lock()  # guards _forgotten; never held during I/O
+        self._forgotten: set[int] = set()
+        self._stamped: dict[int, bytes] = {}  # records to be written anew
+
+    def grow(self, num_records: int) -> None:
+        """Room for records [0, num_records). OSError when there is none; then nothing changed."""
+        if num_records > self.num_records:
+            old = self.num_records * RECORD_BYTES
+            try:
+                self._files.allocate(self._fd, old, num_records * RECORD_BYTES - old)
+            except OSError:
+                self._files.truncate(self._fd, old)
+                raise
+            self.num_records = num_records
+
+    def cut(self, num_records: int) -> None:
+        """Drop the records from num_records on."""
+        if self.num_records > num_records:
+            self._files.truncate(self._fd, num_records * RECORD_BYTES)
+            self.num_records = num_records
+
+    def load(self, now: float = 0.0) -> FoundPages:
+        """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
+        nbytes = self.num_records * RECORD_BYTES
+        buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
+        for at in range(0, nbytes, _READ_BYTES):
+            read_all(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
+        return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags, now)
+
+    def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
+        """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
+        records = self._records(page, slots, write_id, expires)
+        with self._writing:
+            with self._mutex:
+                self._forgotten.difference_update(slots)
+                self._unstamp(slots)
+            self._write(slots, records)
+
+    def stamp(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
+        """The page's time is over at `expires`. Only noted: `flush` writes it."""
+        records = self._records(page, slots, write_id, expires)
+        with self._mutex:
+            self._stamped.update(zip(slots, records, strict=True))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more. Only noted: `flush` writes it."""
+        with self._mutex:
+            self._forgotten.update(slots)
+            self._unstamp(slots)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """The records of these slots stay as they are on disk until `forget` or `put`."""
+        with self._mutex:
+            self._unstamp(slots)
+
+    def flush(self) -> None:
+        """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
+        again."""
+        if not self._forgotten and not self._stamped:
+            return
+        with self._writing:
+            with self._mutex:
+                slots = sorted(slot for slot in self._forgotten if slot < self.num_records)
+                stamped = sorted(self._stamped.items())
+                self._forgotten.clear()
+                self._stamped.clear()
+            try:
+                self._write(slots, [bytes(RECORD_BYTES)] * len(slots))
+                self._write([slot for slot, _ in stamped], [record for _, record in stamped])
+            except OSError:
+                with self._mutex:
+                    again = {slot: record for slot, record in stamped if slot not in self._forgotten}
+                    self._stamped = again | self._stamped
+                    self._forgotten.update(slots)
+                raise
+
+    def _records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> list[bytes]:
+        return [self._format.record(page, i, len(slots), slot, write_id, expires) for i, slot in enumerate(slots)]
+
+    def _write(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
+        for first, last in adjacent(slots):
+            write_all(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+
+    def _unstamp(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._stamped.pop(slot, None)
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        try:
+            self.flush()
+        except OSError as error:
+            _log.warning("index of the disk tier: %s", error)
+        self._files.close(self._fd)
+
+
+def adjacent(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges [first, last) of positions at which the slots follow each other on disk."""
+    first = 0
+    for at in range(1, len(slots) + 1):
+        if at == len(slots) or slots[at] != slots[at - 1] + 1:
+            yield first, at
+            first = at
+
+
+def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
+    """Slots whose record is whole and belongs here."""
+    plausible = (records["magic"] == RECORD_MAGIC) & (records["slot"] == np.arange(len(records)))
+    plausible &= (records["flags"] & FLAG_SEALED) == flags
+    plausible &= (records["group"] < len(namespace.groups)) & (records["part"] < records["parts"])
+    plausible &= (records["write_id"] > 0) & (records["write_id"] < _WRITE_ID_END)
+    slots: NDArray[np.int64] = np.flatnonzero(plausible)
+    raw = records.view(np.uint8).data
+    checks = records["check"][slots].tolist()
+    starts = (slots * RECORD_BYTES).tolist()
+    whole = [
+        record_check(raw[start : start + RECORD_BODY_BYTES]) == check
+        for start, check in zip(starts, checks, strict=True)
+    ]
+    found: NDArray[np.int64] = slots[np.array(whole, dtype=bool)]
+    return found
+
+
+def _complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slots of complete pages, page after page in write order and part after part, and the parts of each page."""
+    order = slots[np.lexsort((records["part"][slots], records["write_id"][slots]))]
+    if not len(order):
+        return order, order
+    write_ids = records["write_id"][order]
+    starts = np.flatnonzero(np.concatenate(([True], write_ids[1:] != write_ids[:-1])))
+    counts = np.diff(np.append(starts, len(order)))
+    first = np.repeat(starts, counts)
+    good = records["part"][order] == np.arange(len(order)) - first
+    good &= records["parts"][order] == np.repeat(counts, counts)
+    for name in _SAME_IN_ALL_PARTS:
+        column = records[name][order]
+        good &= column == column[first]
+    whole = np.logical_and.reduceat(good, starts)
+    return order[np.repeat(whole, counts)], counts[whole]
+
+
+def _soonest(
+    expires: NDArray[np.uint32], parts: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> NDArray[np.uint32]:
+    """When each page's time is over: the soonest of its parts, as a server may have died while it wrote them anew."""
+    if not len(first):
+        return np.zeros(0, dtype=np.uint32)
+    never = np.uint32(0xFFFFFFFF)
+    ends = expires[parts]
+    soonest = np.minimum.reduceat(np.where(ends == 0, never, ends), first)
+    return np.where(soonest == never, np.uint32(0), soonest).astype(np.uint32)
+
+
+def _newest(keys: NDArray[np.void], groups: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """Positions, ascending, of the last of each (group, key)."""
+    words = np.ascontiguousarray(keys).view("<u8")[:: KEY_BYTES // 8]
+    _, which, counts = np.unique(words ^ groups, return_inverse=True, return_counts=True)
+    keep = counts[which] == 1  # most are alone; only the others are compared in full
+    rest = np.flatnonzero(~keep)
+    names = zip(groups[rest].tolist(), keys[rest].tolist(), strict=True)
+    last = {name: at for at, name in zip(rest.tolist(), names, strict=True)}
+    keep[list(last.values())] = True
+    return np.flatnonzero(keep)

@@ -1,0 +1,319 @@
+"""The disk tier's directory: who owns it, what lies in it, and how far it may grow.
+
+    <path>/LOCK                     held by the one process that uses <path>; names its pid
+    <path>/secret                   keys the names of pages where no setting does
+    <path>/<namespace>/namespace.json   what the pages depend on, and the geometry of the slabs
+    <path>/<namespace>/index        one record per slot
+    <path>/<namespace>/slab-00000   slots; all slabs but the last are full
+
+It must not know pages. Invariant: the files under <path> never take more than `limit_bytes`, and a slab is added only
+when `free_bytes` stay free on the file system. Other namespaces are deleted, oldest first, when space is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.kv.disk.claim import (
+    NAMESPACE,
+    OURS,
+    check_contents,
+    claim_directory,
+    disk_bytes,
+    lock_directory,
+    root_directory,
+    tree_bytes,
+)
+from wicore_trt.kv.disk.files import Files, read_all, write_all
+from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, RECORD_BYTES, Namespace
+from wicore_trt.kv.disk.secret import kept_secret
+
+SLAB_BYTES = 1 << 30
+MAX_SLABS = 512
+# The file system keeps its own notes about a file and they count as used: at worst two extents of 12 bytes per slot,
+# doubled, and some blocks per file.
+_NOTES_PER_SLOT = 64
+_NOTES_PER_SLAB = 16 << 10
+_FIXED_BYTES = 64 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_JSON, _INDEX = "namespace.json", "index"
+_log = logging.getLogger(__name__)
+
+
+class Space:
+    """Geometry of the slots of one namespace, and how many bytes its files take."""
+
+    def __init__(self, slot_bytes: int, slab_slots: int) -> None:
+        self.stride = BLOCK_BYTES + slot_bytes
+        self.slab_slots = slab_slots
+        self._slot_cost = self.stride + RECORD_BYTES + _NOTES_PER_SLOT
+        self._slab_cost = slab_slots * self._slot_cost + _NOTES_PER_SLAB
+
+    def slots_within(self, nbytes: int) -> int:
+        """The most slots whose files stay within `nbytes`."""
+        slabs, rest = divmod(max(0, nbytes - _FIXED_BYTES), self._slab_cost)
+        return slabs * self.slab_slots + max(0, rest - _NOTES_PER_SLAB) // self._slot_cost
+
+    def bytes_of(self, slots: int) -> int:
+        """What the files of so many slots take at most."""
+        slabs = -(-slots // self.slab_slots)
+        return _FIXED_BYTES + slabs * _NOTES_PER_SLAB + slots * self._slot_cost
+
+
+class DiskSpace:
+    """The directory, opened, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`; `secret`
+    is what lies there for the operator.
+
+    EnvironmentUnfitError when another process or user has the directory, or the limit is too small for one slot;
+    OSError when the file system refuses something.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        namespace: Namespace,
+        slot_bytes: int,
+        *,
+        limit_bytes: int,
+        free_bytes: int,
+        slab_bytes: int,
+        files: Files,
+    ) -> None:
+        self._path = path = root_directory(files, path)
+        self._home = path / namespace.digest.hex()
+        self._limit = limit_bytes
+        self._free = free_bytes
+        self._files = files
+        self._growing = threading.Lock()
+        self._slabs: list[int] = []
+        self._short = False
+        claim_directory(files, path)
+        self._lock_fd = lock_directory(files, path)
+        try:
+            check_contents(files, path)
+            self.secret = kept_secret(files, path)
+            while not self._has_room_to_begin() and self._delete_stale():
+                pass
+            claim_directory(files, self._home)
+            slab_bytes = max(slab_bytes, limit_bytes // (MAX_SLABS // 2))
+            self._space = self._adopt(namespace, slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + slot_bytes)))
+            self.num_slots = self._space.slots_within(limit_bytes - self._others(stale=False))
+            if self.num_slots < 1:
+                least = self._space.bytes_of(1) + self._others(stale=False)
+                raise EnvironmentUnfitError(
+                    f"A limit of {limit_bytes} bytes for {path} does not hold one KV page.",
+                    fix=f"Set kv.disk_bytes to more than {least}, or remove other files from there.",
+                )
+            self.allocated = self._trim()
+            while limit_bytes - self._others() < self._space.bytes_of(self.allocated) and self._delete_stale():
+                pass
+            count = -(-self.allocated // self._space.slab_slots)
+            for number in range(count):
+                self._slabs.append(files.open_slab(self._slab(number)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def index_path(self) -> Path:
+        return self._home / _INDEX
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots that can be used: all, or after the file system was found full, those that exist."""
+        return self.allocated if self._short else self.num_slots
+
+    @property
+    def stride(self) -> int:
+        return self._space.stride
+
+    def locate(self, slot: int) -> tuple[int, int]:
+        """(file descriptor, offset) of an existing slot's header block."""
+        slab, place = divmod(slot, self._space.slab_slots)
+        return self._slabs[slab], place * self._space.stride
+
+    def slab_end(self, slot: int) -> int:
+        """The first slot behind the slab of `slot`."""
+        return (slot // self._space.slab_slots + 1) * self._space.slab_slots
+
+    def reach(self, slot: int, grow_index: Callable[[int], None]) -> bool:
+        """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
+
+        `grow_index(num_records)` makes room in the index first.
+        """
+        if slot < self.allocated:
+            return True
+        with self._growing:
+            while self.allocated <= slot:
+                try:
+                    grown = self._grow(grow_index)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    grown = False
+                if not grown and not self._short:
+                    _log.warning("disk tier at %s stays at %d slots: no more space", self._path, self.allocated)
+                self._short = not grown
+                if not grown:
+                    return False
+            return True
+
+    def close(self) -> None:
+        """Close the slabs and give the directory free."""
+        for fd in self._slabs:
+            self._files.close(fd)
+        self._slabs = []
+        self._files.close(self._lock_fd)
+
+    def _grow(self, grow_index: Callable[[int], None]) -> bool:
+        """Add a slab, or the rest of the last one, as far as there is room."""
+        number = self.allocated // self._space.slab_slots
+        end = min((number + 1) * self._space.slab_slots, self.num_slots)
+        while (room := self._room()) < end and self._delete_stale():
+            pass
+        end = min(end, room)
+        if end <= self.allocated:
+            return False
+        grow_index(end)
+        base = number * self._space.slab_slots
+        old, new = ((count - base) * self._space.stride for count in (self.allocated, end))
+        fd = self._files.open(self._slab(number), os.O_RDWR | os.O_CREAT)
+        try:
+            self._files.allocate(fd, old, new - old)
+        except OSError:
+            self._files.truncate(fd, old)
+            raise
+        finally:
+            self._files.close(fd)
+        if number == len(self._slabs):
+            self._slabs.append(self._files.open_slab(self._slab(number)))
+        self.allocated = end
+        return True
+
+    def _room(self) -> int:
+        """How many slots may exist now."""
+        free = self._files.free_bytes(self._path) - self._free
+        by_floor = self.allocated + self._space.slots_within(free)
+        return min(by_floor, self._space.slots_within(self._limit - self._others()))
+
+    def _has_room_to_begin(self) -> bool:
+        used = tree_bytes(self._files, self._path)
+        return used + _FIXED_BYTES <= self._limit or _is_namespace(self._files, self._home)
+
+    def _slab(self, number: int) -> Path:
+        return self._home / f"slab-{number:05d}"
+
+    def _others(self, *, stale: bool = True) -> int:
+        """Bytes under the path that are not this namespace's; without stale namespaces, those that stay."""
+        total = tree_bytes(self._files, self._path)
+        homes = [self._home, *([] if stale else self._stale())]
+        return total - sum(disk_bytes(found) for home in homes for _, found in _own_files(self._files, home))
+
+    def _stale(self) -> list[Path]:
+        """Other namespaces, the one written longest ago first."""
+        homes = (self._path / name for name in self._files.listdir(self._path) if NAMESPACE.fullmatch(name))
+        found = [home for home in homes if home != self._home and _is_namespace(self._files, home)]
+        return sorted(found, key=lambda home: max(found.st_mtime_ns for _, found in _own_files(self._files, home)))
+
+    def _delete_stale(self) -> bool:
+        """Delete the oldest other namespace; False without any."""
+        for home in self._stale():
+            _log.info("disk tier: deleting %s, which another model or setting left", home)
+            _empty(self._files, home)
+            try:
+                self._files.rmdir(home)
+            except OSError as error:  # somebody's file is in it; the rest is gone
+                _log.warning("disk tier: %s", error)
+            return True
+        return False
+
+    def _adopt(self, namespace: Namespace, slot_bytes: int, slab_slots: int) -> Space:
+        """The geometry on disk when it fits, else an empty namespace with a new one."""
+        facts = {"format": FORMAT_VERSION, "slot_bytes": slot_bytes, "namespace": namespace.facts}
+        found = _read_json(self._files, self._home / _JSON)
+        old = found.pop("slab_slots", None)
+        if found == facts and type(old) is int and old > 0:
+            space = Space(slot_bytes, old)
+            if space.slots_within(self._limit) <= MAX_SLABS * old:
+                return space
+        _empty(self._files, self._home)
+        text = json.dumps({**facts, "slab_slots": slab_slots}, indent=1, sort_keys=True) + "\n"
+        new = self._home / f"{_JSON}.new"
+        fd = self._files.create(new)
+        try:
+            write_all(self._files, fd, [text.encode()], 0)
+        finally:
+            self._files.close(fd)
+        self._files.replace(new, self._home / _JSON)
+        return Space(slot_bytes, slab_slots)
+
+    def _trim(self) -> int:
+        """Cut the slabs on disk to what the limit allows; how many slots are left."""
+        slab_slots, count = self._space.slab_slots, 0
+        whole = True
+        names = sorted(name for name in self._files.listdir(self._home) if name.startswith("slab-"))
+        for number, name in enumerate(names):
+            path = self._home / name
+            size = self._files.lstat(path).st_size
+            slots = min(size // self._space.stride, slab_slots, self.num_slots - count)
+            if not whole or path != self._slab(number) or slots <= 0:
+                self._files.unlink(path)
+                whole = False  # slots are numbered through: what follows a gap is lost
+                continue
+            if size != slots * self._space.stride:
+                fd = self._files.open(path, os.O_RDWR)
+                try:
+                    self._files.truncate(fd, slots * self._space.stride)
+                finally:
+                    self._files.close(fd)
+            count += slots
+            whole = slots == slab_slots
+        return count
+
+
+def _is_namespace(files: Files, home: Path) -> bool:
+    try:
+        return stat.S_ISDIR(files.lstat(home).st_mode) and _JSON in files.listdir(home)
+    except OSError:
+        return False
+
+
+def _own_files(files: Files, home: Path) -> list[tuple[Path, os.stat_result]]:
+    """The disk tier's files in a namespace directory."""
+    try:
+        names = files.listdir(home)
+    except FileNotFoundError:
+        return []
+    return [(home / name, files.lstat(home / name)) for name in sorted(names) if OURS.fullmatch(name)]
+
+
+def _empty(files: Files, home: Path) -> None:
+    """Delete the disk tier's files in a namespace directory; the one that makes it a namespace goes last."""
+    for path, _ in sorted(_own_files(files, home), key=lambda found: found[0].name == _JSON):
+        files.unlink(path)
+
+
+def _read_json(files: Files, path: Path) -> dict[str, Any]:
+    """The object in a small file; empty when there is none, or something else."""
+    try:
+        fd = files.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}
+    try:
+        buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _FIXED_BYTES)))
+        read_all(files, fd, [buffer], 0)
+        found = json.loads(bytes(buffer))
+    except (ValueError, EOFError):
+        return {}
+    finally:
+        files.close(fd)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,378 @@
+"""The disk tier's byte mover: pages between host buffers and slots on disk, in threads, checked on every read.
+
+It decides nothing about eviction and must not know requests. Invariant: a read ends with OK only when the buffers hold
+exactly the bytes that the last acknowledged write put into these slots for this page, in this life of the process or
+one before. The bytes of a page with a time to live are overwritten when it leaves, for whatever reason; until then an
+index record says when its time is over, also while it is being written, so that a restart ends it too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk.format import (
+    BLOCK_BYTES,
+    GROUP_BYTES,
+    SEALED_BYTES,
+    CorruptSlotError,
+    Namespace,
+    PageCipher,
+    SlotFormat,
+)
+from wicore_trt.kv.disk.index import SlotIndex, adjacent
+from wicore_trt.kv.disk.io import IoPool, Operation, Outcome
+from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace
+from wicore_trt.kv.disk.wipe import Wiper
+from wicore_trt.kv.pages.page import Page
+
+WIPE_BYTES = 8 << 20
+"""How much is overwritten at a time, so that reads and writes get their turn."""
+EXPIRED = 1
+"""An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
+_MAX_PARTS = 65535
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """What `DiskStore.write` was asked to do."""
+
+    page: Page
+    slots: tuple[int, ...]
+    parts: tuple[memoryview, ...]
+    right: Callable[[], bool]
+    expires: int
+
+
+class DiskStore:
+    """Slots under `path` for pages of one namespace.
+
+    `slot_bytes` is a slot's payload, a multiple of 4096. The files never pass `limit_bytes` and leave `free_bytes` on
+    their file system. `threads` run the operations; reads and writes wait in queues of `queue_limit` each; what is not
+    done `timeout_s` after it was submitted is reported as TIMEOUT.
+
+    ConfigError for numbers that mean nothing; EnvironmentUnfitError when another process or user has the directory,
+    the limit is too small for one slot, or the file system refuses.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        path: Path,
+        *,
+        namespace: Namespace,
+        slot_bytes: int,
+        limit_bytes: int,
+        free_bytes: int,
+        threads: int,
+        queue_limit: int,
+        timeout_s: float,
+        cipher: PageCipher | None = None,
+        files: Files | None = None,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        _check_numbers(namespace, slot_bytes, threads, queue_limit, timeout_s, cipher)
+        self._files = files or Files()
+        self._format = SlotFormat(namespace, cipher)
+        try:
+            self._space = DiskSpace(
+                path,
+                namespace,
+                slot_bytes,
+                limit_bytes=limit_bytes,
+                free_bytes=free_bytes,
+                slab_bytes=slab_bytes,
+                files=self._files,
+            )
+            try:
+                self._index = SlotIndex(self._space.index_path, namespace, self._format, self._files)
+                self._index.cut(self._space.allocated)
+                self._index.grow(self._space.allocated)
+            except BaseException:
+                self._space.close()
+                raise
+        except NotOursError as error:
+            raise EnvironmentUnfitError(
+                f"The disk tier does not use {error.filename}: it is {error.strerror}.",
+                fix="Remove it, or give kv.disk_path a directory that this user owns and no other may write to.",
+            ) from error
+        except OSError as error:
+            raise EnvironmentUnfitError(
+                f"The disk tier cannot use {path}: {error.strerror or error}.",
+                fix="Give kv.disk_path a directory on a local disk that this user may write to.",
+            ) from error
+        self.num_slots = self._space.num_slots
+        self._slot_bytes = slot_bytes
+        # The write that each slot holds; 0 for none. A read is checked against it, so that an older version of a page,
+        # left by a write that the disk lost, is not taken for the newest.
+        self._written = array("Q", bytes(8 * self.num_slots))
+        self._expires = array("I", bytes(4 * self.num_slots))
+        self.ending: dict[bytes, int] = {}
+        self._wiper = Wiper(self._files, self._space, slot_bytes, lambda slot: self._index.forget((slot,)))
+        self._numbering = threading.Lock()
+        self._last_id = time.time_ns()  # beyond all earlier write ids, unless the clock was set back: see recover
+        self._scratch = threading.local()
+        self._logged: set[tuple[str, int | None]] = set()
+        self._pool = IoPool(threads, queue_limit, timeout_s, chore=self._tidy, end=self._end)
+
+    @property
+    def secret(self) -> bytes:
+        """The operator's secret as this directory keeps it: `secret.kept_secret`."""
+        return self._space.secret
+
+    @property
+    def now(self) -> float:
+        """Seconds since 1970, and not before the newest write: the clock may have been set back since."""
+        return max(time.time(), self._last_id / 1e9)
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots that writes can reach: `num_slots`, or fewer since the file system was found full."""
+        return self._space.usable_slots
+
+    @property
+    def queue_depth(self) -> int:
+        """Operations whose buffers have not come back."""
+        return self._pool.depth
+
+    @property
+    def stalled(self) -> bool:
+        """All threads hang in operations that timed out; until one comes back nothing is accepted."""
+        return self._pool.stalled
+
+    def recover(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
+        """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
+        before the first write. `ending` then says by key when the time of those that have one is over, in seconds
+        since 1970; it counts on whether the server runs or not.
+
+        Nothing is recovered from an index that cannot be read.
+        """
+        try:
+            found = self._index.load(time.time())
+        except (OSError, EOFError) as error:
+            self._log_once("recover", error)
+            return iter(())
+        self._last_id = max(self._last_id, found.last_write())
+        allocated = self._space.allocated
+        self._written[:allocated] = array("Q", found.per_slot(found.write_ids, allocated).tobytes())
+        self._expires[:allocated] = array("I", found.per_slot(found.expires, allocated).tobytes())
+        self.ending = found.ending()
+        self._wiper.add(found.passing)
+        self._index.forget(sorted({*found.stale}.difference(found.passing)))
+        self._pool.nudge()
+        return iter(found)
+
+    def write(
+        self,
+        page: Page,
+        slots: Sequence[int],
+        parts: Sequence[memoryview],
+        done: Callable[[Outcome], None],
+        *,
+        right: Callable[[], bool] = lambda: True,
+        expires: int = 0,
+    ) -> bool:
+        """Write the page's parts, one buffer per slot, each starting at a multiple of 4096.
+
+        False, and nothing was done, when the queue is full or all threads hang. Else `done` is called from another
+        thread: with OK, FAILED or NO_SPACE; or with TIMEOUT, and RETURNED when buffers and slots are free again.
+        `right` is asked, in that thread, whether the buffers are what they should be, after they were written and
+        before the page is acknowledged: CORRUPT when they are not. `expires`: seconds since 1970 at which the page's
+        time is over; 0 for never.
+        """
+        held, buffers = self._checked(slots, parts)
+
+        def told(outcome: Outcome) -> None:
+            if outcome is Outcome.RETURNED:  # it may have succeeded after all, but was never acknowledged
+                for slot in held:
+                    self._expires[slot] = expires or self._expires[slot]
+                self.erase(held)
+            done(outcome)
+
+        write = _Write(page, held, buffers, right, expires)
+        return self._pool.submit(lambda op: self._write(op, write), told)
+
+    def read(
+        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+    ) -> bool:
+        """Read the page's parts into the buffers. As `write`; CORRUPT when the slots hold anything else, and only
+        after OK do the buffers mean something."""
+        held, buffers = self._checked(slots, parts)
+        return self._pool.submit(lambda op: self._read(page, held, buffers), done, urgent=True)
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
+        bytes of a page with a time to live: they are overwritten before its record goes."""
+        passing = [slot for slot in slots if self._expires[slot] or slot in self._wiper]
+        for slot in slots:
+            self._written[slot] = self._expires[slot] = 0
+        if passing:
+            self._index.leave(passing)
+            self._wiper.add(passing)
+        self._index.forget([slot for slot in slots if slot not in passing])
+        self._pool.nudge()
+
+    def stamp(self, page: Page, slots: Sequence[int], expires: int) -> None:
+        """A written page has another end now: seconds since 1970, 0 for never. The index follows soon, in a thread."""
+        write_id = self._written[slots[0]]
+        if write_id and self._expires[slots[0]] != expires:
+            for slot in slots:
+                self._expires[slot] = expires
+            self._index.stamp(page, slots, write_id, expires)
+            self._pool.nudge()
+
+    def expires(self, slots: Sequence[int]) -> int:
+        """When the time of the page in these slots is over: seconds since 1970, 0 for never."""
+        return self._expires[slots[0]]
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish what was accepted and give the directory free, but return after `timeout_s` at the latest.
+
+        Threads that hang then keep the directory's lock until they come back or the process ends.
+        """
+        self._pool.close(timeout_s)
+
+    # --- in the I/O threads --------------------------------------------------------------------------------------
+
+    def _write(self, op: Operation, write: _Write) -> Outcome:
+        slots = write.slots
+        taken = self._wiper.take(slots)
+        expires = write.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
+        for slot in slots:
+            self._written[slot], self._expires[slot] = 0, expires
+        try:
+            if not self._space.reach(max(slots), self._index.grow):
+                self.erase(slots)
+                return Outcome.NO_SPACE
+            if expires:
+                self._index.put(write.page, slots, 0, expires)  # if we die now, the next life overwrites them
+            self._index.flush()  # before data changes: no record may name what was just overwritten
+            write_id = self._next_id()
+            self._move(write, write_id)
+            if op.timed_out:
+                return Outcome.FAILED
+            if not write.right():
+                self.erase(slots)
+                return Outcome.CORRUPT
+            self._index.put(write.page, slots, write_id, write.expires)
+        except (OSError, EOFError) as error:
+            self._log_once("write", error)
+            self.erase(slots)
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return Outcome.NO_SPACE if full else Outcome.FAILED
+        for slot in slots:  # the end once more: it was erased if somebody dropped the page meanwhile
+            self._written[slot], self._expires[slot] = write_id, write.expires
+        return Outcome.OK
+
+    def _move(self, write: _Write, write_id: int) -> None:
+        """Seal a page's parts and write them into their slots."""
+        page, slots = write.page, write.slots
+        blocks, room = self._buffers(len(slots))
+        for first, last in self._runs(slots):
+            iov: list[memoryview] = []
+            for part in range(first, last):
+                block, data, space = blocks[part], write.parts[part], room[part]
+                iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
+            fd, offset = self._space.locate(slots[first])
+            write_all(self._files, fd, iov, offset)
+
+    def _read(self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
+        write_id = self._written[slots[0]]
+        if not write_id or any(self._written[slot] != write_id for slot in slots):
+            return Outcome.CORRUPT
+        blocks, _ = self._buffers(len(slots))
+        try:
+            for first, last in self._runs(slots):
+                iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
+                fd, offset = self._space.locate(slots[first])
+                read_all(self._files, fd, iov, offset)
+            for part, slot in enumerate(slots):
+                self._format.open(blocks[part], page, part, len(slots), slot, write_id, parts[part])
+        except (CorruptSlotError, EOFError) as error:
+            self._log_once("read", error)
+            return Outcome.CORRUPT
+        except OSError as error:
+            self._log_once("read", error)
+            return Outcome.FAILED
+        return Outcome.OK
+
+    def _tidy(self) -> None:
+        """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""
+        try:
+            self._wiper.run(WIPE_BYTES)
+        finally:
+            self._index.flush()
+        if self._wiper.pending:
+            self._pool.nudge()
+
+    def _end(self) -> None:
+        try:
+            with suppress(OSError):  # what is left has its record, and the next life overwrites it
+                self._wiper.run(math.inf)
+            self._index.close()
+        finally:
+            self._space.close()
+
+    def _next_id(self) -> int:
+        with self._numbering:
+            self._last_id += 1
+            return self._last_id
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of positions whose slots one call can move."""
+        for first, last in adjacent(slots):
+            while first < last:
+                end = min(last, first + self._space.slab_end(slots[first]) - slots[first])
+                yield first, end
+                first = end
+
+    def _buffers(self, parts: int) -> tuple[list[memoryview], list[memoryview]]:
+        """This thread's own header blocks, and room for ciphertext, of so many parts."""
+        scratch = self._scratch
+        if len(getattr(scratch, "blocks", ())) < parts:
+            scratch.blocks = _cut(parts, BLOCK_BYTES)
+            scratch.room = _cut(parts, self._slot_bytes) if self._format.encrypts else scratch.blocks
+        return scratch.blocks, scratch.room
+
+    def _checked(
+        self, slots: Sequence[int], parts: Sequence[memoryview]
+    ) -> tuple[tuple[int, ...], tuple[memoryview, ...]]:
+        assert len(slots) == len(parts) == len(set(slots)) and 0 < len(slots) <= _MAX_PARTS
+        assert all(0 <= slot < self.num_slots for slot in slots)
+        assert all(part.nbytes == self._slot_bytes for part in parts), "one buffer of slot_bytes per slot"
+        return tuple(slots), tuple(part.cast("B") if part.format != "B" else part for part in parts)
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        """Warn of the first failure of a kind; a bad disk must not flood the log."""
+        kind = (f"{what}: {type(error).__name__}", getattr(error, "errno", None))
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("disk tier: %s failed: %s (more of the same are not logged)", what, error)
+
+
+def _cut(count: int, nbytes: int) -> list[memoryview]:
+    whole = aligned_buffer(count * nbytes)
+    return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
+
+
+def _check_numbers(
+    namespace: Namespace, slot_bytes: int, threads: int, queue_limit: int, timeout_s: float, cipher: PageCipher | None
+) -> None:
+    if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
+        raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
+    if threads < 1 or queue_limit < 1 or not timeout_s > 0:
+        raise ConfigError("The disk tier needs at least one thread, a queue and a timeout above zero.")
+    if not namespace.groups or any(len(group.encode()) > GROUP_BYTES for group in namespace.groups):
+        raise ConfigError(f"Layer groups need names of at most {GROUP_BYTES} bytes.")
+    if cipher is not None and cipher.overhead_bytes > SEALED_BYTES:
+        raise ConfigError(f"A cipher may add at most {SEALED_BYTES} bytes to a slot.")

@@ -1,0 +1,91 @@
+"""Names of KV pages: keyed chains over everything that a page's content depends on.
+
+The operator's secret keys all names. Of it, the engine's fingerprint (model, weights, dtype, KV dtype), the page size,
+the rank layout, the tenant and the salt a key is derived; under that key the name of page i is a hash of the name of
+page i - 1 and the token ids of page i. So names are equal across processes and restarts that have the secret, differ
+as soon as one input differs, and cannot be computed or checked without the secret by one who knows parents and tokens.
+This module must not know pools, tiers or policies. Invariant: two pages with one name hold the same KV values and are
+of one tenant and salt; a page's layer group is named beside the name, never inside it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from wicore_trt.kv.pages.page import TENANT_BYTES
+
+KEY_BYTES = 32
+_FIRST = bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantNames:
+    """What the pages of one tenant under one salt are called. Immutable; any thread may use it.
+
+    `tag` (TENANT_BYTES) stands for the tenant in headers, quotas, events and statistics, whatever its salts are, and
+    tells nothing of it without the secret. `scope` (KEY_BYTES) stands for tenant and salt: what a client names, such as
+    a session, is named within it.
+    """
+
+    tag: bytes
+    scope: bytes
+    page_tokens: int
+    _key: bytes
+
+    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i."""
+        size = self.page_tokens
+        parent = keys[-1] if keys else _FIRST
+        keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
+        for i in range(len(keys), len(tokens) // size):
+            page = keyed.copy()
+            page.update(parent)
+            page.update(array("I", tokens[i * size : (i + 1) * size]))
+            parent = page.digest()
+            keys.append(parent)
+
+
+class KeyChain:
+    """Page names of one engine.
+
+    `fingerprint` identifies model, weights and dtypes; `rank`/`world` the shard of a tensor-parallel engine. `secret`
+    (KEY_BYTES) is the operator's: `secret.operator_secret`. Without one the names are of use to this object alone.
+    """
+
+    def __init__(
+        self, fingerprint: str, page_tokens: int, *, rank: int = 0, world: int = 1, secret: bytes | None = None
+    ) -> None:
+        self.page_tokens = page_tokens
+        self._secret = secrets.token_bytes(KEY_BYTES) if secret is None else secret
+        assert len(self._secret) == KEY_BYTES
+        self._engine = struct.pack("<III", page_tokens, rank, world) + _field(fingerprint)
+
+    def names(self, who: str, salt: str) -> TenantNames:
+        """Names for the tenant `who` (as the server knows it) and a request's cache_salt.
+
+        Where the server knows no tenants (`who` is "") the salt is the tenant: a gateway in front of it separates its
+        customers that way. Tenants of the two kinds never have the same tag or names.
+        """
+        derived = self._hash(self._engine + _field(who) + _field(salt), KEY_BYTES, b"wicore-kv-names")
+        scope = self._hash(_field(who) + _field(salt), KEY_BYTES, b"wicore-kv-scope")
+        return TenantNames(tenant_tag(self._secret, who, salt), scope, self.page_tokens, derived)
+
+    def _hash(self, data: bytes, size: int, use: bytes) -> bytes:
+        return blake2b(data, digest_size=size, key=self._secret, person=use).digest()
+
+
+def tenant_tag(secret: bytes, who: str, salt: str = "") -> bytes:
+    """A tenant's tag (`TenantNames.tag`): of `who`, or where that is "" of the salt. Equal for all engines."""
+    kind = b"who " + _field(who) if who else b"salt" + _field(salt)
+    return blake2b(kind, digest_size=TENANT_BYTES, key=secret, person=b"wicore-kv-tenant").digest()
+
+
+def _field(text: str) -> bytes:
+    """Text of any kind as bytes that no other text begins with or continues into."""
+    data = text.encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(data)) + data

@@ -1,0 +1,1 @@
+"""What leaves a KV tier when it is full: the policies, and what they learn from."""

@@ -1,0 +1,122 @@
+"""The `a2cr` policy: attention x frequency x exponential decay, with one decay rate that adapts to the traffic.
+
+score = attention^a * frequency^b * exp(-rate * age). With one rate the logarithm is a ln(attention) + b ln(frequency)
++ rate * last - rate * now, and the last term is the same for every page: the order never changes with time, so a heap
+of keys computed at the touch is exact. It must not know tiers or a wall clock: age counts touched pages. Invariant: a
+change of the rate is the only event that recomputes keys.
+
+The rate is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow
+cache per rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015); the fastest rate is LRU in effect.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from zlib import crc32
+
+from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node, ghost_limit
+
+RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)
+"""Candidate decay rates, in decades of e per cache-full of touched pages."""
+_SHADOW_PAGES = 1024
+_BETTER = 1.01
+_MIN_SIGNAL = 1e-3
+
+
+def log_score(attention: float, frequency: int, last: int, rate: float, weights: tuple[float, float]) -> float:
+    """Logarithm of the score, without the term that all pages share. Floors a measured attention of zero at 0.001."""
+    worth = weights[1] * math.log(frequency)
+    if attention != NEUTRAL_SIGNAL:
+        worth += weights[0] * math.log(max(attention, _MIN_SIGNAL))
+    return worth + rate * last
+
+
+class A2CRPolicy(ChainPolicy):
+    """`attention_weight` and `frequency_weight` are the exponents a and b; `rate` fixes the decay per touched page and
+    turns its adaptation off. A page's attention is the running mean (half new, half old) of the measured signals."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        attention_weight: float = 1.0,
+        frequency_weight: float = 1.0,
+        rate: float | None = None,
+    ) -> None:
+        super().__init__(capacity, ghosts=ghost_limit(capacity))
+        self._weights = (attention_weight, frequency_weight)
+        self._stride = max(1, capacity // _SHADOW_PAGES)
+        size = max(1, capacity // self._stride)
+        rates = [] if rate is not None else [r / max(capacity, 1) for r in RATES]
+        self._shadows = [_Shadow(size, r) for r in rates]
+        self.rate = rate if rate is not None else self._shadows[-1].rate
+        self._memory = 8 * max(capacity, 1)
+        self._review_at = self.capacity
+
+    def _score(self, node: Node) -> float:
+        return log_score(node.attention, node.uses + 1, node.last, self.rate, self._weights)
+
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        for node in path[:seen]:
+            node.uses += 1
+        if signal is not None:
+            for node, value in zip(path, signal, strict=True):
+                node.attention = value if node.attention == NEUTRAL_SIGNAL else 0.5 * (node.attention + value)
+        if self._shadows:
+            self._replay(path)
+            if self._clock >= self._review_at:
+                self._review()
+
+    def _replay(self, path: list[Node]) -> None:
+        # Deepest first: pages of one request tie but for their frequency, and the parent must be the later one.
+        for node in reversed(path):
+            if crc32(_key_bytes(node.key)) % self._stride == 0:
+                for shadow in self._shadows:
+                    shadow.touch(node, self._clock, self._weights)
+
+    def _review(self) -> None:
+        self._review_at = self._clock + max(64, self.capacity // 4)
+        keep = 0.5 ** (max(64, self.capacity // 4) / self._memory)
+        current = next(shadow for shadow in self._shadows if shadow.rate == self.rate)
+        best = max(self._shadows, key=lambda shadow: shadow.hits)
+        if best.hits > _BETTER * current.hits:
+            self.rate = best.rate
+            for node in self._nodes.values():
+                node.version += 1
+            self._rescore()
+        for shadow in self._shadows:
+            shadow.hits *= keep
+
+
+class _Shadow:
+    """A cache of sampled keys under one decay rate; counts its (fading) hits."""
+
+    __slots__ = ("_heap", "_held", "_size", "hits", "rate")
+
+    def __init__(self, size: int, rate: float) -> None:
+        self._size = size
+        self.rate = rate
+        self.hits = 0.0
+        self._held: dict[Key, tuple[float, int]] = {}
+        self._heap: list[tuple[tuple[float, int], Key]] = []
+
+    def touch(self, node: Node, now: int, weights: tuple[float, float]) -> None:
+        if node.key in self._held:
+            self.hits += 1
+        # The depth breaks ties and makes entries of one page at one time equal, so keys are never compared.
+        entry = (log_score(node.attention, node.uses + 1, now, self.rate, weights), -node.depth)
+        self._held[node.key] = entry
+        heapq.heappush(self._heap, (entry, node.key))
+        while len(self._held) > self._size:
+            oldest, key = heapq.heappop(self._heap)
+            if self._held.get(key) == oldest:
+                del self._held[key]
+        if len(self._heap) > 4 * self._size + 64:
+            self._heap = [(entry, key) for key, entry in self._held.items()]
+            heapq.heapify(self._heap)
+
+
+def _key_bytes(key: Key) -> bytes:
+    return key if isinstance(key, bytes) else str(key).encode()

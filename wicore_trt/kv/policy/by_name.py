@@ -1,0 +1,35 @@
+"""The eviction policies by name, as recipes and the command line spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wicore_trt.errors import ConfigError
+from wicore_trt.kv.policy.a2cr import A2CRPolicy
+from wicore_trt.kv.policy.cost import LENGTH_UNIT, CostPolicy
+from wicore_trt.kv.policy.policy import ChainPolicy, LFUPolicy, LRUPolicy
+
+POLICIES = ("cost", "lru", "a2cr", "lfu")
+DEFAULT_POLICY = "cost"
+
+
+def make_policy(
+    name: str,
+    capacity: int,
+    *,
+    page_cost: Callable[[int], float] | None = None,
+    victim_cache: bool = False,
+    page_tokens: int = LENGTH_UNIT,
+) -> ChainPolicy:
+    """The policy of one tier that holds `capacity` pages of `page_tokens` tokens. The rest is used by `cost` only.
+
+    `page_cost(depth)` is the relative cost per byte of recomputing page `depth` of a chain (None: all alike).
+    `victim_cache`: the tier receives pages only when the tier above evicts them and gives them up when they are used.
+    Raises ConfigError for an unknown name.
+    """
+    if name == "cost":
+        return CostPolicy(capacity, page_cost=page_cost, victim_cache=victim_cache, page_tokens=page_tokens)
+    simple: dict[str, Callable[[int], ChainPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy, "a2cr": A2CRPolicy}
+    if name not in simple:
+        raise ConfigError(f"unknown eviction policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
+    return simple[name](capacity)

@@ -1,0 +1,1 @@
+"""Prefixes from lower tiers: what to load and what to compute, and the loads themselves."""

@@ -1,0 +1,396 @@
+"""From prefixes in host memory and on disk to page tables: look-up, plan, load, jump; and parking of the preempted.
+
+Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant:
+slots of a load belong to the sequence from `begin` until `jump` or `cancel`; pages become findable at the jump, not
+before; a jump passes over no token whose page was neither written by the sequence nor brought by the load, and a
+sequence whose load fails computes what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadPlan, Step, TierRate, advance, plan
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.tiers import LowerTiers
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import CachePriority
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 4
+"""Resume points that a plan chooses among, the longest first."""
+LATE = 2.0
+"""A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
+MEASURED_BYTES = 4 << 20
+JUMP, WAIT, DROP = Step("jump"), Step("wait"), Step("drop")
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A planned load under way and how long its sequence has idled for it."""
+
+    plan: LoadPlan
+    since: float
+    disk_bytes: int
+    idle_s: float = 0.0
+    waiting_since: float | None = None
+
+
+class PrefixLoader:
+    """`page_bytes` by layer group; `clock` gives seconds."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        tiers: LowerTiers,
+        page_bytes: dict[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tiers = tiers
+        self.decisions: Counter[str] = Counter()
+        self.parked = self.resumed = self.refused = 0
+        self._manager = manager
+        self._page_bytes = page_bytes
+        self._clock = clock
+        self._host_meter = TierMeter(HOST_PRIOR)
+        self._disk_meter = TierMeter(DISK_PRIOR)
+        self._host_read = (0, 0.0)
+        self._begun: dict[PrefixLoad, _Begun] = {}
+
+    # --- look-up and plan ----------------------------------------------------------------------------------------
+
+    def plan(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadPlan | None:
+        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below."""
+        candidates = self._candidates(pages, total, hit)
+        if not candidates:
+            return None
+        now = self._clock()
+        rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
+        if self.tiers.disk is not None:
+            rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.reading_bytes, now=now)
+        return plan(total, hit.tokens, candidates, compute, rates)
+
+    def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
+        manager, keys = self._manager, pages.keys
+        limit = min(len(keys), (total - 1) // manager.page_tokens)
+        start = hit.tokens // manager.page_tokens
+        where, reach = [], start
+        for i in range(start, limit):
+            tier = self._where(manager.chain_group, keys[i])
+            if tier is None:
+                break
+            where.append(tier)
+            reach = i + 1
+        found: list[Candidate] = []
+        n = manager.longest_window(keys, reach, lambda key: self._where(LOCAL, key) is not None)
+        while n > start and len(found) < MAX_CANDIDATES:
+            window: Counter[str] = Counter()
+            if LOCAL in manager.pools:
+                for i in range(manager.first_visible_page(n * manager.page_tokens), n):
+                    window[self._where(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
+            page_bytes = self._page_bytes[GLOBAL] if manager.chain_group == GLOBAL else 0
+            found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
+            n = manager.longest_window(keys, n - 1, lambda key: self._where(LOCAL, key) is not None)
+        return found
+
+    def _where(self, group: str, key: bytes) -> str | None:
+        return "device" if self._manager.pools[group].find(key) is not None else self.tiers.where(group, key)
+
+    def prefetch(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
+        """Bring what a waiting sequence will load from disk to the host."""
+        chosen = self.plan(pages, total, hit, compute)
+        if chosen is None or not chosen.stop:
+            return
+        stop = chosen.stop // self._manager.page_tokens
+        items = [LoadItem(page, -1) for page in self._wanted(pages, hit.tokens, stop)]
+        items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
+        if items:
+            self.tiers.begin(PrefixLoad(0, stop, items))
+
+    def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
+        """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
+        manager = self._manager
+        wanted = []
+        if LOCAL in manager.pools:
+            first = manager.first_visible_page(stop * manager.page_tokens)
+            wanted += [pages.page(LOCAL, i) for i in range(first, stop)]
+        if manager.chain_group == GLOBAL:
+            start = start_tokens // manager.page_tokens
+            wanted += [pages.page(GLOBAL, i) for i in range(stop - 1, start - 1, -1)]
+        return [page for page in wanted if manager.pools[page.group].find(page.key) is None]
+
+    # --- load ----------------------------------------------------------------------------------------------------
+
+    def begin(self, pages: SequencePages, chosen: LoadPlan, *, spare: int = 0) -> bool:
+        """Start a planned load for a sequence whose tables hold the device hit and all global pages of the prompt.
+        False, and no change, unless the local pool has room for the window and `spare` pages more."""
+        manager, size = self._manager, self._manager.page_tokens
+        first, stop = chosen.start // size, chosen.stop // size
+        window, items = self._window_slots(pages, stop, spare)
+        if window is None:
+            return False
+        found: dict[int, int] = {}
+        if manager.chain_group == GLOBAL:
+            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
+            for i in range(stop - 1, first - 1, -1):
+                slot = pool.find(pages.keys[i])
+                if slot is None:
+                    items.append(LoadItem(pages.page(GLOBAL, i), table[i]))
+                else:  # held beside the table's own slot, which the sequence may write until it jumps
+                    pool.acquire(slot)
+                    found[i] = slot
+        pages.load = load = PrefixLoad(
+            chosen.stop,
+            stop,
+            items,
+            first=first if manager.chain_group == GLOBAL else 0,
+            window_first=manager.first_visible_page(chosen.stop) if window else stop,
+            window=window,
+            found=found,
+            here=self._on_device(items, window, stop, found),
+        )
+        load.expected, load.failures = pages.keys[:stop], manager.failures
+        manager.expect(load.expected)
+        disk_bytes = sum(
+            self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
+        )
+        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes)
+        self.tiers.begin(load)
+        return True
+
+    @staticmethod
+    def _on_device(
+        items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
+    ) -> set[tuple[str, int]]:
+        """The pages of a load that no item brings."""
+        lacking = {item.page.index for item in items if item.page.group == LOCAL}
+        local = set(range(stop - len(window), stop)) - lacking
+        return {(GLOBAL, i) for i in found} | {(LOCAL, i) for i in local}
+
+    def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
+        """Slots of the local window before page `stop`, and the items that fill those that the device lacks."""
+        manager = self._manager
+        if LOCAL not in manager.pools:
+            return [], []
+        pool = manager.pools[LOCAL]
+        wanted = range(manager.first_visible_page(stop * manager.page_tokens), stop)
+        held = {i: slot for i in wanted if (slot := pool.find(pages.keys[i])) is not None}
+        for slot in held.values():
+            pool.acquire(slot)
+        lacking = [i for i in wanted if i not in held]
+        fresh = pool.allocate(len(lacking)) if len(lacking) + spare <= pool.available else None
+        if fresh is None:
+            pool.release(held.values())
+            return None, []
+        items = [LoadItem(pages.page(LOCAL, i), slot) for i, slot in zip(lacking, fresh, strict=True)]
+        slots = held | {item.page.index: item.slot for item in items}
+        return [slots[i] for i in wanted], items
+
+    def step(self, pages: SequencePages, computed: int) -> Step:
+        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
+        load = pages.load
+        assert load is not None
+        size = self._manager.page_tokens
+        if load.failures != self._manager.failures:
+            return DROP  # what has come may have been condemned meanwhile
+        if pages.parked is not None:
+            return DROP if load.failed else JUMP if load.complete else WAIT
+        if load.broken:
+            return DROP
+        begun, now = self._begun[load], self._clock()
+        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.plan.load_seconds:
+            self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
+            begun.disk_bytes = 0
+        if begun.waiting_since is not None:
+            begun.idle_s += now - begun.waiting_since
+        load.floor = computed // size
+        ready_from = load.meeting_page() * size if load.window_here else begun.plan.stop + 1
+        # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
+        step = advance(begun.plan, computed, ready_from, begun.plan.wait_s if load.failed else begun.idle_s)
+        begun.waiting_since = now if step.action == "wait" else None
+        return step
+
+    def jump(self, pages: SequencePages, owner: int, computed: int) -> int:
+        """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
+        the tokens that are now computed. A load that would pass over an unwritten page is given up instead, and
+        `computed` stays."""
+        load, manager, parked = pages.load, self._manager, pages.parked
+        assert load is not None
+        missing = self._unwritten(pages, load, computed)
+        if missing:
+            log.error("a load to token %d passes over pages %s that nobody wrote; it is dropped", load.tokens, missing)
+            self.refused += 1
+            self.cancel(pages)
+            return computed
+        self._place(pages, load, computed)
+        full = min(load.stop, load.tokens // manager.page_tokens)
+        private = parked.private if parked is not None else ()
+        if pages.failures == manager.failures:
+            for i in range(pages.published, full):
+                if (manager.chain_group, i) in private:
+                    manager.retention.made(pages.keys[i], pages.hints)
+                for group in manager.pools:
+                    slot = pages.tables[group][i]
+                    if slot >= 0:
+                        manager.publish(pages, group, i, slot, saved=(group, i) not in private)
+                manager.done_computing(pages.keys[i], owner)
+            pages.published = max(pages.published, full)
+        self._measure_host()
+        if parked is not None:
+            self.let_go(pages)
+        else:
+            for tier, count in load.arrived.items():
+                self.tiers.hit_tokens[tier] += count * manager.page_tokens
+            manager.hit_tokens += load.arrived["device"] * manager.page_tokens
+        self._forget(pages)
+        return load.tokens
+
+    def _unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
+        """Pages that the tokens before the end of a load need and that are neither written nor here."""
+        manager = self._manager
+        needed = (
+            [(GLOBAL, i) for i in range(computed // manager.page_tokens, load.stop)] if GLOBAL in manager.pools else []
+        )
+        needed += [(LOCAL, i) for i in range(load.window_first, load.stop)] if LOCAL in manager.pools else []
+        return [place for place in needed if place not in load.here]
+
+    def _place(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
+        """Put the pages of a load into the tables, and mark as written what it filled."""
+        manager, size = self._manager, self._manager.page_tokens
+        if GLOBAL in manager.pools:
+            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
+            for i, slot in load.found.items():
+                pool.release([table[i]])
+                table[i] = slot
+            load.found.clear()
+            for i in range(computed // size, load.stop):
+                if pool.page(table[i]) is None:
+                    pool.wrote(table[i], 0, min(size, load.tokens - i * size))
+        if LOCAL in manager.pools:
+            manager.replace_window(pages, load.window_first, load.window)
+            for i, slot in enumerate(load.window, load.window_first):
+                if manager.pools[LOCAL].page(slot) is None:
+                    manager.pools[LOCAL].wrote(slot, 0, min(size, load.tokens - i * size))
+            load.window.clear()
+
+    def cancel(self, pages: SequencePages) -> None:
+        """Give up a load, if there is one: its slots go back; what is in flight is dropped on arrival."""
+        if pages.load is not None:
+            for group, slots in ((LOCAL, pages.load.window), (GLOBAL, pages.load.found.values())):
+                if slots:
+                    self._manager.pools[group].release(reversed(list(slots)))
+            self._forget(pages)
+
+    def _forget(self, pages: SequencePages) -> None:
+        load = pages.load
+        assert load is not None
+        load.cancel()
+        self._manager.expect_no_more(load.expected)
+        self._begun.pop(load, None)
+        pages.load = None
+
+    # --- rates ---------------------------------------------------------------------------------------------------
+
+    def disk_read(self, count: int, seconds: float, queued: int) -> None:
+        """A disk read of `count` bytes ended after `seconds` behind `queued` bytes."""
+        self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
+
+    def _measure_host(self) -> None:
+        """Copies to the device since the last load: one page alone says little, a busy machine may stop it half-way."""
+        traffic = self.tiers.transfers.host_traffic
+        count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
+        if count >= MEASURED_BYTES:
+            self._host_read = (traffic.read_bytes, traffic.read_seconds)
+            self._host_meter.observe(count, seconds, now=self._clock())
+
+    # --- parking -------------------------------------------------------------------------------------------------
+
+    def park(self, pages: SequencePages, computed: int) -> bool:
+        """Keep the pages of a sequence that is to lose its slots in host memory. False, and no change, when the host
+        has no room for all of them."""
+        manager, size = self._manager, self._manager.page_tokens
+        parked = ParkedPages(computed)
+        trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
+        low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
+        for group, pool in manager.pools.items():
+            held = parked.pages[group] = {}
+            for i in range(manager.first_visible_page(computed) if group == LOCAL else 0, manager.pages_for(computed)):
+                slot = pages.tables[group][i]
+                if i < trusted and pool.page(slot) is not None and not low:
+                    held[i] = pages.page(group, i)
+                else:
+                    held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
+                    parked.private.add((group, i))
+                copy = self.tiers.store(held[i], slot, private=(group, i) in parked.private)
+                if copy is not None:
+                    parked.copies.append(copy)
+        pages.parked = parked
+        if len(parked.copies) < sum(map(len, parked.pages.values())) or not self.tiers.retain(parked.copies):
+            parked.copies = []
+            self.let_go(pages)
+            return False
+        parked.expected = pages.keys[: computed // size]
+        manager.expect(parked.expected)
+        self.parked += 1
+        return True
+
+    def let_go(self, pages: SequencePages) -> None:
+        """Let go of the host copies of a parked sequence; those that only it can use leave at once."""
+        parked = pages.parked
+        if parked is None:
+            return
+        self._manager.expect_no_more(parked.expected)
+        for copy in parked.copies:
+            self.tiers.host.release(copy)
+        for group, i in parked.private:
+            self.tiers.drop_private(parked.pages[group][i])
+        pages.parked = None
+
+    def resume(self, pages: SequencePages) -> bool:
+        """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
+        parked, manager = pages.parked, self._manager
+        assert parked is not None
+        full = parked.tokens // manager.page_tokens
+        slots: dict[str, dict[int, int]] = {}
+        items: list[LoadItem] = []
+        here: set[tuple[str, int]] = set()
+        for group, pool in manager.pools.items():
+            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find(pages.keys[i])) is not None}
+            for slot in held.values():
+                pool.acquire(slot)
+            slots[group] = held
+            here |= {(group, i) for i in held}
+            lacking = [i for i in parked.pages[group] if i not in held]
+            fresh = pool.allocate(len(lacking))
+            if fresh is None:
+                for name, taken in slots.items():
+                    manager.pools[name].release(taken.values())
+                return False
+            held.update(zip(lacking, fresh, strict=True))
+            items += [LoadItem(parked.pages[group][i], held[i]) for i in lacking]
+        window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
+        first = manager.first_visible_page(parked.tokens)
+        if GLOBAL in slots:
+            pages.tables[GLOBAL].extend(slots[GLOBAL][i] for i in sorted(slots[GLOBAL]))
+        pages.load = PrefixLoad(
+            parked.tokens,
+            manager.pages_for(parked.tokens),
+            items,
+            window_first=first,
+            window=window,
+            here=here,
+        )
+        pages.load.failures = manager.failures
+        self.tiers.begin(pages.load)
+        self.resumed += 1
+        return True

@@ -1,0 +1,262 @@
+"""Compute or load: which part of a prefix to fetch from the host and disk tiers, and which to compute meanwhile.
+
+Plain data; it must not know clocks, tensors, threads or how rates are measured (`kv/prefix/rates.py`). A plan names a
+resume point `stop` and a page boundary `start`: pages [start, stop) of the global layers and the windows of `stop` are
+loaded, windows first and then pages from back to front, while the device computes from the front. Where both meet the
+sequence jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break
+nothing.
+
+Invariant (`advance`): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
+front, as without the load. So whatever the load does, time to first token <= recompute + wait_s and one step of others,
+which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
+add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
+work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
+load-only plan the load's own time too, which ends within a slice and a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+
+MARGIN = 0.05
+"""A load must be predicted to save this share of the recompute time; less is not worth the reads."""
+BAND = 0.35
+"""How much faster than predicted a load may be without running out of requested pages: a split requests more pages
+than it expects to need."""
+CAUTION = 1.1
+"""In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
+STAKE = 0.24
+"""Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierRate:
+    """What a tier gives now. `latency_s` is per batch of operations, `queued_bytes` is work ahead of ours there.
+
+    The rate of HOST is that of the link from host to device, which the pages from disk pass as well.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    queued_bytes: int = 0
+
+    def seconds(self, count: int) -> float:
+        """Until `count` more bytes have arrived; nothing takes no time."""
+        return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRate:
+    """Prefill time of one sequence: `per_token_s` (c0) for each token, `per_key_s` (c1) more per key it attends to.
+
+    `share` in (0, 1] is the part of the step budget that the sequence gets under the present load, `delay_s` the time
+    until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens`: with fewer tokens of this
+    sequence a step gets no shorter, because of the weights to read or because other sequences fill it.
+    """
+
+    per_token_s: float
+    per_key_s: float = 0.0
+    share: float = 1.0
+    delay_s: float = 0.0
+    slice_tokens: int = 256
+
+    def alone(self, begin: int, end: int) -> float:
+        """Seconds to compute tokens [begin, end) with the whole device: c0 (b - a) + c1 (b^2 - a^2) / 2."""
+        return (end - begin) * (self.per_token_s + self.per_key_s * (begin + end) / 2)
+
+    def seconds(self, begin: int, end: int) -> float:
+        """The same with this sequence's share of the device."""
+        return self.alone(begin, end) / self.share
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A resume point in the lower tiers: the first `tokens` tokens can be had without computing.
+
+    `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers together,
+    `first` being the plan's start rounded down to a page; entries past `tokens` are ignored, so that candidates can
+    share one list. `page_bytes` counts all global layers. `window_bytes` says per tier what the windows before `tokens`
+    need. What is on the device already costs nothing.
+    """
+
+    tokens: int
+    global_pages: Sequence[str]
+    page_tokens: int
+    page_bytes: int
+    window_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+Decision = Literal["compute", "load", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
+
+    `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
+    load-only plan has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`: the
+    longest that the sequence may idle. `slice_tokens` as in ComputeRate.
+    """
+
+    stop: int
+    start: int
+    seconds: float
+    compute_seconds: float
+    decision: Decision
+    meet: int = 0
+    load_seconds: float = 0.0
+    wait_s: float = 0.0
+    slice_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a sequence with a load does next. "jump": computed = plan.stop. "drop": the load is useless now."""
+
+    action: Literal["jump", "drop", "compute", "wait"]
+    max_tokens: int = 0
+    """For "compute": tokens to compute at most before asking again; they may pass plan.stop."""
+
+
+def plan(
+    total: int,
+    start: int,
+    candidates: Sequence[Candidate],
+    compute: ComputeRate,
+    tiers: Mapping[str, TierRate],
+) -> LoadPlan:
+    """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device.
+
+    A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
+    recomputing is not made. O(pages) for the sums over each distinct page list, then O(log pages) per candidate.
+    """
+    recompute = compute.delay_s + compute.seconds(start, total)
+    best: tuple[float, _Load, int] | None = None
+    sums: dict[int, _Sums] = {}
+    for candidate in candidates:
+        assert start < candidate.tokens < total and candidate.tokens % candidate.page_tokens == 0
+        pages = sums.setdefault(id(candidate.global_pages), _page_sums(candidate.global_pages))
+        load = _Load(candidate, start, pages, compute, tiers)
+        meet = load.meeting(1.0)
+        if meet - start < compute.slice_tokens:
+            meet = start
+        front = compute.delay_s + compute.seconds(start, meet)
+        score = max(front, CAUTION * load.seconds(meet)) + compute.seconds(candidate.tokens, total)
+        if best is None or score < best[0]:
+            best = (score, load, meet)
+    if best is None:
+        return LoadPlan(0, start, recompute, recompute, "compute")
+    _, load, meet = best
+    load_s = load.seconds(meet)
+    seconds = max(compute.delay_s + compute.seconds(start, meet), load_s)
+    seconds += compute.seconds(load.candidate.tokens, total)
+    if seconds > (1 - MARGIN) * recompute:
+        return LoadPlan(0, start, recompute, recompute, "compute")
+    wait_s = min(STAKE * (recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
+    if compute.share < 1:
+        wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
+    stop, slices = load.candidate.tokens, compute.slice_tokens
+    if meet == start:
+        wait_s += max(0.0, load_s - compute.delay_s)
+        return LoadPlan(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
+    first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
+    return LoadPlan(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
+
+
+def advance(plan: LoadPlan, computed: int, ready_from: int, idle_s: float) -> Step:
+    """What a sequence whose load is under way does at a step boundary, or when its load is done.
+
+    `computed` tokens are on the device. `ready_from`: smallest token such that the windows of plan.stop and all pages
+    [ready_from, plan.stop) are there; anything above plan.stop while not even the windows are. `idle_s`: how long the
+    sequence has waited after "wait" so far. When the load fails the caller drops it and computes on.
+    """
+    if computed >= plan.stop:
+        return Step("drop")
+    if ready_from <= computed:
+        return Step("jump")
+    left = plan.meet - computed
+    if left < plan.slice_tokens / 2:
+        if idle_s < plan.wait_s:
+            return Step("wait")
+        left = -left // 2  # the load is late: slices that grow, as short ones may be less efficient
+    elif computed >= plan.start:
+        left //= 2  # the load may be there any time: slices that get smaller
+    else:
+        left = plan.start - computed
+    return Step("compute", max(left, plan.slice_tokens))
+
+
+_Sums = tuple[list[int], list[int]]
+
+
+def _page_sums(pages: Sequence[str]) -> _Sums:
+    """Numbers of host and of disk pages among the first i, for every i."""
+    return (
+        list(accumulate((tier == HOST for tier in pages), initial=0)),
+        list(accumulate((tier == DISK for tier in pages), initial=0)),
+    )
+
+
+class _Load:
+    """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the plan's start."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        start: int,
+        sums: _Sums,
+        compute: ComputeRate,
+        tiers: Mapping[str, TierRate],
+    ) -> None:
+        self.candidate = candidate
+        self._start = start
+        self._first = start - start % candidate.page_tokens
+        self._pages = (candidate.tokens - self._first) // candidate.page_tokens
+        self._sums = sums
+        self._compute = compute
+        self._tiers = tiers
+
+    def seconds(self, begin: int) -> float:
+        """Until the windows and pages from token `begin` to the end are on the device."""
+        candidate = self.candidate
+        page = (begin - self._first) // candidate.page_tokens
+        host = (self._sums[0][self._pages] - self._sums[0][page]) * candidate.page_bytes
+        disk = (self._sums[1][self._pages] - self._sums[1][page]) * candidate.page_bytes
+        host += candidate.window_bytes.get(HOST, 0)
+        disk += candidate.window_bytes.get(DISK, 0)
+        if HOST not in self._tiers or (disk and DISK not in self._tiers):
+            return float("inf") if host or disk else 0.0
+        link = self._tiers[HOST]
+        seconds = link.seconds(host + disk)
+        if disk:  # pages pass one after the other, so the slower of disk and link counts, and one page more
+            last = link.latency_s + candidate.page_bytes / link.bytes_per_s
+            seconds = max(seconds, self._tiers[DISK].seconds(disk) + last)
+        return seconds
+
+    def meeting(self, factor: float) -> int:
+        """The boundary with the soonest end of computing up to it and loading from it, if loads take `factor` times
+        their estimate. Computing grows with the boundary and loading shrinks, so it is next to where they cross."""
+        low, high = 0, self._pages - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._front(middle) >= factor * self.seconds(self._boundary(middle)):
+                high = middle
+            else:
+                low = middle + 1
+        if low and factor * self.seconds(self._boundary(low - 1)) <= self._front(low):
+            low -= 1
+        return self._boundary(low)
+
+    def boundary_before(self, token: int) -> int:
+        return self._boundary((token - self._first) // self.candidate.page_tokens)
+
+    def _front(self, page: int) -> float:
+        return self._compute.delay_s + self._compute.seconds(self._start, self._boundary(page))
+
+    def _boundary(self, page: int) -> int:
+        return max(self._start, self._first + page * self.candidate.page_tokens)

@@ -1,0 +1,136 @@
+"""Online estimates of what the planner needs: prefill seconds per token, and each tier's rate and latency.
+
+Plain data; it must not read clocks (callers pass seconds and `now`) nor know what is measured. Both meters fit a sum of
+positive terms, seconds = sum p_i x_i, by normalised gradient steps on the logarithm of the error: p_i stays positive,
+errors are relative, a term learns in proportion to its part of the time, and one outlier counts as CLIP times at most.
+
+Invariant: estimates are positive and finite whatever is observed, and two or three observations bring a tier that
+changed tenfold within a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from wicore_trt.kv.prefix.planner import ComputeRate, TierRate
+
+CLIP = 4.0
+"""Largest factor by which one observation counts as slower or faster than expected."""
+RATE, FAST_RATE = 0.25, 0.8
+"""Step sizes: in noise, and when two observations in a row are off by more than SHIFT on the same side."""
+SHIFT = 1.5
+LIMIT = 1e5
+"""Largest factor between a parameter and its prior."""
+
+PRIOR_PER_TOKEN_S = 1e-4
+"""Prefill before the first step: 10,000 tokens/s, faster than most devices, so that in doubt the engine computes."""
+HOST_PRIOR = TierRate(10e9, 2e-4)
+"""Before the first copy from the host: PCIe 4 x16 at half its rate; host hits are loaded."""
+DISK_PRIOR = TierRate(0.5e9, 5e-3)
+"""Before the first read: SATA. Large models compute at first, small ones (few bytes per token) load."""
+MIN_TOKENS = 32
+"""Steps with fewer prefill tokens say nothing about prefill: reading the weights is most of them."""
+DOUBLING_S = 10.0
+"""A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
+
+
+class _PositiveSum:
+    """seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
+
+    p_i stays within a factor of LIMIT of its prior, so that no nonsense makes it overflow.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = tuple(prior)
+        self.p = list(prior)
+        self.observed = 0
+        self._last_error = 0.0
+
+    def predict(self, x: Sequence[float]) -> float:
+        return sum(p * v for p, v in zip(self.p, x, strict=True))
+
+    def update(self, x: Sequence[float], seconds: float) -> None:
+        expected = self.predict(x)
+        error = math.log(max(seconds, 1e-9) / expected)
+        self.observed += 1
+        if self.observed == 1:
+            self._scale([error] * len(self.p))
+            return
+        error = max(-math.log(CLIP), min(math.log(CLIP), error))
+        again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > math.log(SHIFT)
+        rate = FAST_RATE if again else RATE
+        self._last_error = error
+        parts = [p * v / expected for p, v in zip(self.p, x, strict=True)]
+        norm = sum(part * part for part in parts)
+        self._scale([rate * error * part / norm for part in parts])
+
+    def _scale(self, logs: Sequence[float]) -> None:
+        scaled = (p * math.exp(min(log, math.log(LIMIT))) for p, log in zip(self.p, logs, strict=True))
+        self.p = [max(a / LIMIT, min(a * LIMIT, p)) for a, p in zip(self._prior, scaled, strict=True)]
+
+
+class PrefillMeter:
+    """Seconds per prefill token and per key attended to, of this engine with whatever else its steps do."""
+
+    def __init__(self) -> None:
+        # Attention of Gemma 3 27B costs 3.2e-6 of a token's other work per key; 270M is near that as well.
+        self._fit = _PositiveSum((PRIOR_PER_TOKEN_S, PRIOR_PER_TOKEN_S * 3e-6))
+
+    @property
+    def observed(self) -> int:
+        return self._fit.observed
+
+    def observe(self, slices: Sequence[tuple[int, int]], seconds: float) -> None:
+        """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored."""
+        if sum(count for _, count in slices if count > 1) < MIN_TOKENS or seconds <= 0:
+            return
+        tokens = sum(count for _, count in slices)
+        keys = sum(count * (start + count / 2) for start, count in slices)
+        self._fit.update((tokens, keys), seconds)
+
+    def rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
+        """The present estimate; the caller knows the load (see ComputeRate)."""
+        return ComputeRate(self._fit.p[0], self._fit.p[1], share, delay_s, slice_tokens)
+
+
+class TierMeter:
+    """Rate and latency of reads from one tier.
+
+    A tier that became slow is no longer read and so would stay slow in the books for ever. Its estimate therefore
+    rises again while nobody reads it: it doubles each DOUBLING_S up to the best rate seen (or the prior). A tier f
+    times too slow to be worth reading is tried again after DOUBLING_S * log2(f) seconds. One such trial costs the
+    request at most the idle time of its plan (`planner.advance`), because it computes meanwhile.
+    """
+
+    def __init__(self, prior: TierRate) -> None:
+        self._fit = _PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))
+        self._best = prior.bytes_per_s
+        self._read_at = 0.0
+
+    @property
+    def observed(self) -> int:
+        return self._fit.observed
+
+    def observe(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
+        """A batch of `count` bytes took `seconds` from submission to completion behind `queued` other bytes."""
+        if count <= 0 or seconds <= 0:
+            return
+        self._read_at = now
+        self._fit.update((1.0, count + queued), seconds)
+        self._best = max(self._best, 1.0 / self._fit.p[1])
+
+    def overdue(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
+        """The same batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
+
+        Call it once when a load passes its deadline, so that the next plans do not wait for a disk that hangs.
+        """
+        if seconds > self._fit.predict((1.0, count + queued)):
+            self.observe(count, seconds, queued=queued, now=now)
+
+    def rate(self, *, queued: int = 0, now: float) -> TierRate:
+        """The present estimate, with `queued` bytes of work ahead there."""
+        measured = 1.0 / self._fit.p[1]
+        idle = max(0.0, now - self._read_at) if self._fit.observed else 0.0
+        faster = min(2.0 ** min(idle / DOUBLING_S, 60.0), max(1.0, self._best / measured))
+        return TierRate(measured * faster, self._fit.p[0] / faster, queued)

@@ -1,0 +1,1 @@
+"""Replays and simulations of policies and of the planner; no server uses them."""

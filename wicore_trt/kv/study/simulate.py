@@ -1,0 +1,202 @@
+"""Replays a trace through one or more KV tiers and counts hits and bytes. Moves no data and knows no clock.
+
+A request looks up its chain over all tiers; the hit is the contiguous prefix found. Its pages then enter the first
+tier, which may for that moment exceed its capacity (a running sequence holds its pages), and every tier evicts down
+to its capacity, the request's own pages included. Invariant: after each request every tier is within its capacity
+and, in an exclusive hierarchy, a page is in one tier only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.study.belady import BeladyPolicy, next_uses
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
+
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Bytes of KV. `per_token` for global layers; `window` for the sliding-window layers at one resume point.
+
+    The defaults are Gemma 3 27B in 16 bit: 10 global layers and 52 local ones with windows of 1,024 tokens, 8 KiB per
+    token and layer. A page that ends a request's full prompt carries one window.
+    """
+
+    per_token: int = 81_920
+    window: int = 436_207_616
+
+
+@dataclass(slots=True)
+class SimulationReport:
+    """`hit_tokens` by tier and `moved_bytes` by "source_to_target"; all tokens in whole blocks."""
+
+    policy: str
+    capacity: dict[str, int]
+    inclusive: bool
+    requests: int = 0
+    tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.hit_tokens.values()) / max(1, self.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {tier: tokens / max(1, self.tokens) for tier, tokens in self.hit_tokens.items()}
+        return {**asdict(self), "hit_rate": self.hit_rate, "hit_rate_by_tier": rates}
+
+
+def simulate(
+    requests: Sequence[TraceRequest],
+    policy: str,
+    capacity: dict[str, int],
+    *,
+    inclusive: bool = False,
+    page_cost: Callable[[int], float] | None = None,
+    kv_bytes: KVBytes | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SimulationReport:
+    """Replay `requests` over tiers of `capacity` pages, listed from the nearest to the farthest.
+
+    `policy` is a name of `POLICIES` or "belady". Exclusive tiers pass evicted pages down; inclusive ones are written
+    through when a page is made. Raises ConfigError for an unknown policy.
+    """
+    names = list(capacity)
+    if policy == "belady":
+        future = next_uses([request.blocks for request in requests])
+        policies: list[ChainPolicy] = [BeladyPolicy(capacity[name], future) for name in names]
+    else:
+        policies = [
+            make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
+            for i, name in enumerate(names)
+        ]
+    tiers = _Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
+    report = SimulationReport(policy, dict(capacity), inclusive, hit_tokens=dict.fromkeys(names, 0))
+    start = time.perf_counter()
+    for i, request in enumerate(requests):
+        for tier in tiers.serve(request):
+            report.hit_tokens[names[tier]] += BLOCK_TOKENS
+        report.tokens += len(request.blocks) * BLOCK_TOKENS
+        if progress is not None and i % 64 == 0:
+            progress(i, len(requests))
+    if progress is not None:
+        progress(len(requests), len(requests))
+    report.requests = len(requests)
+    report.moved_bytes = tiers.moved
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+class _Tiers:
+    """The hierarchy during a replay. Tier 0 is the nearest."""
+
+    def __init__(self, names: list[str], policies: list[ChainPolicy], kv_bytes: KVBytes, *, inclusive: bool) -> None:
+        self._names = names
+        self._policies = policies
+        self._bytes = kv_bytes
+        self._inclusive = inclusive
+        self._parent: dict[int, int | None] = {}
+        self._resume: set[int] = set()
+        steps = range(len(names) - 1)
+        self.moved = {f"{names[i]}_to_{names[i + 1]}": 0 for i in steps}
+        self.moved |= {f"{names[i + 1]}_to_{names[i]}": 0 for i in steps}
+
+    def serve(self, request: TraceRequest) -> list[int]:
+        """Replay one request; returns the tier of each page hit."""
+        blocks = request.blocks
+        hit = self._look_up(blocks)
+        if len(self._names) > 1:
+            self._remember(request)
+            self._load(blocks, hit)
+        for policy in self._policies:
+            policy.touch(blocks)
+        first = self._policies[0]
+        first.add([block for block in blocks if block not in first])
+        if self._inclusive:
+            self._write_through(blocks)
+        self._shrink()
+        return hit
+
+    def _remember(self, request: TraceRequest) -> None:
+        self._parent.update(zip(request.blocks, (None, *request.blocks[:-1]), strict=True))
+        full = request.tokens // BLOCK_TOKENS
+        if full:
+            self._resume.add(request.blocks[min(full, len(request.blocks)) - 1])
+
+    def _look_up(self, blocks: Sequence[int]) -> list[int]:
+        hit = []
+        for block in blocks:
+            tier = next((i for i, policy in enumerate(self._policies) if block in policy), None)
+            if tier is None:
+                break
+            hit.append(tier)
+        return hit
+
+    def _load(self, blocks: Sequence[int], hit: list[int]) -> None:
+        """Bring the hit to tier 0. In an exclusive hierarchy the lower copies go, those that were no hit as well."""
+        for tier in hit:
+            for step in range(tier):
+                self._count(step + 1, step, self._bytes.per_token * BLOCK_TOKENS)
+        for step in range(hit[-1] if hit else 0):
+            self._count(step + 1, step, self._bytes.window)  # only the window at the end of the hit is needed
+        if not self._inclusive:
+            for block in blocks:
+                for policy in self._policies[1:]:
+                    if block in policy:
+                        policy.remove(block)
+
+    def _write_through(self, blocks: Sequence[int]) -> None:
+        for i in range(1, len(self._policies)):
+            policy = self._policies[i]
+            fresh = [block for block in blocks if block not in policy]
+            policy.add(fresh)
+            leaving = set(self._evict(i))
+            self._count(i - 1, i, sum(self._page_bytes(block) for block in fresh if block not in leaving))
+
+    def _shrink(self) -> None:
+        """Evict every tier down to its capacity, passing pages on where tiers are exclusive."""
+        leaving = self._evict(0)
+        if self._inclusive:
+            return
+        for i in range(1, len(self._policies)):
+            # Leaves come first out of the upper tier; parents go in first, so that children find them.
+            for block in reversed(leaving):
+                self._policies[i].add([block], self._parent[block])
+            arrived, leaving = leaving, self._evict(i)
+            passed_on = set(leaving)
+            kept = sum(self._page_bytes(block) for block in arrived if block not in passed_on)
+            self._count(i - 1, i, kept)
+
+    def _evict(self, tier: int) -> list[Any]:
+        policy = self._policies[tier]
+        excess = len(policy) - policy.capacity
+        if excess <= 0:
+            return []
+        victims = policy.victims(excess)
+        assert victims is not None, "nothing is pinned in a simulation"
+        for block in victims:
+            policy.remove(block)
+        return victims
+
+    def _page_bytes(self, block: int) -> int:
+        window = self._bytes.window if block in self._resume else 0
+        return self._bytes.per_token * BLOCK_TOKENS + window
+
+    def _count(self, source: int, target: int, count: int) -> None:
+        self.moved[f"{self._names[source]}_to_{self._names[target]}"] += count
+
+
+def recompute_cost(depth: int) -> float:
+    """Relative time to recompute the block at index `depth` of a chain: FLOP per token of Gemma 3 27B there over that
+    at the start (2 x 25.6e9 for the weights, 4 x 4,096 per key and layer for attention: 52 windows, 10 full)."""
+    position = (depth + 0.5) * BLOCK_TOKENS
+    return 1.0 + (52 * 16_384 * min(position, 1024.0) + 10 * 16_384 * position) / 51.2e9

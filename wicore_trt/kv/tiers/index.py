@@ -1,0 +1,407 @@
+"""Which slots of the host or disk tier hold which pages: the books of one tier, on plain data.
+
+One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
+through a policy over chain nodes; it must not know bytes, threads or clocks.
+A node is one page index of a chain; it has a copy per layer group. The primary group (global, where the model has it)
+carries the chain; a local copy leaves with its node, or earlier when no request is expected to resume there.
+Invariant (`check_integrity`): every slot is free or belongs to exactly one copy; a copy that is written, read or lost
+is never evicted and its slots are never handed out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.policy import ChainPolicy, Key
+from wicore_trt.kv.tiers.collector import collection_paused
+from wicore_trt.kv.tiers.stored import TRANSITIONS, CopyState, TierCopy, TierNode
+from wicore_trt.kv.tiers.tenant import Recency, Tenant
+
+__all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
+LOOKAHEAD = 256
+
+
+class TierIndex:
+    """`num_slots` slots; a page of group g takes `slots_per_page[g]` of them. `primary` is the group that carries the
+    chains. `quota` bounds one tenant's share of the slots, `pin_share` what sessions may hold. `on_evict` is told of
+    every copy that left the index, with its cause, when its slots are free again."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        slots_per_page: dict[str, int],
+        policy: ChainPolicy,
+        *,
+        primary: str,
+        quota: float = 1.0,
+        pin_share: float = 0.5,
+        on_evict: Callable[[TierCopy, str], None] = lambda copy, cause: None,
+    ) -> None:
+        self.num_slots = num_slots
+        self.slots_per_page = slots_per_page
+        self.primary = primary
+        self.policy = policy
+        self.evictions: Counter[str] = Counter()
+        self.pages: Counter[str] = Counter()
+        self._quota_slots = int(quota * num_slots)
+        self._pin_slots = int(pin_share * num_slots)
+        self._on_evict = on_evict
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._nodes: dict[Key, TierNode] = {}
+        self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
+        self._lost: set[TierCopy] = set()
+        self._tenants: dict[bytes, Tenant] = {}
+        self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
+        self.held_slots = 0
+        self.unsaved_slots = 0
+
+    @property
+    def used_slots(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def get(self, group: str, key: bytes) -> TierCopy | None:
+        """The copy of a page, in state WRITING or READY, or None."""
+        node = self._nodes.get(key)
+        return node.copies.get(group) if node is not None else None
+
+    def copies(self) -> Iterator[TierCopy]:
+        """All copies that can be found, in no particular order. Do not change the index meanwhile."""
+        return (copy for node in self._nodes.values() for copy in node.copies.values())
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(self, page: Page) -> TierCopy | None:
+        """Slots for a page that is not in the index, evicting what the policy gives up first; None when what is left
+        is in use, held or of other tenants and this one is at its quota."""
+        assert self.get(page.group, page.key) is None, "a page was reserved twice"
+        need = self.slots_per_page[page.group]
+        if not self._make_room(need, page):
+            return None
+        copy = TierCopy(page, tuple(self._free.pop() for _ in range(need)))
+        node = self._nodes.get(page.key)
+        if node is None:
+            node = self._nodes[page.key] = TierNode(page.key, page.tenant)
+        self._let_go(node)
+        node.copies[page.group] = copy
+        self._tenant(page.tenant).slots += need
+        self.unsaved_slots += need
+        if page.group == self.primary:
+            for policy in self._policies(page.tenant):
+                policy.add([page.key], page.parent)
+                if node.busy:
+                    policy.pin([page.key])
+        node.spare = self.primary not in node.copies
+        self._busy(node, 1)
+        above = self._nodes.get(page.parent) if page.parent is not None else None
+        if page.key in self._holds and (above is None or above.held):
+            self._try_hold(node)
+        return copy
+
+    def commit(self, copy: TierCopy) -> None:
+        """The page is written: it can be found and read. A copy that was dropped meanwhile is freed."""
+        if copy.state is CopyState.LOST:
+            self.reclaim(copy)
+            return
+        copy.move(CopyState.READY)
+        self.pages[copy.page.group] += 1
+        self._busy(self._nodes[copy.page.key], -1)
+
+    def abort(self, copy: TierCopy, cause: str, *, touched: bool = False) -> None:
+        """The page could not be written. `touched`: its buffers may still change, until `reclaim`."""
+        if copy.state is CopyState.LOST:
+            if not touched:
+                self.reclaim(copy)
+            return
+        assert copy.state is CopyState.WRITING
+        self._remove(copy, cause, lost=touched)
+
+    def reclaim(self, copy: TierCopy) -> None:
+        """Nothing touches the buffers of a lost copy any more."""
+        assert copy.state is CopyState.LOST and not copy.readers
+        self._lost.discard(copy)
+        copy.move(CopyState.FREE)
+        self._free.extend(copy.slots)
+
+    @collection_paused()
+    def restore(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
+        """Take over pages that a store recovered, oldest first, no slot twice; for an index that is empty. They are
+        READY and saved. A page whose slots do not fit this index is left out; what passes a tenant's quota leaves."""
+        assert not self._nodes and not self._lost and not self._holds
+        used = bytearray(self.num_slots)
+        chains: list[tuple[bytes, bytes | None, int]] = []
+        for page, slots in found:
+            need = self.slots_per_page.get(page.group)
+            if need != len(slots) or need > self._quota_slots or max(slots) >= self.num_slots:
+                continue
+            if (node := self._nodes.get(page.key)) is None:
+                node = self._nodes[page.key] = TierNode(page.key, page.tenant)
+            elif page.group in node.copies:
+                continue
+            node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True)
+            self.pages[page.group] += 1
+            self._tenant(page.tenant).slots += need
+            for slot in slots:
+                used[slot] = 1
+            if page.group == self.primary:
+                chains.append((page.key, page.parent, page.index))
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not used[slot]]
+        for node in [node for node in self._nodes.values() if self.primary not in node.copies]:
+            self._set_spare(node, True)
+        self.policy.fill(chains)
+        if self._quota_slots < self.num_slots:
+            self._restore_shares(chains)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def acquire(self, copy: TierCopy) -> None:
+        assert copy.ready, "only a written copy can be read"
+        copy.readers += 1
+        self._busy(self._nodes[copy.page.key], 1)
+
+    def release(self, copy: TierCopy) -> None:
+        """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
+        assert copy.readers > 0, "a copy was released twice"
+        copy.readers -= 1
+        if copy.state is CopyState.LOST:
+            if not copy.readers:
+                self.reclaim(copy)
+            return
+        self._busy(self._nodes[copy.page.key], -1)
+
+    def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
+        """A request looked up this chain, whether its pages are here or not."""
+        self.policy.touch(keys, signal)
+        if self._quota_slots < self.num_slots:
+            node = next((self._nodes[key] for key in keys if key in self._nodes), None)
+            order = self._tenant(node.tenant).order if node is not None else None
+            if order is not None:
+                order.touch(keys)
+
+    # --- leaving -------------------------------------------------------------------------------------------------
+
+    def drop(self, copy: TierCopy, cause: str) -> None:
+        """Take a READY copy out of the index at once; its slots are free when nobody reads them any more."""
+        assert copy.ready
+        self._remove(copy, cause, lost=copy.readers > 0)
+
+    def drop_key(self, key: bytes, cause: str) -> None:
+        """Drop all READY copies of a page."""
+        node = self._nodes.get(key)
+        for copy in list(node.copies.values()) if node is not None else ():
+            if copy.ready:
+                self.drop(copy, cause)
+
+    def condemn(self, key: bytes, cause: str) -> None:
+        """Drop all copies of a page, also those that are being written, whose buffers may change until `reclaim`."""
+        self.drop_key(key, cause)
+        node = self._nodes.get(key)
+        for copy in list(node.copies.values()) if node is not None else ():
+            self._remove(copy, cause, lost=True)
+
+    def spare(self, group: str, key: bytes) -> None:
+        """No request is expected to need this local copy: it leaves before any other page."""
+        if group != self.primary and self.get(group, key) is not None:
+            self._set_spare(self._nodes[key], True)
+
+    def keep(self, key: bytes) -> None:
+        """Undo `spare`: a request resumed here."""
+        node = self._nodes.get(key)
+        if node is not None and self.primary in node.copies:
+            self._set_spare(node, False)
+
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """A session's chain, first page first: its pages, here now or stored later, do not leave for space until
+        `unhold` with the same keys. Holds count. Pages that would pass `pin_share` are not held."""
+        room = True
+        for key in keys:
+            self._holds[key] += 1
+            node = self._nodes.get(key)
+            if node is not None and not node.held and room:
+                room = self._try_hold(node)
+
+    def unhold(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            assert self._holds[key] > 0, "a hold was taken back twice"
+            self._holds[key] -= 1
+            if not self._holds[key]:
+                del self._holds[key]
+                node = self._nodes.get(key)
+                if node is not None:
+                    self._let_go(node)
+
+    def cold(self, slots: int) -> list[TierCopy]:
+        """Copies that the next tier should get, in the order in which they would leave, for about `slots` slots and
+        among the LOOKAHEAD coldest pages: behind those there is no hurry."""
+        found: list[TierCopy] = []
+        seen, step = 0, 1
+        while step and slots > 0 and seen < LOOKAHEAD:
+            victims = self.policy.victims(seen + step)
+            if victims is None:
+                step //= 2
+                continue
+            for key in victims[seen:]:
+                copies = [c for c in self._nodes[key].copies.values() if c.ready and not c.saved]
+                found += copies
+                slots -= sum(len(copy.slots) for copy in copies)
+            seen += step
+            step *= 2
+        return found
+
+    def mark_saved(self, copy: TierCopy) -> None:
+        if not copy.saved:
+            copy.saved = True
+            if copy.state in (CopyState.WRITING, CopyState.READY):
+                self.unsaved_slots -= len(copy.slots)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _try_hold(self, node: TierNode) -> bool:
+        slots = node.slots
+        if self.held_slots + slots > self._pin_slots:
+            return False
+        node.held = True
+        self.held_slots += slots
+        self._busy(node, 1)
+        return True
+
+    def _let_go(self, node: TierNode) -> None:
+        if node.held:
+            node.held = False
+            self.held_slots -= node.slots
+            self._busy(node, -1)
+
+    def _tenant(self, tag: bytes) -> Tenant:
+        tenant = self._tenants.get(tag)
+        if tenant is None:
+            limited = self._quota_slots < self.num_slots
+            tenant = self._tenants[tag] = Tenant(order=Recency(self._quota_slots) if limited else None)
+        return tenant
+
+    def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
+        order = self._tenant(tag).order
+        return (self.policy,) if order is None else (self.policy, order)
+
+    def _restore_shares(self, chains: Iterable[tuple[bytes, bytes | None, int]]) -> None:
+        """Each tenant's own order of what was restored; what passes its quota leaves by it."""
+        shares: defaultdict[bytes, list[tuple[bytes, bytes | None, int]]] = defaultdict(list)
+        for entry in chains:
+            shares[self._nodes[entry[0]].tenant].append(entry)
+        for tag, tenant in list(self._tenants.items()):
+            assert tenant.order is not None
+            tenant.order.fill(shares[tag])
+            while tenant.slots > self._quota_slots:
+                left = self._evict((), tenant.spare, tenant.order, "quota")
+                assert left, "nothing is in use yet"
+
+    def _busy(self, node: TierNode, change: int) -> None:
+        before = node.busy
+        node.busy += change
+        assert node.busy >= 0
+        if self.primary in node.copies and (before == 0) != (node.busy == 0):
+            for policy in self._policies(node.tenant):
+                (policy.unpin if before else policy.pin)([node.key])
+        self._set_spare(node, node.spare)
+
+    def _set_spare(self, node: TierNode, spare: bool) -> None:
+        node.spare = spare
+        for order in (self._spare, self._tenant(node.tenant).spare):
+            if not spare or node.busy:
+                order.pop(node.key, None)
+            else:
+                order[node.key] = None
+
+    def _make_room(self, need: int, page: Page) -> bool:
+        if need > self._quota_slots:
+            return False
+        stays, tenant = (page.key, page.parent), self._tenants.get(page.tenant)
+        if tenant is not None and tenant.order is not None:
+            while tenant.slots + need > self._quota_slots:
+                if not self._evict(stays, tenant.spare, tenant.order, "quota"):
+                    return False
+        while len(self._free) < need:
+            if not self._evict(stays, self._spare, self.policy, "capacity"):
+                return False
+        return True
+
+    def _evict(self, stays: Sequence[bytes | None], spare: Iterable[bytes], policy: ChainPolicy, cause: str) -> bool:
+        """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
+        key = next((key for key in spare if key not in stays[:1]), None)
+        if key is not None:
+            node = self._nodes[key]
+            leaving, cause = [c for group, c in node.copies.items() if group != self.primary], "window"
+        else:
+            victims = policy.victims(1, set(stays))
+            if victims is None:
+                return False
+            leaving = list(self._nodes[victims[0]].copies.values())
+        for copy in leaving:
+            self._remove(copy, cause)
+        return True
+
+    def _remove(self, copy: TierCopy, cause: str, *, lost: bool = False) -> None:
+        node, page, count = self._nodes[copy.page.key], copy.page, len(copy.slots)
+        if page.group == self.primary:
+            for policy in self._policies(page.tenant):
+                policy.remove(page.key)
+        del node.copies[page.group]
+        if copy.ready:
+            self.pages[page.group] -= 1
+            self.evictions[cause] += 1
+        tenant = self._tenant(page.tenant)
+        tenant.slots -= count
+        if not copy.saved:
+            self.unsaved_slots -= count
+        if node.held:
+            self.held_slots -= count
+        node.spare = bool(node.copies) and self.primary not in node.copies
+        # the copy's own writer or readers no longer count for the node
+        self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
+        if not node.copies:
+            del self._nodes[page.key]
+            if not tenant.slots:
+                del self._tenants[page.tenant]
+        copy.move(CopyState.LOST if lost else CopyState.FREE)
+        if lost:
+            self._lost.add(copy)
+        else:
+            self._free.extend(copy.slots)
+        self._on_evict(copy, cause)
+
+    def check_integrity(self) -> None:
+        """Assert the invariant of this module and the counters."""
+        copies = list(self.copies())
+        slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
+        assert len(slots) == self.num_slots and len(set(slots)) == self.num_slots, "a slot is lost or shared"
+        assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
+        assert all(c.state is CopyState.LOST for c in self._lost)
+        for key, node in self._nodes.items():
+            assert node.copies and node.key == key, "an empty node"
+            working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
+            assert node.busy == working + node.held, "a node's users are miscounted"
+            for policy in self._policies(node.tenant):
+                assert (key in policy) == (self.primary in node.copies), "policy and index disagree"
+            assert self.primary in node.copies or node.spare, "a copy can never leave"
+            assert not node.spare or set(node.copies) - {self.primary}, "a spare node without a local copy"
+            idle = node.spare and not node.busy
+            assert idle == (key in self._spare) == (key in self._tenants[node.tenant].spare), "a spare copy is stuck"
+        assert len(self.policy) == sum(self.primary in n.copies for n in self._nodes.values())
+        assert sum(len(tenant.spare) for tenant in self._tenants.values()) == len(self._spare)
+        self._check_counters(copies)
+        self.policy.check_integrity()
+
+    def _check_counters(self, copies: list[TierCopy]) -> None:
+        ready, tenants = Counter(c.page.group for c in copies if c.ready), Counter[bytes]()
+        for copy in copies:
+            tenants[copy.page.tenant] += len(copy.slots)
+        assert +self.pages == ready, "pages are miscounted"
+        assert {tag: tenant.slots for tag, tenant in self._tenants.items()} == tenants, "tenants are miscounted"
+        assert all(count <= self._quota_slots for count in tenants.values()), "a tenant passed its quota"
+        assert self.unsaved_slots == sum(len(c.slots) for c in copies if not c.saved)
+        held = [node for node in self._nodes.values() if node.held]
+        assert self.held_slots == sum(node.slots for node in held) <= self._pin_slots, "held slots are miscounted"
+        assert all(node.key in self._holds for node in held), "a hold without a holder"
+        for tenant in self._tenants.values():
+            if tenant.order is not None:
+                tenant.order.check_integrity()

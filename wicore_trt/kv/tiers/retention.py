@@ -1,0 +1,224 @@
+"""What clients said about the future of their pages: sessions to keep, and times after which pages go.
+
+Plain data with the clock passed in; it must not know where pages are or what a request is. A session's hold is on
+keys, so that a page that reaches a tier later is held too (`TierIndex.hold`). A time to live binds what its request
+made; pages that others use without one have none.
+Invariant (`check_integrity`): a session holds in its tiers exactly the chain of its latest request; after `due`, at
+most `max_keys` keys have a time to live and sessions hold at most `max_keys`: the soonest end makes room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.types import CacheHints, CachePriority
+
+SessionName = tuple[bytes, str | bytes]
+"""Scope (`TenantNames.scope`) and session; a request of high priority without a session goes by the last key of its
+chain."""
+_MAX_KEYS = 1 << 18
+KEPT_AT_ONCE = 64
+
+
+class Retention:
+    """`pin_s` is how long a silent session is held when its request does not say; `clock` gives seconds and never goes
+    back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None): the
+    disk tier writes it down. A restart forgets sessions; `restore` brings times to live back."""
+
+    def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
+        self._pin_s = pin_s
+        self._clock = clock
+        self._max_keys = max_keys
+        self._ends: _Deadlines[bytes] = _Deadlines()
+        self._session_ends: _Deadlines[SessionName] = _Deadlines()
+        self._held: dict[SessionName, tuple[Sequence[bytes], Sequence[TierIndex]]] = {}
+        self._held_keys = 0
+        self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
+
+    def now(self) -> float:
+        """The clock's time, in seconds."""
+        return self._clock()
+
+    def used(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
+        """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
+        live ends those that its keys had."""
+        now = self._clock()
+        for key in keys:
+            if key in self._ends:
+                if hints.ttl_s is None:
+                    self._ends.discard(key)
+                    self.stamped(key, None)
+                else:
+                    self._extend(key, now, hints.ttl_s)
+        name = (scope, hints.session)
+        if name in self._held:
+            self._session_ends.extend(name, now, self._hold_s(hints))
+
+    def finished(
+        self, keys: Sequence[bytes], hints: CacheHints, scope: bytes, tiers: Sequence[TierIndex], *, found: int = 0
+    ) -> None:
+        """A request ended, in whatever way, and `keys` is its whole chain. The first `found` of them were cached when
+        it was admitted: those it did not make, and it gives no time to live to them."""
+        self.used(keys, hints, scope)
+        if hints.ttl_s is not None:
+            now = self._clock()
+            for key in keys[found:]:
+                self._extend(key, now, hints.ttl_s)
+        if hints.session:
+            self._replace((scope, hints.session), keys, tiers, self._hold_s(hints))
+        elif hints.priority is CachePriority.HIGH and keys:
+            self._replace((scope, keys[-1]), keys, tiers, self._hold_s(hints))
+
+    def made(self, key: bytes, hints: CacheHints) -> None:
+        """A running request made this page: its time begins before any tier has it, so that none keeps it longer."""
+        if hints.ttl_s is not None:
+            self._extend(key, self._clock(), hints.ttl_s)
+
+    def restore(self, key: bytes, left_s: float) -> None:
+        """A page that an earlier process left on disk has so many seconds of its time left."""
+        self._ends.extend(key, self._clock(), max(0.0, left_s))
+
+    def left(self, key: bytes) -> float | None:
+        """Seconds until a key's time is over; None when it has none."""
+        end = self._ends.end(key)
+        return None if end is None else end - self._clock()
+
+    def rest_s(self) -> float | None:
+        """Seconds until something may be `due`; None when nothing has an end."""
+        ends = [end for end in (self._ends.soonest, self._session_ends.soonest) if end is not None]
+        return max(0.0, min(ends) - self._clock()) if ends else None
+
+    def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
+        """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
+        tier. The time of a key that is `in_use` by a running request starts anew. O(1) when nothing is due."""
+        while (name := self._session_ends.first(now, force=self._held_keys > self._max_keys)) is not None:
+            self._release(name)
+        found: list[bytes] = []
+        kept = 0
+        while True:
+            crowded = len(self._ends) > self._max_keys
+            key = self._ends.first(now, force=crowded)
+            if key is None:
+                return found
+            if in_use(key):
+                self._extend(key, now, max(self._ends.span(key), 1.0))  # at least a second, so that it does move
+                kept += 1
+                if crowded and kept > KEPT_AT_ONCE:
+                    return found  # all that end soonest are in use: later calls go on
+            else:
+                self._ends.discard(key)
+                found.append(key)
+
+    def _extend(self, key: bytes, now: float, span: float) -> None:
+        if self._ends.extend(key, now, span):
+            self.stamped(key, span)
+
+    def _hold_s(self, hints: CacheHints) -> float:
+        return self._pin_s if hints.ttl_s is None else hints.ttl_s
+
+    def _replace(self, name: SessionName, keys: Sequence[bytes], tiers: Sequence[TierIndex], span: float) -> None:
+        self._release(name)
+        if not keys:
+            return
+        for tier in tiers:
+            tier.hold(keys)
+        self._held[name] = (tuple(keys), tuple(tiers))
+        self._held_keys += len(keys)
+        self._session_ends.extend(name, self._clock(), span)
+
+    def _release(self, name: SessionName) -> None:
+        keys, tiers = self._held.pop(name, ((), ()))
+        for tier in tiers:
+            tier.unhold(keys)
+        self._held_keys -= len(keys)
+        self._session_ends.discard(name)
+
+    def check_integrity(self) -> None:
+        """Assert the invariant of this module, without the limits."""
+        assert self._held_keys == sum(len(keys) for keys, _ in self._held.values()), "held keys are miscounted"
+        assert set(self._held) == set(self._session_ends), "a session has no end, or an end no session"
+        self._ends.check_integrity()
+        self._session_ends.check_integrity()
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class _Deadline(NamedTuple):
+    end: float
+    span: float
+    serial: int
+
+
+class _Deadlines(Generic[T]):
+    """Items with the time at which each ends; ends only move later. A live item has one heap entry, at its end or
+    earlier, which moves when it is met; entries of other serial numbers are dead."""
+
+    def __init__(self) -> None:
+        self._live: dict[T, _Deadline] = {}
+        self._heap: list[tuple[float, int, T]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._live)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._live
+
+    def end(self, item: T) -> float | None:
+        live = self._live.get(item)
+        return None if live is None else live.end
+
+    def span(self, item: T) -> float:
+        """How long the item lasted from its last extension on."""
+        return self._live[item].span
+
+    @property
+    def soonest(self) -> float | None:
+        """No item ends before this time; None without items."""
+        return self._heap[0][0] if self._live else None
+
+    def extend(self, item: T, now: float, span: float) -> bool:
+        """The item ends at now + span, or when it would have ended if that is later; whether that changed its end."""
+        old = self._live.get(item)
+        if old is None:
+            self._serial += 1
+            self._live[item] = _Deadline(now + span, span, self._serial)
+            heapq.heappush(self._heap, (now + span, self._serial, item))
+            if len(self._heap) > 64 + 2 * len(self._live):
+                self._heap = [(live.end, live.serial, item) for item, live in self._live.items()]
+                heapq.heapify(self._heap)
+            return True
+        if now + span > old.end:
+            self._live[item] = _Deadline(now + span, span, old.serial)
+            return True
+        return False
+
+    def discard(self, item: T) -> None:
+        self._live.pop(item, None)
+
+    def first(self, now: float, *, force: bool = False) -> T | None:
+        """The item with the soonest end if that is over, or in any case with `force`."""
+        while self._heap and (self._heap[0][0] <= now or force):
+            when, serial, item = self._heap[0]
+            live = self._live.get(item)
+            if live is None or live.serial != serial:
+                heapq.heappop(self._heap)
+            elif live.end > when:
+                heapq.heapreplace(self._heap, (live.end, serial, item))
+            else:
+                return item
+        return None
+
+    def check_integrity(self) -> None:
+        """Assert that each item can be met, not after its end, and that dead entries are few."""
+        entries = {(serial, item): when for when, serial, item in self._heap}
+        assert len(entries) == len(self._heap), "two entries for one item"
+        for item, live in self._live.items():
+            assert entries.get((live.serial, item), float("inf")) <= live.end, "an item can never end"

@@ -1,0 +1,219 @@
+"""The host and disk tiers as the cache manager sees them: where a page is, bring it up, take it down.
+
+Holds the two indexes and the transfers between them, pumps the loads of sequences, and copies cold pages down when a
+tier fills up. It must not know sequences' page tables or tokens. Invariant: the number of pages under way for one
+load is bounded, and a load ends, whatever the disk does: each page arrives or fails within the I/O timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.traffic import Traffic
+from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.types import TierStats
+
+IN_FLIGHT = 64
+"""Pages of one load that come from disk at the same time: enough for the disk's queue, few enough to stop soon."""
+IN_MEMORY = 1024
+"""The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
+RETAIN_S = 0.1
+"""How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
+RELIEVE_S = 0.05
+"""How often the coldest pages of a full host are looked at; nothing is lost before they leave."""
+HYSTERESIS = 0.05
+"""Once a threshold is passed, cold pages are copied down until the tier is this share below it."""
+
+
+class LowerTiers:
+    """`threshold` is the share of the host's slots that may hold pages which disk lacks."""
+
+    def __init__(self, transfers: Transfers, *, threshold: float) -> None:
+        self.transfers = transfers
+        self.host: TierIndex = transfers.host.index
+        self.disk: TierIndex | None = transfers.disk[0] if transfers.disk is not None else None
+        self.hit_tokens: Counter[str] = Counter()
+        self._threshold = threshold
+        self._loads: list[PrefixLoad] = []
+        self._relieve_at = 0.0
+
+    @property
+    def indexes(self) -> dict[str, TierIndex]:
+        return {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
+
+    def where(self, group: str, key: bytes) -> str | None:
+        """The nearest tier that has a page: "host" (or on its way there), "disk" or None."""
+        if self.host.get(group, key) is not None:
+            return "host"
+        if self.disk is not None:
+            copy = self.disk.get(group, key)
+            if copy is not None and copy.ready:
+                return "disk"
+        return None
+
+    def writing(self, group: str, key: bytes) -> bool:
+        """Whether a page is on its way to a tier."""
+        copies = (index.get(group, key) for index in self.indexes.values())
+        return any(copy is not None and not copy.ready for copy in copies)
+
+    def store(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
+        """Copy a device page to the host; None when there is no room. A `private` one goes no further."""
+        return self.transfers.store(page, slot, private=private)
+
+    def retain(self, copies: Sequence[TierCopy]) -> bool:
+        """Wait until copies that are being stored are there, and keep all of them from leaving (`host.release` ends
+        that). False, and none is kept, when one does not arrive in time."""
+        end = time.monotonic() + RETAIN_S
+        while any(copy.state is CopyState.WRITING for copy in copies) and time.monotonic() < end:
+            self.transfers.wait(RETAIN_S)
+        if not all(copy.ready for copy in copies):
+            return False
+        for copy in copies:
+            self.host.acquire(copy)
+        return True
+
+    def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None) -> None:
+        for index in self.indexes.values():
+            index.touch(keys, signal)
+
+    def spare_windows(self, group: str, keys: Sequence[bytes], needed: set[int]) -> None:
+        """Of the chain's local pages, all but those at the `needed` indices may leave first."""
+        for index in self.indexes.values():
+            for i, key in enumerate(keys):
+                if i not in needed:
+                    index.spare(group, key)
+
+    def branches(self, key: bytes) -> bool:
+        """Whether several chains go on from this page in some tier."""
+        return any(index.policy.children(key) > 1 for index in self.indexes.values())
+
+    def drop(self, key: bytes, cause: str) -> None:
+        """Forget a page everywhere below the device."""
+        for index in self.indexes.values():
+            index.drop_key(key, cause)
+
+    def condemn(self, key: bytes, cause: str) -> None:
+        """Forget a page everywhere below the device, on its way there too; who waits for it does not get it."""
+        for index in self.indexes.values():
+            index.condemn(key, cause)
+        self.transfers.refuse(key)
+
+    def drop_private(self, page: Page) -> None:
+        """Forget a `private` page in host memory, also one that is still being stored: nobody waits for it."""
+        copy = self.host.get(*page.name)
+        if copy is not None and copy.ready:
+            self.host.drop(copy, "resumed")
+        elif copy is not None:
+            self.host.abort(copy, "resumed", touched=True)
+
+    def clear(self) -> None:
+        """Forget every page that is not in use."""
+        for index in self.indexes.values():
+            for copy in list(index.copies()):
+                if copy.ready:
+                    index.drop(copy, "cleared")
+
+    # --- loads ---------------------------------------------------------------------------------------------------
+
+    def begin(self, load: PrefixLoad) -> None:
+        """Start fetching the pages of a load; `poll` goes on with it."""
+        self._loads.append(load)
+        self._pump()
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._loads)
+
+    def poll(self) -> bool:
+        """Apply finished transfers, go on with loads, keep the tiers below their thresholds. True if there was news."""
+        news = self.transfers.poll()
+        self._pump()
+        full = self.host.unsaved_slots > self._threshold * self.host.num_slots
+        if self.disk is not None and full and time.monotonic() >= self._relieve_at:
+            self._relieve()
+        return news
+
+    def _pump(self) -> None:
+        for load in self._loads:
+            while load.in_flight < IN_MEMORY and not load.cancelled:
+                item = load.next_item()
+                if item is None:
+                    break
+                if load.in_flight >= IN_FLIGHT and self.host.get(*item.page.name) is None:
+                    load.todo.appendleft(item)
+                    break
+                load.in_flight += 1
+                if self.transfers.fetch(item.page, partial(self._arrived, load, item)):
+                    continue
+                if self.transfers.outstanding:
+                    load.in_flight -= 1
+                    load.todo.appendleft(item)
+                else:  # nothing will make room
+                    load.fail(item)
+                break
+        self._loads = [load for load in self._loads if not load.finished]
+
+    def _arrived(self, load: PrefixLoad, item: LoadItem, copy: TierCopy | None) -> None:
+        if copy is None:
+            load.fail(item)
+        elif item.slot < 0:
+            load.arrive(item, "host")
+            self.host.release(copy)
+        elif not load.wanted(item):
+            load.pass_over(item)
+            self.host.release(copy)
+        else:
+            self.transfers.to_device(copy, item.slot, partial(self._on_device, load, item, copy))
+
+    def _on_device(self, load: PrefixLoad, item: LoadItem, copy: TierCopy) -> None:
+        self.host.release(copy)
+        if load.wanted(item):
+            load.arrive(item, copy.origin or "host")
+        else:
+            load.pass_over(item)
+        copy.origin = ""
+
+    def _relieve(self) -> None:
+        self._relieve_at = time.monotonic() + RELIEVE_S
+        surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)
+        for copy in self.host.cold(surplus):
+            self.transfers.save(copy)
+
+    # --- statistics ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Host and disk."""
+        return tuple(
+            _tier_stats(name, index, self.transfers, self.hit_tokens[name]) for name, index in self.indexes.items()
+        )
+
+    def check_integrity(self) -> None:
+        for index in self.indexes.values():
+            index.check_integrity()
+
+
+def _tier_stats(name: str, index: TierIndex, transfers: Transfers, hit_tokens: int) -> TierStats:
+    traffic: Traffic = transfers.host_traffic if name == "host" else transfers.disk_traffic
+    size = transfers.host.slot_bytes
+    store = transfers.disk[1] if transfers.disk is not None else None
+    return TierStats(
+        tier=name,
+        capacity_bytes=index.num_slots * size,
+        used_bytes=index.used_slots * size,
+        pinned_bytes=index.held_slots * size,
+        pages={group: index.pages[group] for group in index.slots_per_page},
+        hit_tokens=hit_tokens,
+        read_bytes=traffic.read_bytes,
+        read_seconds=traffic.read_seconds,
+        write_bytes=traffic.write_bytes,
+        write_seconds=traffic.write_seconds,
+        evictions=dict(index.evictions),
+        failures=dict(traffic.failures),
+        queue_depth=transfers.outstanding if name == "host" or store is None else store.queue_depth,
+    )
