@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import select
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -26,6 +27,11 @@ PANELS = {
     "Machine": ("doctor", "recipes"),
 }
 """Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
+
+COMPLAIN_MS = 1000
+"""How long an error waits for who reads it."""
+MAX_LINE = 1000
+"""Characters of an error. A pipe that takes anything takes as many."""
 
 _COMMANDS = [name for names in PANELS.values() for name in names]
 
@@ -116,7 +122,7 @@ def run(args: list[str]) -> int:
         if debug:
             raise
         _say(f"unexpected {type(error).__name__}: {error}")
-        print("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.", file=sys.stderr)
+        _complain("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
         return 1
 
 
@@ -155,7 +161,17 @@ def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
 def _say(text: str) -> None:
     """An error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    print("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line), file=sys.stderr)
+    _complain("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line))
+
+
+def _complain(line: str) -> None:
+    """Print to stderr, unless it is a pipe that is full and that nobody reads: a server has to end all the same."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(sys.stderr.fileno(), select.POLLOUT)
+        if not poll.poll(COMPLAIN_MS):
+            return
+    print(line[:MAX_LINE], file=sys.stderr)
 
 
 def _escaped(c: str) -> str:

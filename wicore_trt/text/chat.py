@@ -16,6 +16,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from wicore_trt.checks import shortened, shown
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
@@ -70,9 +71,11 @@ class ChatTemplate:
                 messages=turns, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._tokens
             )
         except TemplateRefusal as error:
-            raise _invalid(f"The chat template refuses these messages: {error.message}") from error
+            raise _invalid(f"The chat template refuses these messages: {shortened(str(error.message), 300)}") from error
         except Exception as error:  # a template is a program from a file: whatever it does, the engine goes on
-            raise _invalid(f"The chat template failed on these messages: {type(error).__name__}: {error}.") from error
+            raise _invalid(
+                f"The chat template failed on these messages: {type(error).__name__}: {shortened(str(error), 300)}."
+            ) from error
 
 
 def _turn(index: int, message: object) -> dict[str, str]:
@@ -81,12 +84,12 @@ def _turn(index: int, message: object) -> dict[str, str]:
         raise _invalid(f"messages[{index}] must be an object with role and content.")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _invalid(f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {role!r}.")
+        raise _invalid(f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {shown(role)}.")
     if index and _ROLES[role] == "system":
         raise _invalid(f"messages[{index}]: a {role} message must come first.")
     surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
     if surplus:
-        raise _invalid(f"messages[{index}].{surplus[0]} is not supported.")
+        raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
     return {"role": _ROLES[role], "content": _text(f"messages[{index}].content", message.get("content"))}
 
 
