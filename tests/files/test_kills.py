@@ -21,7 +21,7 @@ from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.scratch import MARKER
+from wicore_trt.scratch import MARKER, exchange
 
 MODEL = random.Random(0).randbytes(3 << 20)
 
@@ -80,6 +80,7 @@ def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
     """`kills` kills of each command, with and without --force by turns; returns how many hit a living process."""
     chance, hits = random.Random(seed), {}
     old, new = write_tiny_source(tmp_path / "old", 1), write_tiny_source(tmp_path / "new", 2)
+    exchanges = exchange(tmp_path / "old", tmp_path / "new")
     for command, content in (("build", engine_of), ("convert", checkpoint_of), ("fetch", model_of)):
         where = tmp_path / command
         where.mkdir()
@@ -103,6 +104,7 @@ def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
             if output.exists():
                 assert content(output) in states.values(), said
             else:
+                assert not (force and exchanges), f"{said}: what is exchanged is never missing"
                 kept = [p for p in folder.glob(".out.wicore-*/*") if p.name in ("taken", "old")]
                 assert not force or [content(p) for p in kept] == [states["old"]], said
             for left in folder.glob(".out.wicore-*"):
