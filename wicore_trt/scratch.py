@@ -231,7 +231,7 @@ def check_output(
         raise ConfigError(f"The {product.name} {name} already exists.", fix="Add --force to replace it.")
     if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(output)):
         raise ConfigError(f"The source {source} lies in {name}, which would be replaced.", fix="Choose another output.")
-    odd = _unlisted(output, frozenset(listed))
+    odd = unlisted(output, frozenset(listed))
     if odd:
         more = f" and {len(odd) - _MAX_NAMED} more" if len(odd) > _MAX_NAMED else ""
         raise ConfigError(
@@ -240,21 +240,30 @@ def check_output(
         )
 
 
-def _unlisted(directory: Path, listed: Collection[str]) -> list[str]:
-    """Files, links and directories below `directory` that are neither listed nor hold something listed."""
+def unlisted(directory: Path, listed: Collection[str]) -> list[str]:
+    """Files, links, and directories with nothing to look at in them, below `directory` that are not listed, by their
+    POSIX names in it. Raises OSError for a directory that holds something listed and cannot be read."""
     parents = {str(parent) for name in listed for parent in Path(name).parents}
     found: list[str] = []
 
-    def look(folder: Path) -> None:
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda e: e.name):
-                name = Path(entry.path).relative_to(directory).as_posix()
-                if entry.is_dir(follow_symlinks=False) and name in parents:
-                    look(Path(entry.path))
-                elif entry.is_dir(follow_symlinks=False) or name not in listed:
-                    found.append(name)
+    def look(folder: Path, ours: bool) -> None:
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda e: e.name)
+        except OSError:
+            if ours:
+                raise
+            entries = []
+        if not entries and not ours:
+            found.append(folder.relative_to(directory).as_posix())
+        for entry in entries:
+            name = Path(entry.path).relative_to(directory).as_posix()
+            if entry.is_dir(follow_symlinks=False):
+                look(Path(entry.path), name in parents)
+            elif name not in listed:
+                found.append(name)
 
-    look(directory)
+    look(directory, ours=True)
     return found
 
 

@@ -355,7 +355,7 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    found_tensors = SafetensorsFile(file, within=file.parent).tensors
+    found_tensors = SafetensorsFile(file, Door(file.parent, fix=again)).tensors
     for name, tag, shape in entries:
         info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:
