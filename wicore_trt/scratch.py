@@ -19,7 +19,6 @@ file system exchanges two names in one call, a replaced output is never missing.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import hashlib
 import os
@@ -38,7 +37,7 @@ from wicore_trt.files import present, quoted
 MARKER = "marker"
 _NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
 _MAX_NAMED = 3
-_MAX_NAME = 200  # bytes, of the 255 that file systems allow
+_MAX_NAME = 100  # bytes, so that a scratch name has 141: file systems allow 255, encrypting ones 143
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 
@@ -100,13 +99,8 @@ class Scratch:
         file system has no such call. The new one waits at `taken`, so that whatever is found there after a kill is
         looked at before it goes."""
         os.rename(self.directory, taken)
-        done = False
-        try:
-            done = exchange(taken, self.output)
-        finally:
-            if not done:
-                os.rename(taken, self.directory)
-        if not done:
+        if not exchange(taken, self.output):
+            os.rename(taken, self.directory)
             return False
         try:
             check_output(taken, self.product, force=self.force, name=self.output)
@@ -159,18 +153,13 @@ def replacing(output: Path, product: Product, *, force: bool, source: str | Path
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange what two names of one file system stand for, in one step. False, and nothing done, where the file system
-    or the C library cannot. Raises OSError for anything else, such as a name that stands for nothing."""
+    """Exchange what two names of one file system stand for, in one step. False, and nothing done, where that cannot be:
+    the reason is that of the renames which the caller tries then."""
     try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
+        call = ctypes.CDLL(None).renameat2
+    except AttributeError:  # a C library older than the call
         return False
-    if not call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number), str(one))
+    return bool(call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def clear_up(output: Path, product: Product) -> None:

@@ -88,9 +88,11 @@ def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
         for name, source in (("old", old), ("new", new)):
             run(command, source, where / name, False)
             states[name] = content(where / name)
-        start = time.monotonic()
-        run(command, new, where / "timed", False)
-        duration, hits[command] = time.monotonic() - start, 0
+        times, hits[command] = [], 0
+        for number in range(3):  # the shortest counts: on a busy machine one alone says little
+            start = time.monotonic()
+            run(command, new, where / f"timed{number}", False)
+            times.append(time.monotonic() - start)
         for number in range(kills):
             force = bool(number % 2) and command != "fetch"
             folder, said = where / f"k{number}", f"{command}, seed {seed}, kill {number}"
@@ -99,7 +101,7 @@ def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
             (folder / "thesis").write_text("mine")
             if force:
                 shutil.copytree(where / "old", output)
-            moment = chance.uniform(0, 1.2 * duration)
+            moment = chance.uniform(0, 1.2 * min(times))
             hits[command] += killed_after(moment, lambda: run(command, new, output, force))  # noqa: B023
             if output.exists():
                 assert content(output) in states.values(), said

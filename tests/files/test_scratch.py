@@ -365,9 +365,12 @@ def test_an_empty_output_keeps_its_mode(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("length", [200, 214, 215, 255])
+@pytest.mark.parametrize("length", [100, 101, 200, 255])
 def test_names_of_any_length(length: int, tmp_path: Path) -> None:
     out = tmp_path / ("n" * length)
-    make(out, "one")
+    with replacing(out, BOX, force=False) as scratch:
+        assert len(scratch.folder.name) <= 143, "what file systems that encrypt names allow"
+        fill(scratch.directory, "one")
+        scratch.publish()
     make(out, "two", force=True)
     assert content(out) == "two" and names(tmp_path) == [out.name]
