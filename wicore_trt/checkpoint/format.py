@@ -335,10 +335,12 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {calibration.get('tokens')}"
+        options += (
+            f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {quoted(calibration.get('tokens'))}"
+        )
         options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
     source = quoted(block.get("source", "SOURCE"))
-    return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
+    return f"Run: wicore convert {source} {quoted(path)} --dtype {quoted(dtype)} --tp {quoted(tp)}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
