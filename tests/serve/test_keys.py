@@ -59,8 +59,8 @@ def test_a_wrong_file_is_refused_by_line_and_no_key_is_shown(tmp_path, text, sai
 
 
 def test_a_file_that_others_may_read_or_nobody_can_is_refused(tmp_path):
-    path = written(tmp_path / "keys", f"alice:{ALICE}", 0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
+    path = written(tmp_path / "my keys", f"alice:{ALICE}", 0o640)
+    with pytest.raises(ConfigError, match="chmod 600 '.*my keys'$"):
         KeyRing.load(None, path)
     with pytest.raises(ConfigError, match="cannot read"):
         KeyRing.load(None, str(tmp_path / "missing"))

@@ -93,6 +93,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        opened.door.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
         scratch.publish()
     if note:
@@ -134,9 +135,10 @@ class _Conversion:
     def run(self) -> list[str]:
         """Returns what casts lost, in sentences."""
         free = shutil.disk_usage(self._directory).free
-        if free < self._total + _SPARE_BYTES:
+        needed = self._total + _SPARE_BYTES
+        if free < needed:
             raise EnvironmentUnfitError(
-                f"The checkpoint needs {self._total / 1e9:.1f} GB; {self._directory.parent} has {free / 1e9:.1f} free.",
+                f"The checkpoint needs {_size(needed)} on disk, and {_size(free)} are free there.",
                 fix="Free some space or choose another output.",
             )
         tokenizer = self._source.write_tokenizer(self._directory)
@@ -254,6 +256,11 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
             f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
             fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
         )
+
+
+def _size(count: int) -> str:
+    """A number of bytes in GB, or in MB below one."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:

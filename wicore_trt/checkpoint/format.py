@@ -335,10 +335,12 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {calibration.get('tokens')}"
+        options += (
+            f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {quoted(calibration.get('tokens'))}"
+        )
         options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
     source = quoted(block.get("source", "SOURCE"))
-    return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
+    return f"Run: wicore convert {source} {quoted(path)} --dtype {quoted(dtype)} --tp {quoted(tp)}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
@@ -355,7 +357,7 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    found_tensors = SafetensorsFile(file, within=file.parent).tensors
+    found_tensors = SafetensorsFile(file, Door(file.parent, fix=again)).tensors
     for name, tag, shape in entries:
         info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:

@@ -80,7 +80,7 @@ class GgufSource(Source):
 
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
-        self.name, self.revision = str(path), None
+        self.door, self.name, self.revision = self._file.door, str(path), None
         self.spec = spec_of(self._file)
         self.config, self.vision = {}, {}
         self._names = {_hf_name(name): name for name in self._file.tensors}

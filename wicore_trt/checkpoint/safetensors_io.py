@@ -53,12 +53,12 @@ class SafetensorsFile:
     """Tensors of one file, read with plain file I/O. Opening checks that the header describes every byte of the file
     once: types, shapes and offsets, no gap, no overlap, no tensor twice.
 
-    `within` is the directory that the file must lie in (see files.Door). Raises CheckpointError for a missing,
-    truncated or foreign file, naming the tensor.
+    `door` is how the file is read, by default from anywhere. Raises CheckpointError for a missing, truncated or foreign
+    file, naming the tensor.
     """
 
-    def __init__(self, path: Path, *, within: Path | None = None) -> None:
-        self.path, self._door = path, Door(within, fix=_AGAIN)
+    def __init__(self, path: Path, door: Door | None = None) -> None:
+        self.path, self._door = path, door or Door(fix=_AGAIN)
         self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
