@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from fuzz import models
 from fuzz.models import ARRAY, BOOL, F32, I32, STRING, U32, U64
-from fuzz.reader import read_gguf
+from fuzz.reader import read_gguf, read_safetensors
 
+from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.gguf_file import open_gguf
 from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.checkpoint.source import open_source
@@ -41,21 +42,23 @@ def refused(path: Path, data: bytes, *words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [models.GGUF_F32, models.GGUF_F16, models.GGUF_BF16])
-def test_norms_of_every_type_lose_llama_cpps_one(kind: int, tmp_path: Path) -> None:
+def test_norms_of_every_type_are_served_bit_for_bit(kind: int, tmp_path: Path) -> None:
     import gguf
 
     table = []
     for tensor in TENSORS:
         if len(tensor["dims"]) == 1:
-            x = np.linspace(0.5, 2, tensor["dims"][0], dtype=np.float32)
+            x = np.geomspace(1e-6, 200, tensor["dims"][0], dtype=np.float32)  # 1 + (x - 1) rounds what is below 0.5
             raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
             tensor = tensor | {"kind": kind, "raw": raw}
         table.append(tensor)
     (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(), table))
-    source, model = open_source(tmp_path / "m.gguf"), read_gguf(tmp_path / "m.gguf")
-    for name in source.tensors:
-        if name.endswith("norm.weight"):
-            np.testing.assert_array_equal(source.read(name), model.tensors[name] - np.float32(1))
+    model = read_gguf(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "c")
+    built = read_safetensors((tmp_path / "c" / "rank0.safetensors").read_bytes())
+    for theirs, ours in (("input_layernorm", "input_layernorm"), ("self_attn.q_norm", "attention.q_layernorm")):
+        want = model.tensors[f"model.layers.1.{theirs}.weight"]
+        assert built[f"transformer.layers.1.{ours}.weight"][2] == want.astype(np.float32).tobytes()
 
 
 def test_rope_keys_are_llama_cpps(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Gemma 3 from a GGUF file: names, spec and dequantized rows.
 
 Follows what llama.cpp's converter wrote and its Gemma 3 graph assumes (convert_hf_to_gguf.py, src/llama-model.cpp),
-because GGUF carries no config.json. It knows nothing of the unified checkpoint. Invariant: tensors come out with
-Hugging Face's names and meaning, so norm weights are the file's minus 1.
+because GGUF carries no config.json. It knows nothing of the unified checkpoint. Invariant: tensors come out under
+Hugging Face's names with the file's values, and `norm` gives a norm's factor as the file has it, bit for bit.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class GgufSource(Source):
             kind = gguf.GGMLQuantizationType[tensor.type_name]
             with np.errstate(invalid="ignore", over="ignore"):  # a scale that is not finite; the converter refuses it
                 block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
-        if name.endswith("norm.weight"):  # llama.cpp's converter has added 1, whatever the type
-            with np.errstate(invalid="ignore"):
-                return to_float32(block, tag) - np.float32(1.0), "F32"
         return block, tag
+
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        return to_float32(*self.rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
 
     def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
         raise KeyError(name)

@@ -83,6 +83,10 @@ class Source(ABC):
         """A whole text tensor as float32."""
         return to_float32(*self.rows(name, 0, self.tensors[name].shape[0]))
 
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
+        return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
+
 
 def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`).

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
-from wicore_trt.files import SMALL_BYTES, TOKENIZER_BYTES, Door, present
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 
 TOKENIZER = "tokenizer.json"
@@ -66,7 +66,7 @@ class Tokenizer:
     def from_dir(cls, path: Path) -> Tokenizer:
         """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
         door = Door(path, EngineFormatError, _REBUILD)
-        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else SMALL_BYTES for name in FILES}
+        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else LIST_BYTES for name in FILES}
         files = {
             n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
         }
