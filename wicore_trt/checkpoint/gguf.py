@@ -20,8 +20,8 @@ from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD,
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, named, shown
+from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError
 
 STORED = ("F32", "F16", "BF16")
 TYPES = (*STORED, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K")

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import shown
+from wicore_trt.errors import CheckpointError, shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
 MAX_PIECE = 256  # characters of a piece; Gemma's longest has 31

@@ -21,9 +21,9 @@ from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
-from wicore_trt.model.spec import Gemma3Spec, named, shown
+from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole, named, shown
+from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole
 
 _KINDS = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
 _KEYS = {
