@@ -166,3 +166,50 @@ def test_reads_longer_than_the_system_gives_at_once(tmp_path: Path) -> None:
     assert read_at(file, 3, 90, tmp_path) == bytes(range(3, 93))
     with pytest.raises(CheckpointError, match="ended early"):
         read_at(file, 50, 60, tmp_path)
+
+
+SCORES = [-float(i) for i in range(48)]
+KINDS = [3] * 4 + [1] * 44
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (("add_space_prefix", BOOL, True), "add_space_prefix is True; it must be False"),
+        (("add_eos_token", BOOL, True), "add_eos_token"), (("add_sep_token", BOOL, True), "add_sep_token"),
+        (("remove_extra_whitespaces", BOOL, True), "remove_extra_whitespaces"),
+        (("precompiled_charsmap", ARRAY, (I32, [1])), "precompiled_charsmap"),
+        (("merges", ARRAY, (STRING, ["a b"])), "merges"), (("pre", STRING, "qwen2"), "pre is 'qwen2'"),
+        (("scores", ARRAY, (F32, [*SCORES[:-1], 1.0])), "scores[47] is 1.0"),
+        (("scores", ARRAY, (F32, SCORES[:-1])), "48 numbers"), (("scores", ARRAY, (I32, [1] * 48)), "48 numbers"),
+        (("scores", ARRAY, (F32, [float("nan")] * 48)), "scores["),
+        (("token_type", ARRAY, (I32, [*KINDS[:-1], 6])), "a byte's"),
+        (("eos_token_ids", ARRAY, (I32, [48])), "below 48"),
+    ],
+)  # fmt: skip
+def test_tokenizer_keys_are_used_or_refused(key: tuple[str, int, Any], words: str, tmp_path: Path) -> None:
+    refused(tmp_path / "m.gguf", models.gguf_file(keys((T + key[0], *key[1:])), TENSORS), words)
+
+
+def test_tokenizer_keys_of_other_converters(tmp_path: Path) -> None:
+    special = [*models.PIECES[:4], "<start>", *models.PIECES[5:]]  # typed as text, which nothing merges to
+    extra = [
+        (T + "eos_token_ids", ARRAY, (I32, [1, 5])), (T + "pre", STRING, "default"), (T + "add_eos_token", BOOL, False),
+        (T + "tokens", ARRAY, (STRING, special)), (T + "scores", ARRAY, (F32, [*SCORES[:4], -1000.0, *SCORES[5:]])),
+    ]  # fmt: skip
+    (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(*extra), TENSORS))
+    assert open_source(tmp_path / "m.gguf").generation_config == {"bos_token_id": 2, "eos_token_id": [1, 5]}
+
+
+def test_merges_beyond_any_model_are_not_made() -> None:
+    from itertools import product
+
+    from wicore_trt.checkpoint import gguf_tokenizer
+
+    tokens = ["".join(letters) for size in range(1, 8) for letters in product("ab", repeat=size)]
+    gguf_tokenizer._MAX_MERGES, most = 1000, gguf_tokenizer._MAX_MERGES
+    try:
+        with pytest.raises(ValueError, match="more than 1000 ways"):
+            gguf_tokenizer._merges(tokens, {token: i for i, token in enumerate(tokens)})
+    finally:
+        gguf_tokenizer._MAX_MERGES = most
