@@ -22,10 +22,15 @@ from typing import Any, BinaryIO
 
 from wicore_trt.errors import CheckpointError, WicoreError
 
-SMALL_BYTES = 16 << 20
-"""Limit of configurations, indexes, templates, recipes and manifests; Gemma's largest has 1.2 MB."""
+SMALL_BYTES = 1 << 20
+"""Limit of configurations, indexes, headers and recipes; those of Gemma 27B have up to 0.2 MB. JSON of a size takes 30
+times as much memory."""
 
-TOKENIZER_BYTES = 256 << 20
+LIST_BYTES = 4 << 20
+"""Limit of files with an entry per added token, or per tensor and rank: Gemma's tokenizer_config.json has 1.2 MB, the
+config.json of a checkpoint of 27B for 8 GPUs 1 MB."""
+
+TOKENIZER_BYTES = 64 << 20
 """Limit of one tokenizer file; Gemma's tokenizer.json has 33 MB."""
 
 MAX_DEPTH = 32

@@ -201,12 +201,12 @@ class _Conversion:
 
     def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
-        block, have = self._source.rows(name, *rows)
         none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
-            stored = to_float32(block, have) + np.float32(1.0)
+            stored = self._source.norm(name, *rows)
             check_finite(place, name, rows[0], stored, "F32")
             return stored, none
+        block, have = self._source.rows(name, *rows)
         if tag in (have, FP8_TAG):
             check_finite(place, name, rows[0], block, have)
         if tag == have:
@@ -218,7 +218,7 @@ class _Conversion:
             stored, scale = from_float32(values, tag), none
             check_cast(place, name, rows[0], values, stored, tag)
         tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
-        if tag in ("F16", FP8_TAG) and not tied_copy:
+        if tag != "F32" and not tied_copy:
             self._report.count(name, values, stored, tag)
         return stored, scale
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from wicore_trt.checkpoint.safetensors_io import read_at
-from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
+from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, named, shown
 from wicore_trt.files import Door, size_of
-from wicore_trt.model.spec import named, shown
 
 ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"

@@ -22,9 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import SMALL_BYTES, Door, size_of
-from wicore_trt.model.spec import named, shown
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,

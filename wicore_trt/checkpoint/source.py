@@ -21,9 +21,9 @@ from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
-from wicore_trt.model.spec import Gemma3Spec, named, shown
+from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -84,6 +84,10 @@ class Source(ABC):
     def read(self, name: str) -> np.ndarray:
         """A whole text tensor as float32."""
         return to_float32(*self.rows(name, 0, self.tensors[name].shape[0]))
+
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
+        return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
 
 
 def open_source(ref: str | Path, *, revision: str | None = None) -> Source:

@@ -17,7 +17,7 @@ from wicore_trt.checkpoint.records import WEIGHTS, record_of
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import Door
+from wicore_trt.files import LIST_BYTES, Door
 from wicore_trt.scratch import Product, unlisted
 
 Progress = Callable[[str, int, int], None]
@@ -153,7 +153,7 @@ def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str
 def _listed(path: Path) -> set[str] | None:
     """Names of the files of an engine, damaged or not; None when the directory is none."""
     try:
-        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME)
+        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME, limit=LIST_BYTES)
     except EngineFormatError:
         return None
     files = data.get("files")
