@@ -55,6 +55,8 @@ def command(
         )
     kind = "fp8" if checkpoint.quant_algo else checkpoint.dtype
     total = sum(record.bytes for record in checkpoint.files.values())
+    if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
+        print("warning: the source has no tokenizer.json; an engine will need one.", file=sys.stderr)
     if json:
         print_json(
             {
@@ -74,6 +76,4 @@ def command(
         return
     for line in lost:
         print(f"note: {line}", file=sys.stderr)
-    if not any(file.name == "tokenizer.json" for file in checkpoint.tokenizer_files):
-        print("warning: the source has no tokenizer.json; text requests will need one.", file=sys.stderr)
     print(f"converted {checkpoint.path}: {kind}, tp {checkpoint.tp_size}, {human_bytes(total)}")

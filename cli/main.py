@@ -1,7 +1,8 @@
-"""`wicore`: finds the command, runs it and turns every failure into one line and an exit code.
+"""`wicore`: runs a command and turns every failure into one line and an exit code.
 
-Commands live one per file and are imported when they are asked for. Must not import anything heavy. Invariant: exit
-codes are 0 ok, 1 failure, 2 usage, 3 recipe or settings, 4 environment unfit, 130 interrupt, and nothing else.
+The commands are `cli.app`'s, which is imported when a failure, or Ctrl-C, can be told already: so this must import next
+to nothing. Invariant: exit codes are 0 ok, 1 failure, 2 usage, 3 recipe or settings, 4 environment unfit, 130
+interrupt, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,87 +10,50 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import select
+import signal
 import sys
 from contextlib import suppress
-from importlib import import_module
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
+from typing import Any
 
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 
-PANELS = {
-    "Engines": ("fetch", "convert", "build", "inspect"),
-    "Running": ("serve", "generate", "bench"),
-    "KV cache": ("kv",),
-    "Machine": ("doctor", "recipes"),
-}
-"""Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
-
-_COMMANDS = [name for names in PANELS.values() for name in names]
-
-
-def _load(name: str, panel: str) -> Any:
-    module = import_module(f"wicore_trt.cli.{name}")
-    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    if hasattr(module, "app"):
-        single.add_typer(module.app, name=name, rich_help_panel=panel)
-        return typer.main.get_group(single).commands[name]
-    single.command(name, rich_help_panel=panel)(module.command)
-    return typer.main.get_command(single)
-
-
-class LazyGroup(TyperGroup):
-    """Imports a command's module when the command, or the list of commands, is asked for."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return _COMMANDS
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for panel, names in PANELS.items():
-            if cmd_name in names:
-                return _load(cmd_name, panel)
-        return None
-
-
-app = typer.Typer(
-    cls=LazyGroup,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from wicore_trt import __version__
-
-        print(f"wicore {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", envvar="WICORE_DEBUG", help="Show tracebacks.")] = False,
-) -> None:
-    """Build and serve Gemma 3 engines."""
+INTERRUPTED = 130
+COMPLAIN_MS = 1000
+"""How long an error waits for who reads it."""
+MAX_LINE = 1000
+"""Characters of an error. A pipe that takes anything takes as many."""
+_interrupts: list[int] = []
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit."""
-    _open_streams()
-    sys.exit(run(sys.argv[1:] if args is None else args))
+    try:
+        signal.signal(signal.SIGINT, _interrupt)
+        _open_streams()
+        code = run(sys.argv[1:] if args is None else args)
+    except KeyboardInterrupt:  # before or behind the command
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        # At once: what was begun is cleared up, and the interpreter's own end waits for threads and shows tracebacks.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _complain("interrupted")
+        os._exit(code)
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Of SIGINT: what libraries make of the exception, while they are imported for one, still counts as one."""
+    _interrupts.append(number)
+    raise KeyboardInterrupt
 
 
 def run(args: list[str]) -> int:
     """Run the command line; returns the exit code."""
     debug = "--debug" in args[:1] or os.environ.get("WICORE_DEBUG", "0") not in ("", "0")
     try:
+        from wicore_trt.cli.app import app
+
         result = app(args, prog_name="wicore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -97,8 +61,10 @@ def run(args: list[str]) -> int:
         _forget_stdout()
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except WicoreError as error:
+        if _interrupts:
+            return INTERRUPTED
         if debug:
             raise
         _say(str(error))
@@ -110,13 +76,13 @@ def run(args: list[str]) -> int:
         _forget_stdout()
         return EnvironmentUnfitError.exit_code
     except Exception as error:
-        code = _usage_error(error)
+        code = INTERRUPTED if _interrupts else _usage_error(error)
         if code is not None:
             return code
         if debug:
             raise
         _say(f"unexpected {type(error).__name__}: {error}")
-        print("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.", file=sys.stderr)
+        _complain("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
         return 1
 
 
@@ -138,9 +104,22 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
     codecs.register_error("wicore", _spelt_out)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sink = io.BufferedWriter(_Sink(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(sink, encoding=sys.stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="wicore")
+
+
+class _Sink(io.FileIO):
+    """Standard error that takes everything: progress that nobody can read is no reason to end a build."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
 
 
 def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
@@ -155,7 +134,17 @@ def _spelt_out(error: UnicodeError) -> tuple[bytes, int]:
 def _say(text: str) -> None:
     """An error on one line: line breaks of its parts become blanks, other control characters are spelt out."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    print("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line), file=sys.stderr)
+    _complain("error: " + "".join(c if c.isprintable() else _escaped(c) for c in line))
+
+
+def _complain(line: str) -> None:
+    """Print to stderr, unless it is a pipe that is full and that nobody reads: a server has to end all the same."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(sys.stderr.fileno(), select.POLLOUT)
+        if not poll.poll(COMPLAIN_MS):
+            return
+    print(line[:MAX_LINE], file=sys.stderr)
 
 
 def _escaped(c: str) -> str:
@@ -183,8 +172,8 @@ def _usage_error(error: Exception) -> int | None:
 
     Typer carries its own copy of click in newer releases, so these are known by shape and not by class.
     """
-    if isinstance(error, typer.Abort):
-        return 130
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED
     show = getattr(error, "show", None)
     if show is None or not hasattr(error, "exit_code"):
         return None

@@ -6,6 +6,7 @@ standard error.
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,8 +128,12 @@ def _names_recipe(text: str) -> bool:
 
 def serve(settings: Any) -> int:
     """Run the server with these Settings; returns the exit code."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+    from wicore_trt.serve import log
+
+    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
     try:
-        from wicore_trt.serve import log
         from wicore_trt.serve.lifecycle import run_server
     except ImportError as error:
         raise EnvironmentUnfitError(
@@ -145,7 +150,6 @@ def serve(settings: Any) -> int:
         except EngineFormatError:
             if not Path(settings.engine).is_dir():
                 raise  # says what is missing, before the port is bound
-    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
 
     def load() -> Any:
         from wicore_trt.core.assemble import load_engine

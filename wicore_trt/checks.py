@@ -19,10 +19,15 @@ _INFINITE = (float("inf"), float("-inf"))
 def shown(value: object) -> str:
     """A value as an error message shows it: short, whatever it is."""
     try:
-        text = repr(value)
+        text = repr(value[:MAX_SHOWN] if isinstance(value, (str, bytes)) else value)
     except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
         return f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return shortened(text)
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """The text, or its beginning and dots when it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def check_finite(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

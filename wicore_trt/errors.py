@@ -21,6 +21,8 @@ gRPC, HTTP or torch. Invariant: a message says what is wrong, and `fix`, when gi
 
 from __future__ import annotations
 
+_SHOWN = 60  # characters of a value in a message
+
 
 class WicoreError(Exception):
     """Base of all errors raised on purpose. `fix` is a sentence or a command that mends the cause."""
@@ -130,3 +132,16 @@ class EngineDeadError(WicoreError):
 class UnwrittenPageError(WicoreError):
     """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, stopped before it is a wrong
     token. It ends the sequence that it concerns."""
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: one line, and not long."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return "a number of very many digits"
+    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def named(name: str) -> str:
+    """A name that a file gives something, as an error shows it: as it is when that is one line and not long."""
+    return name if name.isprintable() and len(name) <= 2 * _SHOWN else shown(name)

@@ -16,16 +16,21 @@ import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from wicore_trt.errors import CheckpointError, WicoreError
 
-SMALL_BYTES = 16 << 20
-"""Limit of configurations, indexes, templates, recipes and manifests; Gemma's largest has 1.2 MB."""
+SMALL_BYTES = 1 << 20
+"""Limit of configurations, indexes, headers and recipes; those of Gemma 27B have up to 0.2 MB. JSON of a size takes 30
+times as much memory."""
 
-TOKENIZER_BYTES = 256 << 20
+LIST_BYTES = 4 << 20
+"""Limit of files with an entry per added token, or per tensor and rank: Gemma's tokenizer_config.json has 1.2 MB, the
+config.json of a checkpoint of 27B for 8 GPUs 1 MB."""
+
+TOKENIZER_BYTES = 64 << 20
 """Limit of one tokenizer file; Gemma's tokenizer.json has 33 MB."""
 
 MAX_DEPTH = 32
@@ -48,12 +53,14 @@ class Door:
 
     `within` is the directory that files must lie in when all links are followed (None: the user named the file itself,
     so it may lie anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs
-    of its own model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy.
+    of its own model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy. With
+    `seen` = {} the door remembers what it opened, and refuses a file that has been replaced or written to since.
     """
 
     within: Path | None = None
     error: type[WicoreError] = CheckpointError
     fix: str | None = None
+    seen: dict[str, tuple[int, ...]] | None = field(default=None, compare=False)
 
     @contextmanager
     def open(self, path: Path, *, limit: int | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
@@ -130,6 +137,12 @@ class Door:
         with self.open(path, limit=limit) as file:
             return size_of(file)
 
+    def check_unchanged(self) -> None:
+        """Refuse when a file that was opened is another one by now, or was written to: what was read may be half of one
+        version and half of another."""
+        for path in self.seen or ():
+            self.check(Path(path))
+
     def refusal(self, path: Path | str, reason: str) -> WicoreError:
         """The error that says `reason` of the file."""
         return self.error(f"{path} {reason}.", fix=self.fix)
@@ -153,7 +166,9 @@ class Door:
         except (OSError, ValueError) as error:
             raise self.refusal(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
         try:
-            self._check_kind(path, os.fstat(descriptor), limit)
+            status = os.fstat(descriptor)
+            self._check_kind(path, status, limit)
+            self._check_same(path, status)
             os.set_blocking(descriptor, True)
         except BaseException:
             os.close(descriptor)
@@ -171,6 +186,14 @@ class Door:
             raise self.error(
                 f"{path} is a link to {real}, outside of {self.within}.", fix="Put the file itself in its place."
             )
+
+    def _check_same(self, path: Path, status: os.stat_result) -> None:
+        if self.seen is not None:
+            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            if self.seen.setdefault(str(path), now) != now:
+                raise self.error(
+                    f"{path} changed while it was being read.", fix="Run this again when nothing writes to it."
+                )
 
     def _check_kind(self, path: Path, status: os.stat_result, limit: int | None) -> None:
         if not stat.S_ISREG(status.st_mode):

@@ -5,17 +5,20 @@ scratch directory beside the output: a random name, a marker that says whose out
 for as long as the process lives, in whatever container. Invariants: only a directory with our marker and a free lock is
 ever removed; what stands at the output is removed only when it is listed file by file, it was asked for, and the new
 one is there; a process that dies at any moment loses nothing, and the next run for the same output clears up after it.
-What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there.
+What was taken away goes only when the new one has its name (`new` is gone) or another whole one stands there. Where the
+file system exchanges two names in one call, a replaced output is never missing.
 
     .NAME.wicore-RANDOM/marker   "wicore scratch", NAME; flock
                        /new      what is being made
                        /work     files that are needed meanwhile
-                       /taken    what stood at the output, not looked at yet: goes back, is never removed
+                       /taken    what stood at the output, not looked at yet: goes back, is never removed unseen
+                                 (just before an exchange, what is to stand there)
                        /old      the same, when it was looked at
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -34,7 +37,8 @@ from wicore_trt.files import present, quoted
 MARKER = "marker"
 _NEW, _WORK, _TAKEN, _OLD = "new", "work", "taken", "old"
 _MAX_NAMED = 3
-_MAX_NAME = 200  # bytes, of the 255 that file systems allow
+_MAX_NAME = 100  # bytes, so that a scratch name has 141: file systems allow 255, encrypting ones 143
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Scratch:
         if _is_empty(self.output):  # a rename replaces it, unless something appears in it
             os.chmod(self.directory, stat.S_IMODE(os.lstat(self.output).st_mode))
         elif present(self.output):
+            if self._exchange(taken):
+                return
             os.rename(self.output, taken)  # from here on nobody puts anything into it by its name
             check_output(taken, self.product, force=self.force, source=None, name=self.output)
             os.replace(taken, old)
@@ -87,6 +93,23 @@ class Scratch:
                 f"{self.output} appeared while this ran, so it is left alone.", fix="Choose another output."
             ) from error
         _sync(self.output.parent)
+
+    def _exchange(self, taken: Path) -> bool:
+        """Put the new directory in the place of the old one in one call, and look at the old one then; False when the
+        file system has no such call. The new one waits at `taken`, so that whatever is found there after a kill is
+        looked at before it goes."""
+        os.rename(self.directory, taken)
+        if not exchange(taken, self.output):
+            os.rename(taken, self.directory)
+            return False
+        try:
+            check_output(taken, self.product, force=self.force, name=self.output)
+        except (ConfigError, OSError):
+            exchange(taken, self.output)
+            raise
+        os.replace(taken, self.folder / _OLD)
+        _sync(self.output.parent)
+        return True
 
     def publish_file(self, file: Path) -> None:
         """Give a finished file its name, which must be free. Raises ConfigError when it no longer is."""
@@ -127,6 +150,16 @@ def replacing(output: Path, product: Product, *, force: bool, source: str | Path
         raise EnvironmentUnfitError(
             f"Writing {output} failed: {error.strerror or error}.", fix="Check free space and permissions there."
         ) from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange what two names of one file system stand for, in one step. False, and nothing done, where that cannot be:
+    the reason is that of the renames which the caller tries then."""
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except AttributeError:  # a C library older than the call
+        return False
+    return bool(call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def clear_up(output: Path, product: Product) -> None:
@@ -187,7 +220,7 @@ def check_output(
         raise ConfigError(f"The {product.name} {name} already exists.", fix="Add --force to replace it.")
     if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(output)):
         raise ConfigError(f"The source {source} lies in {name}, which would be replaced.", fix="Choose another output.")
-    odd = _unlisted(output, frozenset(listed))
+    odd = unlisted(output, frozenset(listed))
     if odd:
         more = f" and {len(odd) - _MAX_NAMED} more" if len(odd) > _MAX_NAMED else ""
         raise ConfigError(
@@ -196,21 +229,30 @@ def check_output(
         )
 
 
-def _unlisted(directory: Path, listed: Collection[str]) -> list[str]:
-    """Files, links and directories below `directory` that are neither listed nor hold something listed."""
+def unlisted(directory: Path, listed: Collection[str]) -> list[str]:
+    """Files, links, and directories with nothing to look at in them, below `directory` that are not listed, by their
+    POSIX names in it. Raises OSError for a directory that holds something listed and cannot be read."""
     parents = {str(parent) for name in listed for parent in Path(name).parents}
     found: list[str] = []
 
-    def look(folder: Path) -> None:
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda e: e.name):
-                name = Path(entry.path).relative_to(directory).as_posix()
-                if entry.is_dir(follow_symlinks=False) and name in parents:
-                    look(Path(entry.path))
-                elif entry.is_dir(follow_symlinks=False) or name not in listed:
-                    found.append(name)
+    def look(folder: Path, ours: bool) -> None:
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda e: e.name)
+        except OSError:
+            if ours:
+                raise
+            entries = []
+        if not entries and not ours:
+            found.append(folder.relative_to(directory).as_posix())
+        for entry in entries:
+            name = Path(entry.path).relative_to(directory).as_posix()
+            if entry.is_dir(follow_symlinks=False):
+                look(Path(entry.path), name in parents)
+            elif name not in listed:
+                found.append(name)
 
-    look(directory)
+    look(directory, ours=True)
     return found
 
 
@@ -307,7 +349,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int]]:
 def _settle(folder: Path, output: Path, product: Product) -> None:
     """Remove a scratch directory, the marker last. What stood at the output goes back unless the new one is there."""
     published = not present(folder / _NEW)
-    for name in (_OLD, _TAKEN):
+    for name in (_TAKEN,) if published else (_OLD, _TAKEN):  # an old one that was replaced may be half removed
         if present(folder / name) and (not present(output) or (not published and _is_empty(output))):
             with suppress(OSError):  # something appeared there
                 os.rename(folder / name, output)
@@ -315,7 +357,7 @@ def _settle(folder: Path, output: Path, product: Product) -> None:
     with suppress(ConfigError, OSError):
         if replaced:
             check_output(folder / _TAKEN, product, force=True)
-            _remove(folder / _TAKEN)
+            os.replace(folder / _TAKEN, folder / _OLD)  # whoever dies while it removes this has looked at it
     if present(folder / _TAKEN) or (present(folder / _OLD) and not replaced):
         _remove(folder / _WORK)  # its place is taken by something else: whoever put it there will look for it
         if not published:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wicore_trt.checks import as_token_ids, check_finite, check_flag, check_integer, check_text
+from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text, shown
 from wicore_trt.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
@@ -82,7 +82,7 @@ class SamplingParams:
         check_finite("temperature", self.temperature, 0.0, 100.0)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequestError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {self.temperature!r}.",
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {shown(self.temperature)}.",
                 field="temperature",
             )
         check_integer("top_k", self.top_k, 0, 1 << 31)
@@ -105,8 +105,10 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"logit_bias maps token ids to numbers, at most {MAX_LOGIT_BIAS} of them.", field="logit_bias"
             )
+        # A copy: what the caller does with its own afterwards must not reach a step that runs.
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in self.logit_bias.items():
-            check_integer("logit_bias", token, 0, 1 << 31)
+            check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
             check_finite("logit_bias", bias, -100.0, 100.0)
         stops = self.stop
         if (
@@ -126,7 +128,7 @@ class SamplingParams:
                 f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens.", field="stop_token_ids"
             )
         for token in tokens:
-            check_integer("stop_token_ids", token, 0, 1 << 31)
+            check_integer("stop_token_ids", token, 0, MAX_TOKEN_ID)
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
@@ -182,7 +184,7 @@ class CacheHints:
     def __post_init__(self) -> None:
         check_text("session", self.session, MAX_SESSION)
         if not isinstance(self.priority, CachePriority):
-            raise InvalidRequestError(f"{self.priority!r:.80} is no CachePriority.", field="cache.priority")
+            raise InvalidRequestError(f"{shown(self.priority)} is no CachePriority.", field="cache.priority")
         if self.ttl_s is not None:
             check_finite("ttl_s", self.ttl_s, 0.0, MAX_TTL_S, open_low=True)
 

@@ -127,6 +127,20 @@ def test_rows_of_any_size_get_the_same_codes(seed: int) -> None:
     assert (np.abs(back * scaled[:, None] - largest).max(axis=1) < 0.07 * np.abs(largest).max(axis=1)).all()
 
 
+def test_the_largest_rows_come_back_finite() -> None:
+    """No code times its scale is beyond float32, up to its largest number, and nothing saturates."""
+    w = np.random.default_rng(2).standard_normal((400, 64)).astype(np.float32)
+    w *= (np.finfo(np.float32).max * np.linspace(0.5, 1, 400, dtype=np.float32) / np.abs(w).max(axis=1))[:, None]
+    w = np.clip(
+        np.concatenate([w, np.full((1, 64), np.finfo(np.float32).max)]),
+        *[s * np.finfo(np.float32).max for s in (-1, 1)],
+    )
+    codes, scale = quantize_e4m3_per_channel(w)
+    back = e4m3_values()[codes] * scale[:, None]
+    assert np.isfinite(back).all()
+    assert (np.abs(back.astype(np.float64) - w).max(axis=1) < 0.07 * np.abs(w).max(axis=1).astype(np.float64)).all()
+
+
 @pytest.mark.parametrize("tag", ["F32", "F16", "BF16"])
 def test_rows_that_are_not_finite_are_found(tag: str) -> None:
     rng = np.random.default_rng(1)

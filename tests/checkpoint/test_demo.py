@@ -76,18 +76,17 @@ def test_what_appears_meanwhile_stays(package: ModuleType, tmp_path: Path) -> No
     assert target.read_bytes() == b"mine" and [p.name for p in target.parent.iterdir()] == ["m.gguf"]
 
 
-def test_left_overs_of_killed_runs_go(package: ModuleType, tmp_path: Path) -> None:
-    kept = {
-        "m.gguf.partial-x": b"x",
-        "m.gguf.partial-1": b"a living process",
-        "other.partial-4000001": b"x",
-        "m.gguf.partial-4000002": b"x" * 6_000_000,
-    }
-    for name, content in {**kept, "m.gguf.partial-4000001": b"aa"}.items():
-        (tmp_path / name).write_bytes(content)
+def test_only_marked_left_overs_go(package: ModuleType, tmp_path: Path) -> None:
+    """A name says nothing of whose file it is: what has no marker of ours stays."""
+    kept = ["m.gguf.partial-x", "m.gguf.partial-1", "m.gguf.partial-4000001", "other.partial-4000001"]
+    for name in kept:
+        (tmp_path / name).write_bytes(b"aa")
+    left = tmp_path / (".m.gguf.wicore-" + "a" * 32)
+    (left / "work").mkdir(parents=True)
+    (left / "work" / "model.gguf").write_bytes(b"aa")
+    (left / "marker").write_bytes(b"wicore scratch\nm.gguf")
     demo.fetch("gemma3-270m", tmp_path / "m.gguf")
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left >= {*kept, "m.gguf"} and "m.gguf.partial-4000001" not in left
+    assert {p.name for p in tmp_path.iterdir()} >= {*kept, "m.gguf"} and not left.exists()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])

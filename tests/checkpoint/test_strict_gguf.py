@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from fuzz import models
 from fuzz.models import ARRAY, BOOL, F32, I32, STRING, U32, U64
-from fuzz.reader import read_gguf
+from fuzz.reader import read_gguf, read_safetensors
 
+from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.gguf_file import open_gguf
 from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.checkpoint.source import open_source
@@ -41,21 +42,23 @@ def refused(path: Path, data: bytes, *words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [models.GGUF_F32, models.GGUF_F16, models.GGUF_BF16])
-def test_norms_of_every_type_lose_llama_cpps_one(kind: int, tmp_path: Path) -> None:
+def test_norms_of_every_type_are_served_bit_for_bit(kind: int, tmp_path: Path) -> None:
     import gguf
 
     table = []
     for tensor in TENSORS:
         if len(tensor["dims"]) == 1:
-            x = np.linspace(0.5, 2, tensor["dims"][0], dtype=np.float32)
+            x = np.geomspace(1e-6, 200, tensor["dims"][0], dtype=np.float32)  # 1 + (x - 1) rounds what is below 0.5
             raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
             tensor = tensor | {"kind": kind, "raw": raw}
         table.append(tensor)
     (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(), table))
-    source, model = open_source(tmp_path / "m.gguf"), read_gguf(tmp_path / "m.gguf")
-    for name in source.tensors:
-        if name.endswith("norm.weight"):
-            np.testing.assert_array_equal(source.read(name), model.tensors[name] - np.float32(1))
+    model = read_gguf(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "c")
+    built = read_safetensors((tmp_path / "c" / "rank0.safetensors").read_bytes())
+    for theirs, ours in (("input_layernorm", "input_layernorm"), ("self_attn.q_norm", "attention.q_layernorm")):
+        want = model.tensors[f"model.layers.1.{theirs}.weight"]
+        assert built[f"transformer.layers.1.{ours}.weight"][2] == want.astype(np.float32).tobytes()
 
 
 def test_rope_keys_are_llama_cpps(tmp_path: Path) -> None:
@@ -163,3 +166,50 @@ def test_reads_longer_than_the_system_gives_at_once(tmp_path: Path) -> None:
     assert read_at(file, 3, 90, tmp_path) == bytes(range(3, 93))
     with pytest.raises(CheckpointError, match="ended early"):
         read_at(file, 50, 60, tmp_path)
+
+
+SCORES = [-float(i) for i in range(48)]
+KINDS = [3] * 4 + [1] * 44
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (("add_space_prefix", BOOL, True), "add_space_prefix is True; it must be False"),
+        (("add_eos_token", BOOL, True), "add_eos_token"), (("add_sep_token", BOOL, True), "add_sep_token"),
+        (("remove_extra_whitespaces", BOOL, True), "remove_extra_whitespaces"),
+        (("precompiled_charsmap", ARRAY, (I32, [1])), "precompiled_charsmap"),
+        (("merges", ARRAY, (STRING, ["a b"])), "merges"), (("pre", STRING, "qwen2"), "pre is 'qwen2'"),
+        (("scores", ARRAY, (F32, [*SCORES[:-1], 1.0])), "scores[47] is 1.0"),
+        (("scores", ARRAY, (F32, SCORES[:-1])), "48 numbers"), (("scores", ARRAY, (I32, [1] * 48)), "48 numbers"),
+        (("scores", ARRAY, (F32, [float("nan")] * 48)), "scores["),
+        (("token_type", ARRAY, (I32, [*KINDS[:-1], 6])), "a byte's"),
+        (("eos_token_ids", ARRAY, (I32, [48])), "below 48"),
+    ],
+)  # fmt: skip
+def test_tokenizer_keys_are_used_or_refused(key: tuple[str, int, Any], words: str, tmp_path: Path) -> None:
+    refused(tmp_path / "m.gguf", models.gguf_file(keys((T + key[0], *key[1:])), TENSORS), words)
+
+
+def test_tokenizer_keys_of_other_converters(tmp_path: Path) -> None:
+    special = [*models.PIECES[:4], "<start>", *models.PIECES[5:]]  # typed as text, which nothing merges to
+    extra = [
+        (T + "eos_token_ids", ARRAY, (I32, [1, 5])), (T + "pre", STRING, "default"), (T + "add_eos_token", BOOL, False),
+        (T + "tokens", ARRAY, (STRING, special)), (T + "scores", ARRAY, (F32, [*SCORES[:4], -1000.0, *SCORES[5:]])),
+    ]  # fmt: skip
+    (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(*extra), TENSORS))
+    assert open_source(tmp_path / "m.gguf").generation_config == {"bos_token_id": 2, "eos_token_id": [1, 5]}
+
+
+def test_merges_beyond_any_model_are_not_made() -> None:
+    from itertools import product
+
+    from wicore_trt.checkpoint import gguf_tokenizer
+
+    tokens = ["".join(letters) for size in range(1, 8) for letters in product("ab", repeat=size)]
+    gguf_tokenizer._MAX_MERGES, most = 1000, gguf_tokenizer._MAX_MERGES
+    try:
+        with pytest.raises(ValueError, match="more than 1000 ways"):
+            gguf_tokenizer._merges(tokens, {token: i for i, token in enumerate(tokens)})
+    finally:
+        gguf_tokenizer._MAX_MERGES = most

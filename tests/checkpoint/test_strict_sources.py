@@ -147,14 +147,35 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
         convert(path, tmp_path / "c")
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("float16", "float16"), ("fp8", "FP8")])
-def test_what_a_cast_loses_is_said_once(dtype: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"), [("bfloat16", 1.23e-39, "1.2e-38"), ("float16", 1.23e-6, "6.1e-05")]
+)
+def test_numbers_that_lose_bits_for_being_small_are_said(dtype: str, value: float, said: str, tmp_path: Path) -> None:
+    row = np.full(32, 0.5, np.float32)
+    row[:7] = value
+    path, lines = write(tmp_path / "m", "F32", up=(5, row)), list[str]()
+    convert(path, tmp_path / "c", dtype=dtype, note=lines.append)
+    assert len([line for line in lines if f"are below {said} and lost bits as {dtype}, " in line]) == 1, lines
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"), [("float16", 1e-9, "float16"), ("fp8", 1e-9, "FP8"), ("bfloat16", 1e-42, "bfloat16")]
+)
+def test_what_a_cast_loses_is_said_once(dtype: str, value: float, said: str, tmp_path: Path) -> None:
     row = np.linspace(0.1, 1, 32, dtype=np.float32)
-    row[:7] = 1e-9
+    row[:7] = value
     path, lines = write(tmp_path / "m", "F32", up=(5, row)), list[str]()
     checkpoint = convert(path, tmp_path / "c", dtype=dtype, note=lines.append)
+    lines = [line for line in lines if "became 0" in line]
     assert len(lines) == 1 and f"7 of them in {UP}" in lines[0] and said in lines[0]
     assert checkpoint.config["wicore"]["flushed_to_zero"] == int(lines[0].split()[0]) >= 7
     quiet = list[str]()
     convert(path, tmp_path / "d", dtype="float32", note=quiet.append)
     assert quiet == []
+
+
+def test_a_configuration_of_megabytes_is_not_parsed(tmp_path: Path) -> None:
+    path = write(tmp_path / "m")
+    (path / "config.json").write_text(json.dumps(models.CONFIG | {"x": [[]] * 400_000}))
+    with pytest.raises(CheckpointError, match=r"config\.json has 1\d* bytes, more than the 1048576"):
+        open_source(path)

@@ -138,3 +138,18 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["recipes", "show", "gemma3-270m-cpu", "--raw"]) == 0
     (tmp_path / "copy.yaml").write_text(capsys.readouterr().out)
     assert run(["recipes", "show", str(tmp_path / "copy.yaml")]) == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_convert_warns_of_a_source_without_a_tokenizer(
+    options: list[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "tokenizer.json").unlink()
+    assert run(["convert", str(source), str(tmp_path / "checkpoint"), *options]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "no tokenizer.json" in line] == [
+        "warning: the source has no tokenizer.json; an engine will need one."
+    ]
+    for origin in (source, tmp_path / "checkpoint"):
+        assert run(["build", str(origin), str(tmp_path / "engine"), *options]) == 1
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "no tokenizer.json" in errors[0]

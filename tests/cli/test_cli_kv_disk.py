@@ -79,11 +79,11 @@ def test_verify_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     campaign = Campaign(tmp_path / "cache", FaultPlan(), seed=1, cipher=AesGcmPageCipher(b"k" * 32))
     campaign.run(1)
     campaign.store.close()
-    key = tmp_path / "key"
+    key = tmp_path / "my key"
     key.write_bytes(b"k" * 32)
     verify = ["kv", "verify", str(tmp_path / "cache")]
     assert run([*verify, "--key-file", str(key)]) == 3
-    assert f"chmod 600 {key}" in capsys.readouterr().err
+    assert f"chmod 600 '{key}'" in capsys.readouterr().err
     key.chmod(0o600)
     assert run([*verify, "--key-file", str(key)]) == 0
     assert "--key-file" not in capsys.readouterr().out

@@ -9,16 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
 from wicore_trt import errors
+from wicore_trt.cli import app as commands
 from wicore_trt.cli import main as cli
 
 HEAVY = ("torch", "grpc", "numpy", "transformers", "huggingface_hub", "safetensors", "tokenizers", "yaml")
-COMMANDS = [name for names in cli.PANELS.values() for name in names]
+COMMANDS = [name for names in commands.PANELS.values() for name in names]
 
 
 def wicore(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +36,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
     def install(body: Callable[[], Any]) -> None:
         stub = typer.Typer()
         stub.command("doctor")(body)
-        monkeypatch.setattr(cli, "_load", lambda name, panel: typer.main.get_command(stub))
+        monkeypatch.setattr(commands, "_load", lambda name, panel: typer.main.get_command(stub))
 
     monkeypatch.delenv("WICORE_DEBUG", raising=False)
     return install
@@ -119,6 +121,14 @@ def test_interrupt_exits_130(command: Any, capsys: pytest.CaptureFixture[str]) -
         command(raising(error))
         assert cli.run(["doctor"]) == 130
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("becomes", ["raise", "raise ImportError('numpy')"], ids=["interrupt", "import error"])
+def test_an_interrupt_while_importing_is_one_line(becomes: str, tmp_path: Path) -> None:
+    lines = "import os, signal, time", "try:", " os.kill(os.getpid(), signal.SIGINT)", " time.sleep(20)"
+    (tmp_path / "typer.py").write_text("\n".join((*lines, "except KeyboardInterrupt:", f" {becomes}")))
+    done = wicore("doctor", PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path)))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_unexpected_errors_are_short_and_say_how_to_see_more(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_source import write_tiny_source
 
+from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 
 WICORE = f"{sys.executable} -m wicore_trt.cli.main"
@@ -60,6 +61,16 @@ def test_the_current_directory_is_gone(source: Path) -> None:
     command = f"mkdir gone && cd gone && rmdir ../gone && {WICORE} build {source.parent}/source relative"
     done = shell(command, source.parent, PYTHONPATH=str(root))
     assert done.returncode == 4 and b"current directory no longer exists" in done.stderr
+    build_engine(source, source.parent / "out")
+    command = f"mkdir gone && cd gone && rmdir ../gone && {WICORE} inspect {source.parent}/out"
+    done = shell(command, source.parent, PYTHONPATH=str(root))
+    assert done.returncode == 4 and done.stderr.count(b"\n") == 1, done.stderr
+
+
+def test_progress_that_nobody_can_read_ends_nothing(source: Path) -> None:
+    done = shell(f"{WICORE} build source out 2> /dev/full", source.parent)
+    assert done.returncode == 0 and done.stdout.startswith(b"built ")
+    open_engine(source.parent / "out")
 
 
 def test_errors_are_one_line_without_control_characters(tmp_path: Path) -> None:

@@ -119,3 +119,22 @@ def test_bad_cache_hints_are_refused(field, value):
 def test_token_ids_of_any_integer_type_become_plain_ones(ids):
     made = GenerateRequest("r", ids, SamplingParams())
     assert made.prompt_token_ids == (3, 4) and {type(i) for i in made.prompt_token_ids} == {int}
+
+
+def test_a_callers_mapping_is_copied_and_counted_first():
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[7] = math.nan
+    assert params.logit_bias == {5: 1.0}
+    for field, most in (("logit_bias", (1 << 31) - 1), ("stop_token_ids", (1 << 31) - 1)):
+        with pytest.raises(InvalidRequestError):
+            SamplingParams(**{field: {most + 1: 0.0} if field == "logit_bias" else (most + 1,)})
+
+    class Unread(dict):
+        def __iter__(self):
+            raise AssertionError("items were read before they were counted")
+
+        keys = items = __iter__
+
+    with pytest.raises(InvalidRequestError, match="at most 1024"):
+        SamplingParams(logit_bias=Unread.fromkeys(range(2000), 0.0))

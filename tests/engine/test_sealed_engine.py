@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,27 @@ def test_what_file_systems_and_file_managers_leave_is_no_harm(engine: EngineDir)
     assert open_engine(engine.path).unlisted() == []
     (engine.path / "link").symlink_to(engine.path.parent, target_is_directory=True)
     assert engine.unlisted() == ["link"]
+
+
+def test_directories_that_were_not_built_count(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine.path / "empty").mkdir()
+    (engine.path / "closed").mkdir()
+    (engine.path / "closed" / "thesis").write_text("mine")
+    scandir = os.scandir
+
+    def refusing(path: Path) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert engine.unlisted() == ["closed", "empty"]
+    with pytest.raises(EngineFormatError, match="holds closed and 1 more"):
+        open_engine(engine.path)
+    assert run(["inspect", str(engine.path), "--verify"]) == 4
+    monkeypatch.setattr(os, "scandir", lambda path: refusing(Path("closed")))
+    with pytest.raises(EngineFormatError, match="closed cannot be read: Permission denied"):
+        engine.unlisted()
 
 
 def test_a_file_is_compared_when_it_is_read(engine: EngineDir) -> None:

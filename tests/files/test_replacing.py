@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import pytest
 from tiny_source import write_tiny_source
 
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
-from wicore_trt.errors import ConfigError, EngineFormatError
+from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
 
 COMMANDS = {"build": build_engine, "convert": convert}
 Command = Callable[..., object]
@@ -99,3 +102,12 @@ def test_printed_commands_quote_paths(source: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFormatError) as caught:
         open_engine(engine)
     assert f"'{engine}' --force" in str(caught.value)
+    checkpoint = convert(source, tmp_path / "with 'quotes'").path
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["dtype"], config["mapping"]["tp_size"] = "; reboot", "$(reboot)"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(checkpoint)
+    words = shlex.split(str(refused.value).split("Run: ")[1])
+    assert words[:4] == ["wicore", "convert", str(source), str(checkpoint)]
+    assert words[4:] == ["--dtype", "; reboot", "--tp", "$(reboot)", "--force"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,8 @@ def metadata() -> list[tuple[str, int, Any]]:
         ("tokenizer.ggml.model", STRING, "llama"),
         ("tokenizer.ggml.tokens", ARRAY, (STRING, list(PIECES))),
         ("tokenizer.ggml.token_type", ARRAY, (I32, [3] * 4 + [1] * (len(PIECES) - 4))),
+        ("tokenizer.ggml.scores", ARRAY, (F32, [-1000.0] * 4 + [-float(i) for i in range(len(PIECES) - 4)])),
+        ("tokenizer.ggml.add_space_prefix", BOOL, False),
         *((f"tokenizer.ggml.{n}_token_id", U32, i) for n, i in (("bos", 2), ("eos", 1), ("unknown", 3))),
     ]
 
@@ -132,15 +135,21 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def gguf_tensors(rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Tensors of a GGUF as llama.cpp's converter writes them: norms + 1; matrices of random types."""
+def gguf_tensors(rng: np.random.Generator, change: Callable[..., None] | None = None) -> list[dict[str, Any]]:
+    """Tensors of a GGUF as llama.cpp's converter writes them: norms + 1; matrices of random types, or, when `change`
+    changes values, float32."""
     import gguf
 
-    found = []
-    for name, x in weights(rng, "F32").items():
+    found, values = [], weights(rng, "F32")
+    values = {name: x + np.float32(1) if x.ndim == 1 else x for name, x in values.items()}
+    if change is not None:
+        change(rng, values, 0.0)
+    for name, x in values.items():
         kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0]))
         if x.ndim == 1:
-            x, kind = x + np.float32(1), int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16]))
+            kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16]))
+        if change is not None:
+            kind = GGUF_F32
         raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind)).tobytes()
         found.append({"name": gguf_name(name), "dims": list(reversed(x.shape)), "kind": kind, "raw": raw, "at": None})
     return found

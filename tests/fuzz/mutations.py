@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import models
+from . import contents, models
 from .models import ARRAY, BOOL, CODES, EMBEDDING, F32, I32, STRING, U32, U64
 
 TARGETS = ("auto", "float32", "bfloat16", "float16", "fp8")
@@ -138,6 +138,10 @@ def whole(rng: np.random.Generator) -> Case:
 def config(rng: np.random.Generator) -> Case:
     files, header, data = _hugging_face(rng, "BF16")
     value: dict[str, Any] = dict(models.CONFIG)
+    if rng.random() < 0.25:
+        value |= dict(pick(rng, contents.GOOD_KEYS) for _ in range(3))
+        files["config.json"] = json.dumps(value).encode()
+        return Case(files | {"model.safetensors": models.packed(header, data)}, "", "auto")
     for _ in range(int(rng.integers(1, 3))):
         key = str(pick(rng, [*value, *EXTRA_KEYS]))
         if key.startswith("rope_") and rng.random() < 0.4:
@@ -189,7 +193,10 @@ def _change_header(rng: np.random.Generator, header: dict[str, Any]) -> dict[str
 def safetensors(rng: np.random.Generator) -> Case:
     files, header, data = _hugging_face(rng)
     how = rng.random()
-    if how < 0.6:
+    if how < 0.15:  # in any order, which means nothing
+        names = rng.permutation(list(header))
+        file = models.packed({"__metadata__": {"format": "pt"}} | {str(n): header[str(n)] for n in names}, data)
+    elif how < 0.6:
         file = models.packed(as_json(rng, _change_header(rng, header)), data)
     elif how < 0.75:  # values: a float of any bits somewhere
         raw = bytearray(data)
@@ -240,7 +247,9 @@ def tokenizer(rng: np.random.Generator) -> Case:
     files, header, data = _hugging_face(rng, "BF16")
     values = models.tokenizer_files()
     name = str(pick(rng, [*values, "chat_template.jinja", "chat_template.json"]))
-    if name not in values:
+    if rng.random() < 0.5:
+        files["tokenizer.json"] = json.dumps(contents.tokenizer_json(rng)).encode()
+    elif name not in values:
         template: Any = pick(rng, [*TEXTS, *TEMPLATES])
         text = str(template) if name.endswith("jinja") else json.dumps({"chat_template": template})
         files[name] = text.encode("utf-8", "replace")
@@ -254,6 +263,39 @@ def tokenizer(rng: np.random.Generator) -> Case:
         if rng.random() < 0.1:
             del files[name]
     return Case(files | {"model.safetensors": models.packed(header, data)}, "", "auto")
+
+
+def template(rng: np.random.Generator) -> Case:
+    files, header, data = _hugging_face(rng, "BF16")
+    files["chat_template.jinja"] = contents.chat_template(rng).encode("utf-8", "replace")
+    return Case(files | {"model.safetensors": models.packed(header, data)}, "", "auto")
+
+
+def ropes(rng: np.random.Generator) -> Case:
+    files, header, data = _hugging_face(rng, "BF16")
+    value = {k: v for k, v in models.CONFIG.items() if not k.startswith("rope_")} | contents.rope_keys(rng)
+    files["config.json"] = json.dumps(value).encode()
+    return Case(files | {"model.safetensors": models.packed(header, data)}, "", "auto")
+
+
+def values(rng: np.random.Generator) -> Case:
+    target = str(pick(rng, TARGETS))
+    if rng.random() < 0.4:
+        return Case({"m.gguf": models.gguf_file(models.metadata(), models.gguf_tensors(rng, contents.change_values))},
+                    "m.gguf", target)  # fmt: skip
+    files, _, _ = _hugging_face(rng, "F32")
+    tensors = models.weights(rng, "F32")
+    contents.change_values(rng, tensors, -1.0)
+    return Case(files | {"model.safetensors": models.packed(*models.safetensors(tensors, "F32"))}, "", target)
+
+
+def vocabulary(rng: np.random.Generator) -> Case:
+    keys = {key[0]: key for key in models.metadata()}
+    for _ in range(int(rng.integers(1, 3))):
+        key, kind, value = pick(rng, contents.TOKENIZER_KEYS)
+        keys["tokenizer.ggml." + key] = ("tokenizer.ggml." + key, kind, value)
+    data = models.gguf_file(list(keys.values()), models.gguf_tensors(rng))
+    return Case({"m.gguf": data}, "m.gguf", str(pick(rng, TARGETS)))
 
 
 def _odd_key(rng: np.random.Generator) -> tuple[int, Any]:
@@ -286,6 +328,10 @@ GGUF_EXTRA = [
 def gguf(rng: np.random.Generator) -> Case:
     keys, tensors = models.metadata(), models.gguf_tensors(rng)
     odd: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        keys += [key for group in rng.permutation(len(contents.GOOD_GGUF))[:2] for key in contents.GOOD_GGUF[group]]
+        order = [keys[i] for i in rng.permutation(len(keys))]
+        return Case({"m.gguf": models.gguf_file(order, tensors)}, "m.gguf", str(pick(rng, TARGETS)))
     for _ in range(int(rng.integers(1, 3))):
         _break_gguf(rng, keys, tensors, odd)
     aligned = [v for k, kind, v in keys if k == "general.alignment" and kind == U32 and v in (32, 64)]
@@ -333,5 +379,6 @@ def _break_gguf(
 
 KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
     "whole": whole, "config": config, "safetensors": safetensors, "index": index, "tokenizer": tokenizer, "gguf": gguf,
+    "template": template, "ropes": ropes, "values": values, "vocabulary": vocabulary,
 }  # fmt: skip
 """Maker of cases by the name that the runner prints. A kind of file with its own runner is a line of its own here."""

@@ -105,6 +105,18 @@ def test_lower_tiers_get_nothing_of_a_prompt_that_no_step_has_vouched_for(hints)
     assert serve(core, "last", list(range(10, 60))).finish_reason is FinishReason.LENGTH
 
 
+def test_lower_tiers_keep_no_page_that_a_failed_step_read():
+    """Not even those that were right when they were copied down: the fault may be in any."""
+    core = make_core(kv=KVSettings(host_bytes=2000 * 4096))
+    host = core.scheduler.manager.tiers.host
+    prompt = list(range(10, 58))
+    assert serve(core, "first", prompt).finish_reason is FinishReason.LENGTH
+    assert {copy.page.index for copy in host.copies()} == set(range(12))
+    Spoiler(core).count = 1
+    assert serve(core, "fails", [*prompt, 5]).finish_reason is FinishReason.ERROR
+    assert not list(host.copies())
+
+
 @pytest.mark.parametrize("tiers", [False, True])
 def test_what_was_computed_from_a_spoilt_page_is_not_found_either(tiers):
     """By a request that was cut short before any step could notice; another that shares the page fails."""

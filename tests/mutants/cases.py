@@ -83,6 +83,7 @@ MUTANTS = (
         "kv/manager.py",
         "        for key in pages.keys[: pages.published]:",
         "        for key in pages.keys[: pages.published - 1]:",
+        "tests/kv/test_failed_steps.py",
     ),
     Mutant(
         "kv/manager.py",

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 from repository import ROOT, tracked
 
-from wicore_trt.cli.main import PANELS
+from wicore_trt.cli.app import PANELS
 from wicore_trt.config import KEYS
 
 DOCUMENTS = [n for n in tracked() if n.endswith(".md") and n != "CHANGELOG.md" and not n.startswith("tests/")]

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.gemma3": ("model.ops", "model.spec"),
     "model": ("errors", "model"),
     "plugins": ("errors", "plugins"),
-    "text": ("errors", "files", "types", "text"),
+    "text": ("errors", "checks", "files", "types", "text"),
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
@@ -48,9 +48,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
     "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
-    "core": ("errors", "files", "types", "config", "kv", "schedule", "model", "runtime", "engine", "text", "core"),
+    "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
-    "serve": ("errors", "files", "types", "config", "core", "kv.events", "kv.pages", "serve", "text"),
+    "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "serve", "text"),
 }
 
 

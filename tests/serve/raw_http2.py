@@ -20,7 +20,7 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def headers(path: bytes) -> bytes:
+def headers(path: bytes, **more: bytes) -> bytes:
     fields = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -28,6 +28,7 @@ def headers(path: bytes) -> bytes:
         b":authority": b"x",
         b"te": b"trailers",
         b"content-type": b"application/grpc",
+        **{name.replace("_", "-").encode(): value for name, value in more.items()},
     }
     return b"".join(literal(name, value) for name, value in fields.items())
 

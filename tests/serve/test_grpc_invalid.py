@@ -10,7 +10,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from serving import MAX_CONTEXT, SERVICE, expected, failure, make_engine, request, serving, steps_of
 
+from wicore_trt.errors import InvalidRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.text.chat import _turn
 
 SAMPLING = {
     "max_tokens": [0, 2**32 - 1],
@@ -56,6 +58,16 @@ async def test_each_bad_field_is_named_and_costs_no_engine_step():
         assert steps_of(running.engine) == 0 and running.server.service.streams_open == 0
         finish = [r async for r in running.stub.Generate(request("still fine", 5))][-1].finish
         assert finish.usage.completion_tokens == 5
+
+
+async def test_texts_of_clients_are_quoted_short():
+    long = "r" * 300_000
+    with pytest.raises(InvalidRequestError) as error:
+        _turn(0, {"role": long, "content": "hi"})
+    assert len(str(error.value)) < 250
+    async with serving() as running:
+        for message in (request(model=long), request(request_id=long)):
+            assert len((await failure(running.stub.Generate(message)))[1]) < 250
 
 
 async def test_no_prompt_and_an_unknown_model():

@@ -94,7 +94,7 @@ async def test_subscribers_are_limited(keys_file):
             await call.read()
         more = running.stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(), metadata=ALICE)
         code, message, details = await failure(more)
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "RetryInfo" in details and "share" in message
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "RetryInfo" in details and "no room" in message
         assert await pages_seen(running, BOB) == {}
         for call in calls:
             call.cancel()

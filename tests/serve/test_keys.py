@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 import pytest
 
 from wicore_trt.config import resolve_settings
-from wicore_trt.errors import ConfigError
+from wicore_trt.errors import ConfigError, QueueFullError
 from wicore_trt.serve.gate import Gate
 from wicore_trt.serve.keys import EVERYBODY, Identity, KeyRing
 
@@ -58,8 +59,8 @@ def test_a_wrong_file_is_refused_by_line_and_no_key_is_shown(tmp_path, text, sai
 
 
 def test_a_file_that_others_may_read_or_nobody_can_is_refused(tmp_path):
-    path = written(tmp_path / "keys", f"alice:{ALICE}", 0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
+    path = written(tmp_path / "my keys", f"alice:{ALICE}", 0o640)
+    with pytest.raises(ConfigError, match="chmod 600 '.*my keys'$"):
         KeyRing.load(None, path)
     with pytest.raises(ConfigError, match="cannot read"):
         KeyRing.load(None, str(tmp_path / "missing"))
@@ -96,3 +97,21 @@ def test_a_tenant_takes_half_of_the_places_and_another_finds_room():
     for place in held:
         place.__exit__(None, None, None)
     assert gate.taken == 0 and take("flood")
+
+
+def test_refusals_tell_a_tenant_nothing_of_the_others():
+    """Neither the text nor the number of places at which it comes count them more finely than sixteenths."""
+    texts, counts = set(), set()
+    for others in (*range(1, 65), 1000, 1023, 1024):
+        gate, own = Gate(1024, "calls"), 0
+        with ExitStack() as held:
+            for _ in range(others):
+                held.enter_context(gate.place(""))
+            with pytest.raises(QueueFullError) as error:
+                while True:
+                    held.enter_context(gate.place("curious"))
+                    own += 1
+        texts.add((str(error.value), error.value.retry_after_s))
+        if others <= 64:
+            counts.add(own)
+    assert len(texts) == 1 and counts == {480}, (texts, counts)

@@ -10,24 +10,27 @@ from collections import Counter
 
 import numpy as np
 
-from wicore_trt.checkpoint.quantize import bad_row, flushed_to_zero, to_float32
+from wicore_trt.checkpoint.quantize import bad_row, flushed_to_zero, rounded_subnormals, to_float32
 from wicore_trt.errors import CheckpointError
 
 _LARGEST = {"F16": ("float16", "65504"), "BF16": ("bfloat16", "3.38953e+38")}
-_SMALL = {"F16": "float16", "F8_E4M3": "FP8 beside the largest of their row"}
+_SMALL = {"F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8 beside the largest of their row"}
+_NORMAL = {"F16": "6.1e-05", "BF16": "1.2e-38"}  # the smallest number with all of its bits
 
 
 class CastReport:
-    """Weights that became 0, counted per format and tensor."""
+    """Weights that became 0 or lost bits for being too small, counted per format and tensor."""
 
     def __init__(self) -> None:
         self._flushed = {tag: Counter[str]() for tag in _SMALL}
+        self._rounded = {tag: Counter[str]() for tag in _NORMAL}
 
     def count(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-        """Note what of the float32 `values` of tensor `name` became 0 in `stored`, F16 values or E4M3 bits."""
-        flushed = flushed_to_zero(values, stored)
-        if flushed:
+        """Note what of the float32 `values` of tensor `name` was lost in `stored`: F16 values, BF16 or E4M3 bits."""
+        if flushed := flushed_to_zero(values, stored):
             self._flushed[tag][name] += flushed
+        if tag in _NORMAL and (rounded := rounded_subnormals(values, stored, tag)):
+            self._rounded[tag][name] += rounded
 
     @property
     def flushed(self) -> int:
@@ -42,6 +45,12 @@ class CastReport:
                 said.append(
                     f"{found.total()} weights of {len(found)} tensors are too small for {_SMALL[tag]} and became 0, "
                     f"{most} of them in {worst}."
+                )
+        for tag, found in self._rounded.items():
+            for worst, most in found.most_common(1):
+                said.append(
+                    f"{found.total()} weights of {len(found)} tensors are below {_NORMAL[tag]} and lost bits as "
+                    f"{_SMALL[tag]}, {most} of them in {worst}."
                 )
         return said
 

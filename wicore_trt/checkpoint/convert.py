@@ -88,6 +88,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        opened.door.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
         scratch.publish()
     if note:
@@ -129,9 +130,10 @@ class _Conversion:
     def run(self) -> list[str]:
         """Returns what casts lost, in sentences."""
         free = shutil.disk_usage(self._directory).free
-        if free < self._total + _SPARE_BYTES:
+        needed = self._total + _SPARE_BYTES
+        if free < needed:
             raise EnvironmentUnfitError(
-                f"The checkpoint needs {self._total / 1e9:.1f} GB; {self._directory.parent} has {free / 1e9:.1f} free.",
+                f"The checkpoint needs {_size(needed)} on disk, and {_size(free)} are free there.",
                 fix="Free some space or choose another output.",
             )
         tokenizer = self._source.write_tokenizer(self._directory)
@@ -192,12 +194,12 @@ class _Conversion:
 
     def _cast(self, tensor: UnifiedTensor, name: str, rows: tuple[int, int], tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one source tensor stored as `tag`, and their FP8 scales (empty if not quantized)."""
-        block, have = self._source.rows(name, *rows)
         none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
-            stored = to_float32(block, have) + np.float32(1.0)
+            stored = self._source.norm(name, *rows)
             check_finite(place, name, rows[0], stored, "F32")
             return stored, none
+        block, have = self._source.rows(name, *rows)
         if tag in (have, FP8_TAG):
             check_finite(place, name, rows[0], block, have)
         if tag == have:
@@ -209,7 +211,7 @@ class _Conversion:
             stored, scale = from_float32(values, tag), none
             check_cast(place, name, rows[0], values, stored, tag)
         tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
-        if tag in ("F16", FP8_TAG) and not tied_copy:
+        if tag != "F32" and not tied_copy:
             self._report.count(name, values, stored, tag)
         return stored, scale
 
@@ -247,6 +249,11 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
             f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
             fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
         )
+
+
+def _size(count: int) -> str:
+    """A number of bytes in GB, or in MB below one."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _columns(block: np.ndarray, shard: Shard) -> np.ndarray:

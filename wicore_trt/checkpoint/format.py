@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.scratch import Product
 
@@ -240,7 +240,7 @@ def window_pattern(spec: Gemma3Spec) -> int | None:
 def _listed(path: Path) -> set[str] | None:
     """Names of the files of a checkpoint, damaged or not; None when the directory is none."""
     try:
-        config = Door(path).json(path / CONFIG)
+        config = Door(path).json(path / CONFIG, limit=LIST_BYTES)
     except CheckpointError:
         return None
     block = config.get("wicore")
@@ -324,7 +324,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} has no {CONFIG}: it is not a checkpoint.",
             fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
         )
-    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG)
+    return Door(path, fix="Convert the original model again, to a new directory.").json(path / CONFIG, limit=LIST_BYTES)
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
@@ -335,10 +335,12 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
     options = f" --revision {quoted(block['revision'])}" if block.get("revision") else ""
     calibration = block.get("calibration")
     if isinstance(calibration, dict):
-        options += f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {calibration.get('tokens')}"
+        options += (
+            f" --calibrate {quoted(calibration.get('text'))} --calibrate-tokens {quoted(calibration.get('tokens'))}"
+        )
         options += "" if isinstance(quant, dict) and quant.get("kv_cache_quant_algo") else " --no-kv-scales"
     source = quoted(block.get("source", "SOURCE"))
-    return f"Run: wicore convert {source} {quoted(path)} --dtype {dtype} --tp {tp}{options} --force"
+    return f"Run: wicore convert {source} {quoted(path)} --dtype {quoted(dtype)} --tp {quoted(tp)}{options} --force"
 
 
 def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], again: str) -> None:
@@ -355,7 +357,7 @@ def _check_files(path: Path, files: Mapping[str, FileRecord], ranks: list[str], 
 
 
 def _check_rank(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], again: str) -> None:
-    found_tensors = SafetensorsFile(file, within=file.parent).tensors
+    found_tensors = SafetensorsFile(file, Door(file.parent, fix=again)).tensors
     for name, tag, shape in entries:
         info = found_tensors.get(name)
         if info is None or info.dtype != tag or info.shape != shape:

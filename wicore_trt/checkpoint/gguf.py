@@ -1,8 +1,8 @@
 """Gemma 3 from a GGUF file: names, spec and dequantized rows.
 
 Follows what llama.cpp's converter wrote and its Gemma 3 graph assumes (convert_hf_to_gguf.py, src/llama-model.cpp),
-because GGUF carries no config.json. It knows nothing of the unified checkpoint. Invariant: tensors come out with
-Hugging Face's names and meaning, so norm weights are the file's minus 1.
+because GGUF carries no config.json. It knows nothing of the unified checkpoint. Invariant: tensors come out under
+Hugging Face's names with the file's values, and `norm` gives a norm's factor as the file has it, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD,
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, named, shown
+from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError
 
 STORED = ("F32", "F16", "BF16")
 TYPES = (*STORED, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K")
@@ -80,7 +80,7 @@ class GgufSource(Source):
 
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
-        self.name, self.revision = str(path), None
+        self.door, self.name, self.revision = self._file.door, str(path), None
         self.spec = spec_of(self._file)
         self.config, self.vision = {}, {}
         self._names = {_hf_name(name): name for name in self._file.tensors}
@@ -112,10 +112,10 @@ class GgufSource(Source):
             kind = gguf.GGMLQuantizationType[tensor.type_name]
             with np.errstate(invalid="ignore", over="ignore"):  # a scale that is not finite; the converter refuses it
                 block, tag = gguf.quants.dequantize(blocks.reshape(stop - start, -1), kind).reshape(shape), "F32"
-        if name.endswith("norm.weight"):  # llama.cpp's converter has added 1, whatever the type
-            with np.errstate(invalid="ignore"):
-                return to_float32(block, tag) - np.float32(1.0), "F32"
         return block, tag
+
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        return to_float32(*self.rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
 
     def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
         raise KeyError(name)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from wicore_trt.checkpoint.safetensors_io import read_at
-from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
+from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, named, shown
 from wicore_trt.files import Door, size_of
-from wicore_trt.model.spec import named, shown
 
 ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
@@ -32,7 +31,6 @@ _MAX_HEADER = 64 << 20  # bytes; Gemma's takes 7 MB
 _MAX_NESTING = 4
 _MAX_ALIGNMENT = 1 << 16
 _AGAIN = "Download it again."
-_DOOR = Door(fix=_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,12 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    door: Door = Door(fix=_AGAIN)
 
     def read_rows(self, name: str, start: int, stop: int) -> bytes:
         """Raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
-        with _DOOR.open(self.path, buffering=0) as file:
+        with self.door.open(self.path, buffering=0) as file:
             offset = tensor.offset + start * tensor.row_bytes
             return read_at(file, offset, (stop - start) * tensor.row_bytes, self.path)
 
@@ -75,7 +74,8 @@ def import_gguf() -> Any:
 def open_gguf(path: Path) -> GgufFile:
     """Parse and check a little-endian GGUF file of version 2 or 3. Raises CheckpointError for any other file."""
     import_gguf()
-    with _DOOR.open(path, buffering=1 << 20) as file:
+    door = Door(fix=_AGAIN, seen={})
+    with door.open(path, buffering=1 << 20) as file:
         size = size_of(file)
         reader = _Reader(file, path, min(size, _MAX_HEADER))
         if size < len(_MAGIC) or reader.take(4, "the file's start") != _MAGIC:
@@ -104,7 +104,7 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path} is one part of a split GGUF: split.count is {shown(split)}.",
             fix="Merge it with `llama-gguf-split --merge`.",
         )
-    return GgufFile(path, metadata, _tensors(path, table, data, align, size))
+    return GgufFile(path, metadata, _tensors(path, table, data, align, size), door)
 
 
 def _tensors(

@@ -12,21 +12,34 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import shown
+from wicore_trt.errors import CheckpointError, named, shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
 MAX_PIECE = 256  # characters of a piece; Gemma's longest has 31
-_MAX_CHARACTERS = 1 << 24  # of all pieces; Gemma's have 1.5 million
-_CONTROL, _USER_DEFINED = 3, 4
+_MAX_CHARACTERS = 1 << 22  # of all pieces; Gemma's have 1.5 million
+_MAX_MERGES = 2_000_000  # Gemma has 0.5 million
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _MAX_TYPE = 6
+_BYTES = re.compile("<0x[0-9A-F]{2}>")
 _UNK = 3  # SentencePiece's unknown token where the file does not name it
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _END_OF_TURN = "<end_of_turn>"
+_ONLY = {  # what llama.cpp can be asked for with other tokenizers, at the one value that Gemma's have
+    "add_space_prefix": False,
+    "add_eos_token": False,
+    "add_sep_token": False,
+    "remove_extra_whitespaces": False,
+    "pre": "default",
+    "add_padding_token": False,
+    "add_unknown_token": False,
+    "merges": [],  # of byte-level BPE; those of SentencePiece follow from the pieces
+}
+_USED = {"model", "tokens", "token_type", "scores", "add_bos_token", "eos_token_ids"}  # and all that end in _token_id
 _BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
@@ -45,7 +58,6 @@ class Vocabulary:
     pad: int | None
     ends: list[int]
     adds_bos: bool
-    adds_eos: bool
     chat_template: str | None
 
 
@@ -65,6 +77,9 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
         not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= _MAX_TYPE for k in kinds
     ):
         raise keys.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
+    keys.check_pieces(pieces, kinds)
+    keys.check_scores(pieces, kinds)
+    keys.refuse_others()
     template = metadata.get(_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{place}: {_TEMPLATE} is {shown(template)}; it must be text.")
@@ -72,7 +87,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     if bos is not None and not _BOS.fullmatch(pieces[bos]):
         raise keys.wrong("bos_token_id", pieces[bos], "a word such as <bos>")
     eos, unk = keys.token("eos_token_id", size), keys.token("unknown_token_id", size)
-    ends = {eos, keys.token("eot_token_id", size)}
+    ends = {eos, keys.token("eot_token_id", size), *keys.tokens("eos_token_ids", size)}
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
     if unk is None and size <= _UNK:
@@ -87,7 +102,6 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
         pad=keys.token("padding_token_id", size),
         ends=sorted(end for end in ends if end is not None),
         adds_bos=keys.flag("add_bos_token", True),
-        adds_eos=keys.flag("add_eos_token", False),
         chat_template=template,
     )
 
@@ -113,6 +127,13 @@ class _Keys:
         if value is not None and not 0 <= value < size:
             raise self.wrong(key, value, f"an id below {size}, the size of the vocabulary")
         return value
+
+    def tokens(self, key: str, size: int) -> list[int]:
+        """A list of ids, empty when the key is absent."""
+        values: list[Any] = self.get(key, list, "a list of token ids") or []
+        if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < size for v in values):
+            raise self.wrong(key, values, f"a list of ids below {size}, the size of the vocabulary")
+        return values
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, bool, "a boolean")
@@ -141,6 +162,43 @@ class _Keys:
                 raise self.wrong(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
         return found
 
+    def check_pieces(self, pieces: list[str], kinds: list[int]) -> None:
+        """Bytes are spelt <0x00> to <0xFF>, and nothing else is a byte: the spelling is what text meets."""
+        for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+            if kind == _BYTE and not _BYTES.fullmatch(piece):
+                raise self.wrong(f"tokens[{index}]", piece, "spelt as <0x0A> is, because its type is a byte's")
+            if kind not in (0, _BYTE) and _BYTES.fullmatch(piece):
+                raise self.wrong(f"token_type[{index}]", kind, f"{_BYTE}, a byte's, as the token {piece} is spelt")
+
+    def check_scores(self, pieces: list[str], kinds: list[int]) -> None:
+        """Text merges by score, in SentencePiece the higher first, and here by id: both must give one order."""
+        scores = self.get("scores", list, "a list of numbers")
+        if scores is None:
+            return
+        if len(scores) != len(kinds) or not all(isinstance(score, float) for score in scores):
+            raise self.wrong("scores", scores, f"{len(kinds)} numbers, one per token")
+        vocab = set(pieces)
+
+        def merged(index: int) -> bool:
+            piece = pieces[index]
+            return any(piece[:cut] in vocab and piece[cut:] in vocab for cut in range(1, len(piece)))
+
+        normal = [index for index, kind in enumerate(kinds) if kind == _NORMAL]
+        if any(not scores[after] < scores[index] for index, after in pairwise(normal)):
+            for index, after in pairwise(filter(merged, normal)):  # the others' scores decide nothing
+                if not scores[after] < scores[index]:
+                    raise self.wrong(f"scores[{after}]", scores[after], f"below {scores[index]}, that of token {index}")
+
+    def refuse_others(self) -> None:
+        for name, value in self._metadata.items():
+            key = name.removeprefix(_PREFIX)
+            if not name.startswith(_PREFIX) or key in _USED or key.endswith("_token_id"):
+                continue
+            if key not in _ONLY:
+                raise CheckpointError(f"{self._place}: WiCore does not know what {named(name)} asks for.")
+            if value != _ONLY[key] or isinstance(value, bool) != isinstance(_ONLY[key], bool):
+                raise self.wrong(key, value, f"{_ONLY[key]!r} for Gemma")
+
 
 def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json; returns their paths.
@@ -156,7 +214,7 @@ def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any]
     config: dict[str, Any] = {
         "tokenizer_class": "GemmaTokenizer",
         "add_bos_token": vocabulary.adds_bos,
-        "add_eos_token": vocabulary.adds_eos,
+        "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
     }
     roles = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk}
@@ -203,9 +261,13 @@ def _respelled(token: str) -> str:
 
 def _merges(tokens: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """All splits of each token into two tokens, by the token's id and then longest left part first."""
-    return [
+    splits = (
         (token[:cut], token[cut:])
         for token in tokens
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in vocab and token[cut:] in vocab
-    ]
+    )
+    merges = list(islice(splits, _MAX_MERGES + 1))
+    if len(merges) > _MAX_MERGES:
+        raise ValueError(f"they merge in more than {_MAX_MERGES} ways")
+    return merges

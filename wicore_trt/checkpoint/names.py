@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.spec import Gemma3Spec, named
+from wicore_trt.model.spec import Gemma3Spec
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_FINAL_NORM = "model.norm.weight"

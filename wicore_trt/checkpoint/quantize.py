@@ -76,6 +76,8 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
     keeps the squares of very large and very small rows inside of float32.
     """
     smallest = (amax / np.float32(E4M3_MAX)).astype(np.float32)
+    with np.errstate(over="ignore"):  # the largest float32 / 448 rounds up
+        smallest = np.where(np.isinf(smallest * np.float32(E4M3_MAX)), np.nextafter(smallest, np.float32(0)), smallest)
     shift = np.clip(1 - np.frexp(amax)[1], -126, 126).astype(np.int32)
     unit = np.ldexp(np.float32(1.0), shift)  # a power of two, exact in float32
     sample = w[:, :: -(-w.shape[1] // SEARCH_COLUMNS)] * unit[:, None]
@@ -86,7 +88,9 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
         near = scale * unit  # of a subnormal scale its own bits, so that it is judged as it will be used
         near[scale == 0] = 1.0
         error = ((values[e4m3_bits(sample / near[:, None])] * near[:, None] - sample) ** 2).sum(axis=1)
-        better = (error < least) & (scale != 0)
+        with np.errstate(over="ignore"):  # rounding up may take the largest weight beyond float32
+            finite = np.isfinite(values[e4m3_bits(amax * unit / near)] * scale)
+        better = (error < least) & (scale != 0) & finite
         best[better], least[better] = scale[better], error[better]
     return best
 
@@ -115,6 +119,14 @@ def flushed_to_zero(values: np.ndarray, stored: np.ndarray) -> int:
     bits = stored.view(np.uint8) if stored.itemsize == 1 else stored.view(np.uint16)
     zeros = stored.size - int(np.count_nonzero(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)))
     return zeros - (values.size - int(np.count_nonzero(values)))
+
+
+def rounded_subnormals(values: np.ndarray, stored: np.ndarray, tag: str) -> int:
+    """How many float32 `values` are below the smallest normal number of `tag` (F16 or BF16) and lost bits as `stored`,
+    those that became 0 left out."""
+    bits, exponent, sign = stored.view(np.uint16), {"F16": 0x7C00, "BF16": 0x7F80}[tag], 0x8000
+    small = ((bits & exponent) == 0) & ((bits & (sign - 1)) != 0)
+    return int((to_float32(stored[small], tag) != values[small]).sum()) if small.any() else 0
 
 
 def e4m3_bits(x: np.ndarray) -> np.ndarray:

@@ -22,9 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import SMALL_BYTES, Door, size_of
-from wicore_trt.model.spec import named, shown
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -53,12 +52,12 @@ class SafetensorsFile:
     """Tensors of one file, read with plain file I/O. Opening checks that the header describes every byte of the file
     once: types, shapes and offsets, no gap, no overlap, no tensor twice.
 
-    `within` is the directory that the file must lie in (see files.Door). Raises CheckpointError for a missing,
-    truncated or foreign file, naming the tensor.
+    `door` is how the file is read, by default from anywhere. Raises CheckpointError for a missing, truncated or foreign
+    file, naming the tensor.
     """
 
-    def __init__(self, path: Path, *, within: Path | None = None) -> None:
-        self.path, self._door = path, Door(within, fix=_AGAIN)
+    def __init__(self, path: Path, door: Door | None = None) -> None:
+        self.path, self._door = path, door or Door(fix=_AGAIN)
         self._entries = _read_header(path, self._door)
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 

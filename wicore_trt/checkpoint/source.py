@@ -21,9 +21,9 @@ from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
-from wicore_trt.model.spec import Gemma3Spec, named, shown
+from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -50,9 +50,11 @@ class Source(ABC):
 
     `tensors`: canonical text tensors; `vision`: tensors of the vision tower under their own names; `name` is
     the reference it was opened by and `revision` the hub commit; `generation_config` is {} when there is none.
+    All files are read through `door`, which remembers them.
     """
 
     spec: Gemma3Spec
+    door: Door
     name: str
     revision: str | None
     tensors: Mapping[str, TensorInfo]
@@ -82,6 +84,10 @@ class Source(ABC):
     def read(self, name: str) -> np.ndarray:
         """A whole text tensor as float32."""
         return to_float32(*self.rows(name, 0, self.tensors[name].shape[0]))
+
+    def norm(self, name: str, start: int, stop: int) -> np.ndarray:
+        """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
+        return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
 
 
 def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
@@ -119,19 +125,19 @@ class HfSource(Source):
 
     def __init__(self, path: Path, *, name: str, revision: str | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
-        self._door = Door(path, fix=_AGAIN)
+        self.door = Door(path, fix=_AGAIN, seen={})
         if not present(path / "config.json"):
             raise CheckpointError(
                 f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
             )
-        self.config = self._door.json(path / "config.json")
+        self.config = self.door.json(path / "config.json")
         self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
-        self.generation_config = self._door.json(generation) if present(generation) else {}
+        self.generation_config = self.door.json(generation) if present(generation) else {}
         check_generation(self.generation_config, self.spec.vocab_size, str(generation))
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self.tensors, self.vision = {}, {}
-        for file in _weight_files(path, self._door):
+        for file in _weight_files(path, self.door):
             for raw, info in file.tensors.items():
                 kind = self.vision if is_vision(raw) else self.tensors
                 key = raw if is_vision(raw) else canonical(raw)
@@ -160,7 +166,7 @@ class HfSource(Source):
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         names = [name for name in TOKENIZER_FILES if present(self.path / name)]
-        return [self._door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
+        return [self.door.copy(self.path / n, directory / n, limit=TOKENIZER_BYTES) for n in names]
 
     def place_of(self, name: str) -> str:
         return str(self._files[name][0].path)
@@ -194,7 +200,7 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
                 f"{path} holds neither {SINGLE} nor {INDEX}.",
                 fix="WiCore reads safetensors and GGUF; convert other formats first.",
             )
-        return [SafetensorsFile(path / SINGLE, within=path)]
+        return [SafetensorsFile(path / SINGLE, door)]
     try:
         weight_map = _Index.model_validate(door.json(index)).weight_map
     except ValidationError as error:
@@ -217,7 +223,7 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
             f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}.",
             fix="Download them.",
         )
-    files = {s: SafetensorsFile(path / s, within=path) for s in shards}
+    files = {s: SafetensorsFile(path / s, door) for s in shards}
     lost = [n for n, s in weight_map.items() if n not in files[s].tensors]
     if lost:
         raise CheckpointError(

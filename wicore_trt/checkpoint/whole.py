@@ -52,8 +52,9 @@ class SourceTensors(WholeTensors):
         self.dtype = _DTYPES.get(source.tensors[linear.sources[0]].dtype, "float32")
 
     def read(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
-        whole = np.concatenate([self._source.read(name) for name in tensor.sources])
-        return (whole + np.float32(1.0) if tensor.role is Role.NORM else whole), "F32"
+        if tensor.role is Role.NORM:
+            return self._source.norm(tensor.sources[0], 0, tensor.shape[0]), "F32"
+        return np.concatenate([self._source.read(name) for name in tensor.sources]), "F32"
 
     def weight_scale(self, tensor: UnifiedTensor) -> np.ndarray:
         raise AssertionError(f"{tensor.name} of a source is not quantized")

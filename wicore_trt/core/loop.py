@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.shares import fits
 from wicore_trt.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -93,11 +94,11 @@ class EngineLoop:
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_id not in self._live
-            free = self._max_waiting - self._waiting.total() - self._inbox_sequences.total()
-            if n > free:
-                raise QueueFullError("The queue is full.")
-            if tenant and n + self._waiting[tenant] + self._inbox_sequences[tenant] > free:
-                raise QueueFullError("Your share of the queue is full.")
+            total = self._waiting.total() + self._inbox_sequences.total()
+            own = self._waiting[tenant] + self._inbox_sequences[tenant]
+            # One text for both: that the others have filled the queue is none of a tenant's business.
+            if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
+                raise QueueFullError("There is no room in the queue for this request now.")
             self._live.add(request.request_id)
             self._inbox.append(request)
             self._inbox_sequences[tenant] += n

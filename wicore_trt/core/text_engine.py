@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from wicore_trt.checks import shown
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.offload import Offload
@@ -220,7 +221,7 @@ class TextEngine:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
         name = (request.tenant, request.request_id)
         if name in self._keys:
-            raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", field="request_id")
+            raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, str(next(self._serial)), request, self.tokenizer)

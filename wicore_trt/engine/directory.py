@@ -7,7 +7,6 @@ file that the manifest does not list is never read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from wicore_trt.checkpoint.records import WEIGHTS, record_of
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import WeightFile, hash_weights, read_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import Door
-from wicore_trt.scratch import Product
+from wicore_trt.files import LIST_BYTES, Door
+from wicore_trt.scratch import Product, unlisted
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
@@ -70,14 +69,14 @@ class EngineDir:
         return {name: self.read(name) for name in names if name in self.manifest.files}
 
     def unlisted(self) -> list[str]:
-        """Files in the directory that the engine was not built with, sorted: nothing reads them."""
-        found = []
-        for root, folders, files in os.walk(self.path):
-            links = [name for name in folders if (Path(root) / name).is_symlink()]
-            found += [(Path(root) / name).relative_to(self.path).as_posix() for name in (*files, *links)]
-        known = {MANIFEST_NAME, *self.manifest.files}
+        """Files and directories that the engine was not built with, sorted: nothing reads them. Raises
+        EngineFormatError for a directory that cannot be read."""
+        try:
+            found = unlisted(self.path, {MANIFEST_NAME, *self.manifest.files})
+        except OSError as error:
+            raise self.damaged(f"{error.filename} cannot be read: {error.strerror}") from error
         tops = {name: name.split("/")[0] for name in found}
-        return sorted(n for n in found if n not in known and not tops[n].startswith(".") and tops[n] != _SYSTEM)
+        return sorted(name for name, top in tops.items() if not top.startswith(".") and top != _SYSTEM)
 
     def damaged(self, what: str) -> EngineFormatError:
         """The error for an engine of which `what` is wrong."""
@@ -154,7 +153,7 @@ def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str
 def _listed(path: Path) -> set[str] | None:
     """Names of the files of an engine, damaged or not; None when the directory is none."""
     try:
-        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME)
+        data = Door(path, EngineFormatError).json(path / MANIFEST_NAME, limit=LIST_BYTES)
     except EngineFormatError:
         return None
     files = data.get("files")

@@ -22,7 +22,7 @@ from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical
 from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp
 from wicore_trt.errors import CheckpointError, EngineFormatError
-from wicore_trt.files import Door, present, quoted
+from wicore_trt.files import LIST_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
 
 MANIFEST_NAME = "engine.json"
@@ -198,7 +198,7 @@ def read_manifest(path: Path) -> Manifest:
     manifest_path = path / MANIFEST_NAME
     if not present(manifest_path):
         raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)
-    data = Door(path, EngineFormatError, fix=rebuild_command(path)).json(manifest_path)
+    data = Door(path, EngineFormatError, fix=rebuild_command(path)).json(manifest_path, limit=LIST_BYTES)
     if data.get("kind") != KIND:
         raise EngineFormatError(f"{manifest_path} was not written by wicore: its kind is not {KIND!r}.", fix=build)
     _check_version(path, data.get("format_version"))

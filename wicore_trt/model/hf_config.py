@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wicore_trt.errors import CheckpointError
-from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole, shown
+from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError, check_whole
 
 _KINDS = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
 _KEYS = {
@@ -81,6 +81,7 @@ class _Text(BaseModel):
     rope_local_base_freq: float | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Ropes | None = None
+    partial_rotary_factor: Literal[1] | None = None
     layer_types: list[str] | None = Field(default=None, max_length=MAX_LAYERS)
     sliding_window_pattern: int | None = None
     old_window_pattern: int | None = Field(default=None, alias="_sliding_window_pattern")
@@ -146,6 +147,9 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
 
 
 def _refuse_others(config: Mapping[str, Any], place: str) -> None:
+    ropes = [k for k, value in config.items() if k.startswith("rope") and k not in _Text.model_fields and value]
+    if ropes:
+        raise CheckpointError(f"{place}: WiCore does not know what {named(ropes[0])} asks for.")
     for key, why in _ONLY.items():
         value = config.get(key)
         if value is not None and value is not False:
@@ -170,24 +174,29 @@ def _rope(text: _Text, place: str) -> tuple[float, float, float]:
     full, sliding = parameters.full_attention, parameters.sliding_attention
     if (sliding.rope_type or sliding.type or "default") != "default" or sliding.factor is not None:
         raise CheckpointError(f"{place}: rope_parameters.sliding_attention is scaled; Gemma 3's local layers are not.")
-    for key, old, new in (
-        ("rope_theta", text.rope_theta, full.rope_theta),
-        ("rope_local_base_freq", text.rope_local_base_freq, sliding.rope_theta),
-    ):
-        if None not in (old, new) and old != new:
-            raise CheckpointError(f"{place}: {key} is {old}, but rope_parameters says {new}.")
-    factors = {_factor(rope, place) for rope in (text.rope_scaling, full if text.rope_parameters else None) if rope}
-    if len(factors) > 1:
-        raise CheckpointError(f"{place}: rope_scaling and rope_parameters.full_attention do not agree.")
-    theta = next((t for t in (full.rope_theta, text.rope_theta) if t is not None), 1_000_000.0)
-    local = next((t for t in (sliding.rope_theta, text.rope_local_base_freq) if t is not None), 10_000.0)
-    return float(theta), float(local), factors.pop() if factors else 1.0
+    scaling = text.rope_scaling or _Rope()
+    theta = _one("rope_theta", (text.rope_theta, scaling.rope_theta, full.rope_theta), 1_000_000.0, place)
+    local = _one("rope_local_base_freq", (text.rope_local_base_freq, sliding.rope_theta), 10_000.0, place)
+    given = [rope for rope in (text.rope_scaling, full if text.rope_parameters else None) if rope]
+    return theta, local, _one("the rope factor", tuple(_factor(rope, place) for rope in given), 1.0, place)
+
+
+def _one(key: str, said: tuple[float | None, ...], default: float, place: str) -> float:
+    """The number that a key and its other spellings give; they must agree, because which one wins has changed between
+    versions of transformers."""
+    numbers = {float(number) for number in said if number is not None}
+    if len(numbers) > 1:
+        both = " and ".join(map(str, sorted(numbers)))
+        raise CheckpointError(f"{place}: {key} is both {both}; rope_scaling and rope_parameters must say the same.")
+    return numbers.pop() if numbers else default
 
 
 def _factor(rope: _Rope, place: str) -> float:
     kinds = {kind for kind in (rope.rope_type, rope.type) if kind is not None}
     if len(kinds) > 1 or not kinds <= {"default", "linear"}:
         raise CheckpointError(f"{place}: rope type {shown(sorted(kinds))} is not Gemma 3's, which is 'linear'.")
+    if kinds == {"linear"} and rope.rope_type is None:  # transformers 4 scales by it, 5 does not
+        raise CheckpointError(f"{place}: rope scaling has type 'linear' but no rope_type.")
     if kinds != {"linear"}:
         if rope.factor not in (None, 1.0):
             raise CheckpointError(f"{place}: rope scaling has the factor {rope.factor} but no type 'linear'.")

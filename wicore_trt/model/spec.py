@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, shown
 
 GLOBAL = "global"
 LOCAL = "local"
@@ -40,7 +40,6 @@ _REAL: dict[str, tuple[float, float]] = {
     "rope_scaling_factor": (1.0, 1e5),
     "final_logit_softcapping": (0.1, 1e6),
 }
-_SHOWN = 60
 
 
 class SpecError(CheckpointError):
@@ -167,16 +166,3 @@ def check_whole(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise SpecError.of(name, f"is {shown(value)}; it must be a whole number from {low:,} to {high:,}.")
     return value
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: one line, and not long."""
-    if isinstance(value, int) and abs(value) >= 1 << 128:
-        return "a number of very many digits"
-    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def named(name: str) -> str:
-    """A name that a file gives something, as an error shows it: as it is when that is one line and not long."""
-    return name if name.isprintable() and len(name) <= 2 * _SHOWN else shown(name)

@@ -55,12 +55,16 @@ class WaitingQueue:
         """Members by tenant, of those that have any."""
         return {name: len(tenant.heap) for name, tenant in self._tenants.items() if tenant.heap}
 
-    def push(self, sequence: Sequence) -> None:
-        """Add a sequence; one that was taken out gives its turn back."""
+    def push(self, sequence: Sequence, behind: Sequence | None = None) -> None:
+        """Add a sequence; one that was taken out gives its turn back. But when it gave way to `behind`, a member of
+        another tenant, its tenant keeps the turn and comes after the other one."""
         assert sequence.seq_id not in self._members
         entry = (order_key(sequence), sequence)
         tenant = self._tenants.setdefault(sequence.request.tenant, _Tenant())
-        if sequence.had_turn:
+        if behind is not None:
+            tenant.turns = max(tenant.turns, self._tenants[behind.request.tenant].turns + 1)
+            sequence.had_turn = False
+        elif sequence.had_turn:
             sequence.had_turn = False
             tenant.turns -= 1
         elif not tenant.heap:

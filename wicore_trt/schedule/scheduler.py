@@ -1,14 +1,16 @@
 """Who computes how many tokens in the next step.
 
 Hands out a token budget to running sequences, then admits waiting ones; preempts the one that would be admitted last
-when pages run out, and parks its pages in host memory where there is one. A sequence whose prefix is being loaded
-from a lower tier runs without computing, or computes from the front meanwhile. Decides on plain data: it never sees
-tensors or transports. Invariant: a plan's slices fit the budget and their pages are reserved, and if any sequence
-lives, the plan is empty only while something is being loaded.
+when pages run out, and parks its pages in host memory where there is one. When a tenant waits that has at least two
+places fewer than another one, the latter's newest sequence gives way in the same manner. A sequence whose prefix is
+being loaded from a lower tier runs without computing, or computes from the front meanwhile. Decides on plain data: it
+never sees tensors or transports. Invariant: a plan's slices fit the budget and their pages are reserved, and if any
+sequence lives, the plan is empty only while something is being loaded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import le
@@ -26,6 +28,9 @@ from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
 MAX_PASSED_OVER = 64
+# How many steps a sequence computes in before it may give its place to another tenant: so many the first time, twice as
+# many after each, so that it does so a few times in its life and never without having got on.
+TURN_STEPS = 32
 # Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
@@ -130,6 +135,8 @@ class Scheduler:
             return None
         if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
             return None
+        if self._in_the_way() is not None:
+            return None
         if not following or len(following) > self.max_batch_tokens:
             return None
         if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following):
@@ -140,6 +147,25 @@ class Scheduler:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""
         return len(self.running) >= self.max_sequences or (
             bool(self._too_few) and all(map(le, self._available(), self._too_few))
+        )
+
+    def _in_the_way(self) -> Sequence | None:
+        """The sequence that should give its place or pages to the head of the queue, which cannot be admitted: the
+        newest one of the tenant that has most places, if that tenant still has as many as the head's when both have
+        changed. Each such change makes the numbers of places more equal, so none of them is undone by another."""
+        head = self.waiting.first()
+        if head is None:
+            return None
+        held = Counter(s.request.tenant for s in self.running)
+        least = held[head.request.tenant] + 2
+        return max(
+            (
+                s
+                for s in self.running
+                if held[s.request.tenant] >= least and s.ran >= TURN_STEPS << s.gave_way and s.pages.load is None
+            ),
+            key=lambda s: (held[s.request.tenant], order_key(s)),
+            default=None,
         )
 
     def _schedule_running(self, plan: Plan) -> int:
@@ -217,8 +243,8 @@ class Scheduler:
         chunk = min(sequence.remaining, self.max_batch_tokens)
         return self.manager.pages_for(chunk) + 1 + len(self.running)
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> int:
-        """Send `victim` back to the queue; returns the tokens it had in this plan."""
+    def _preempt(self, victim: Sequence, plan: Plan, behind: Sequence | None = None) -> int:
+        """Send `victim` back to the queue, `behind` another tenant's; returns the tokens it had in this plan."""
         refund = sum(count for sequence, count in plan.slices if sequence is victim)
         plan.slices = [entry for entry in plan.slices if entry[0] is not victim]
         plan.preempted.append(victim)
@@ -227,21 +253,26 @@ class Scheduler:
         if self.loader is not None and pages.load is None and victim.computed:
             self.loader.park(pages, victim.computed)
         self._release(victim)
-        self._requeue(victim)
+        self._requeue(victim, behind)
         return refund
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence, behind: Sequence | None = None) -> None:
         sequence.computed = 0
+        sequence.ran = 0
         sequence.requeued = True
         self.running.remove(sequence)
         sequence.move(SequenceState.WAITING)
-        self.waiting.push(sequence)
+        self.waiting.push(sequence, behind)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Admit waiting sequences in order while budget, pages and places last.
 
         The first one that does not fit stops admission, so that a big request is not starved by small ones.
         """
+        victim = self._in_the_way() if self._blocked() else None
+        if victim is not None:
+            victim.gave_way += 1
+            budget += self._preempt(victim, plan, behind=self.waiting.first())
         if self.running and self._too_few and all(map(le, self._available(), self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
@@ -322,6 +353,7 @@ class Scheduler:
         finite. Raises UnwrittenPageError when the tokens before them are in no page."""
         begin = sequence.computed
         sequence.computed += count
+        sequence.ran += 1
         pages, end = sequence.pages, sequence.computed
         self.manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
 

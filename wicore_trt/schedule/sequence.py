@@ -18,7 +18,8 @@ class Sequence:
     """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
     cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
     is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `had_turn`: the waiting queue
-    gave it a place at its tenant's expense."""
+    gave it a place at its tenant's expense. `ran`: steps that computed for it since its last admission; `gave_way`: how
+    often it gave its place to another tenant."""
 
     seq_id: int
     request: GenerateRequest
@@ -36,6 +37,8 @@ class Sequence:
     prefetched: bool = False
     had_turn: bool = False
     requeued: bool = False
+    ran: int = 0
+    gave_way: int = 0
 
     @property
     def params(self) -> SamplingParams:

@@ -13,6 +13,7 @@ from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from wicore_trt.checks import shortened
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
 
 DOMAIN = "wicore"
@@ -34,9 +35,7 @@ def reason_of(error: WicoreError) -> str:
 
 def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
-    text = str(error)
-    if len(text) > MAX_MESSAGE_CHARS:
-        text = text[: MAX_MESSAGE_CHARS - 3] + "..."
+    text = shortened(str(error), MAX_MESSAGE_CHARS)
     details: list[message.Message] = [
         error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN),
         error_details_pb2.RequestInfo(request_id=call_id),

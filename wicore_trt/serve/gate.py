@@ -1,7 +1,7 @@
 """How many calls may be open at the same time, in all and by tenant.
 
-Knows names and numbers; it must not know calls. Invariant: a tenant is refused while it has as many places as are free,
-so that one that takes all it gets has half of them and the next one finds room.
+Knows names and numbers; it must not know calls. Invariant: a tenant has no more than its share (`core.shares`), and
+what a refusal says tells nothing of others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from wicore_trt.core.shares import fits
 from wicore_trt.errors import QueueFullError
 
 
@@ -28,11 +29,10 @@ class Gate:
     @contextmanager
     def place(self, tenant: str = "") -> Iterator[None]:
         """Hold a place. Raises QueueFullError when there is none for this tenant; "" is not limited to a share."""
-        free = self._places - self._taken.total()
-        if free <= 0:
-            raise QueueFullError(f"The server has {self._places} {self._what} open, which is its limit.")
-        if tenant and self._taken[tenant] >= free:
-            raise QueueFullError(f"You have {self._taken[tenant]} {self._what} open, which is your share now.")
+        taken, own = self._taken.total(), self._taken[tenant]
+        # One text for both: that the others have filled the places is none of a tenant's business.
+        if taken >= self._places or (tenant and not fits(self._places, taken - own, own)):
+            raise QueueFullError(f"There is no room for more {self._what} of yours now.")
         self._taken[tenant] += 1
         try:
             yield

@@ -18,14 +18,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, WicoreError
+from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.serve.errors import abort
 from wicore_trt.serve.gate import Gate
+from wicore_trt.serve.intake import BriefRequests, host_of, parse, prompt_ones, read_message
 from wicore_trt.serve.keys import Identity, KeyRing
 from wicore_trt.serve.log import Sparingly
 
@@ -36,8 +36,6 @@ REQUEST_ID_HEADER = "x-request-id"
 VALID_ID = re.compile(r"[!-~]{1,128}")
 OWN_PREFIX = "/wicore."
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
-READ_S = 20.0
-"""A call whose request has not come by then is ended."""
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
 MAX_WATCHES = 1024
@@ -82,14 +80,16 @@ def offered_key(details: grpc.HandlerCallDetails) -> str:
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps the methods of all services. Health checks need no key.
 
-    Requests of our own service are parsed here, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is
-    INVALID_ARGUMENT with our details rather than a bare UNKNOWN.
+    Requests are parsed by us, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT with
+    our details rather than a bare UNKNOWN.
     """
 
     def __init__(self, keys: KeyRing, max_calls: int = MAX_CALLS) -> None:
         self._keys = keys
         self._calls = Gate(max_calls, "calls")
+        self._checks = Gate(max_calls, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
+        self._brief = BriefRequests()
         self._refused = Sparingly(log, logging.WARNING)
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
@@ -118,29 +118,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _answer(self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext) -> None:
         """One call of our service: take a place, read, parse, handle."""
         with self._calls.place(call.who.tenant):
-            raw = await read_message(context)
-            try:
-                request = handler.request_deserializer(raw)
-            except DecodeError:
-                raise InvalidRequestError(
-                    "The request is not a valid message of this call: truncated, or text that is not UTF-8.",
-                    field="request",
-                ) from None
+            request = parse(handler, await read_message(context))
             if handler.response_streaming:
                 await handler.unary_stream(request, context)
             else:
                 await context.write(await handler.unary_unary(request, context))
 
     def _health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """A health check, or a watch, which stays open. Its request is read for a while and no longer."""
+        """A health check, or a watch, which stays open. Anybody may call, so places go by the caller's address."""
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
+            host = host_of(context.peer())
             try:
-                request = handler.request_deserializer(await read_message(context))
+                with self._checks.place(host):
+                    request = parse(handler, await self._brief.read(context))
                 if not handler.response_streaming:
                     await context.write(await handler.unary_unary(request, context))
                     return
-                with self._watches.place():
+                with self._watches.place(host):
                     await handler.unary_stream(request, context)
             except WicoreError as error:
                 await abort(context, error, uuid.uuid4().hex)
@@ -150,15 +145,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
         """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
 
-        async def run(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             try:
                 with self._calls.place(who.tenant):
-                    async for response in handler.stream_stream(prompt_ones(requests), context):
+                    parsed = (parse(handler, raw) async for raw in prompt_ones(requests))
+                    async for response in handler.stream_stream(parsed, context):
                         await context.write(response)
             except WicoreError as error:
                 await abort(context, error, uuid.uuid4().hex)
 
-        return grpc.stream_stream_rpc_method_handler(run, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
     async def _refuse(self, _: object, context: grpc.aio.ServicerContext) -> None:
         self._refused("refused a call without a valid API key", peer=context.peer())
@@ -166,31 +162,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
         await abort(context, error, uuid.uuid4().hex)
-
-
-async def read_message(context: grpc.aio.ServicerContext) -> bytes:
-    """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
-    try:
-        async with asyncio.timeout(READ_S):
-            raw = await context.read()
-    except TimeoutError:
-        raise DeadlineError(f"No request came within {READ_S:g} s.") from None
-    if raw is grpc.aio.EOF:
-        raise InvalidRequestError("The call has no request.", field="request")
-    message: bytes = raw
-    return message
-
-
-async def prompt_ones(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Requests of a stream as they come, until there is none for a while."""
-    stream = aiter(requests)
-    while True:
-        try:
-            async with asyncio.timeout(READ_S):
-                request = await anext(stream)
-        except (TimeoutError, StopAsyncIteration):
-            return
-        yield request
 
 
 async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:

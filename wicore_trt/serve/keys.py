@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError
+from wicore_trt.files import quoted
 
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-9;-~]{16,512}")  # visible ASCII but the colon
@@ -77,7 +78,7 @@ def read_keys(path: str) -> dict[str, Identity]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"server.keys_file: cannot read {path}: {reason}.") from None
     if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"server.keys_file: {path} is open to other users.", fix=f"Run: chmod 600 {path}")
+        raise ConfigError(f"server.keys_file: {path} is open to other users.", fix=f"Run: chmod 600 {quoted(path)}")
     found: dict[str, Identity] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

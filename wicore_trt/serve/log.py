@@ -1,6 +1,6 @@
 """Log output of the server process: short lines for people or JSON lines for machines, to stderr.
 
-Standard library only. Invariants: one record is one line of printable characters, whatever a client put into its names
+Invariants: one record is one line of printable characters and of bounded length, whatever a client put into its names
 and texts; in the form for people a traceback follows on lines of its own. Nobody who logs ever waits for who reads:
 lines that find no room are dropped, and counted in a line of their own when there is room again.
 """
@@ -16,6 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
+
+from wicore_trt.checks import shortened
 
 MAX_LINES = 10_000
 """Lines that wait for who reads the log."""
@@ -23,20 +26,35 @@ CLOSE_S = 1.0
 """How long the last lines may hold up the end of the process."""
 QUIET_S = 10.0
 """What strangers can cause as often as they like is logged once in so many seconds."""
+MAX_VALUE = 512
+"""Characters of a value in a line; what a client wrote may be as long as a message."""
+MAX_TRACEBACK = 16_384
 OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server")
 """Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
     facts = getattr(record, "facts", None)
-    return facts if isinstance(facts, dict) else {}
+    if not isinstance(facts, dict):
+        return {}
+    return {key: shortened(value, MAX_VALUE) if isinstance(value, str) else value for key, value in facts.items()}
 
 
-class LineFormatter(logging.Formatter):
+class _Bounded(logging.Formatter):
+    """Messages and tracebacks of bounded length."""
+
+    def message(self, record: logging.LogRecord) -> str:
+        return shortened(record.getMessage(), 2 * MAX_VALUE)
+
+    def formatException(self, ei: Any) -> str:
+        return shortened(super().formatException(ei), MAX_TRACEBACK)
+
+
+class LineFormatter(_Bounded):
     """`2026-01-31 12:00:00 INFO message key=value ...`; values with spaces or quotes are quoted as in JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {record.getMessage()}"
+        head = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} {record.levelname} {self.message(record)}"
         parts = [head if head.isprintable() else head.encode("unicode_escape").decode()]
         for key, value in _facts(record).items():
             if key in ("method", "code"):  # already in the message
@@ -48,7 +66,7 @@ class LineFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Bounded):
     """One JSON object per line: time (RFC 3339, UTC), level, logger, message, facts, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -57,7 +75,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": self.message(record),
             **_facts(record),
         }
         if record.exc_info:
@@ -159,7 +177,8 @@ def _stderr() -> Callable[[bytes], None]:
 
 def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
     """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
-    set-up."""
+    set-up. To be called before grpc is imported: its core writes to stderr itself, and waits for whoever reads it."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = DroppingHandler(_stderr())
     handler.setFormatter(JsonFormatter() if json_lines else LineFormatter())
     for name in ("wicore_trt", *OTHERS):
@@ -173,3 +192,4 @@ def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
         logger.filters[:] = [Seldom()]
+    logging.lastResort = handler  # whatever other libraries log

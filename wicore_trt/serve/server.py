@@ -6,6 +6,8 @@ first moment of listening until `set_serving`, and for ever after `set_draining`
 
 from __future__ import annotations
 
+import resource
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -25,9 +27,15 @@ HEALTH_NAMES = ("", SERVICE_NAME)
 MAX_PENDING, MOST_PENDING = 2500, 4000
 """Calls that each listener holds for us to take; above the first number gRPC refuses some, above the second all, as
 CANCELLED and with nothing that tells clients why. Ordinary bursts stay below, so that we take each call at once and say
-so. Strangers can fill them with calls of 13 KB."""
+so. Strangers can fill them with calls of 13 KB. Nothing here bounds calls that are reset as soon as they are made: 16
+connections of 7 KB headers take up to 1.3 GB and seconds of the event loop while it lasts, and none of gRPC's options
+changes that (streams, metadata size, requests per read, pending calls, tarpit). A proxy in front has to."""
 MAX_STREAMS = 1024
 """Calls that are open on one connection; a client's own library holds back what is more."""
+MAX_CONNECTIONS = 4096
+"""Connections that are open at the same time, on all listeners together. More are closed as they come."""
+FILES_KEPT = 512
+"""File descriptors that connections leave to the engine, the log and the KV tiers."""
 BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
 """No token of Gemma's is longer than 93 bytes of UTF-8, so that every prompt that fits the context fits a message."""
 KEEPALIVE_OPTIONS = (
@@ -49,6 +57,13 @@ def message_limit(max_context: int | None) -> int:
     return max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
 
 
+def connection_limit() -> int:
+    """Connections of each listener, so that all of them fit what the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft - FILES_KEPT, soft // 2)
+    return max(1, min(MAX_CONNECTIONS, files) // LISTENERS)
+
+
 def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     """Options of the listening server."""
     return (
@@ -58,6 +73,7 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", connection_limit()),
         *KEEPALIVE_OPTIONS,
     )
 

@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
+from wicore_trt.checks import shown
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
@@ -105,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             call.facts["call"] = call.call_id
         call.facts["id"] = request_id
         if request.HasField("model") and request.model != engine.info.model_id:
-            raise NotFoundError(f"Model {request.model[:128]!r} is not served here; {engine.info.model_id!r} is.")
+            raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
         try:
             text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
             return engine.submit(await engine.encode(text_request))

@@ -1,56 +1,44 @@
 """Chat messages to prompt text by the model's own template.
 
-Knows jinja2 and the shape of messages; it must not know token ids. Invariant: every message's text is in the prompt or
+Knows the shape of messages; it must not know token ids or jinja2. Invariant: every message's text is in the prompt or
 the caller gets an InvalidRequestError; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from wicore_trt.checks import shortened, shown
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.text.template_process import run_template
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
 _KEYS = {"role", "content", "name"}
 _IMAGE_PARTS = {"image", "image_url", "input_image"}
+_MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
 
 
-class TemplateRefusal(jinja2.TemplateError):
+class TemplateRefusal(Exception):
     """The template itself called raise_exception."""
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe.
+    """A template that compiles. Thread-safe; it runs in a process of its own (`text.template_worker`).
 
-    The environment is that of transformers' apply_chat_template: sandboxed, immutable, trimmed blocks, loop controls,
-    the globals raise_exception and strftime_now, and a tojson filter that does not escape HTML.
     `tokens` are the special tokens' texts (bos_token, ...) that templates may name; `origin` is for messages.
     Raises EngineFormatError when the template cannot be compiled.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: Path) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = _tojson
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        self._source, self._tokens = source, dict(tokens)
+        broken = f"it has more than {_MAX_TEMPLATE} characters" if len(source) > _MAX_TEMPLATE else None
+        broken = broken or run_template(source, self._tokens, None).get("broken")
+        if broken:
             raise EngineFormatError(
-                f"The chat template in {origin} is broken: {error}.", fix="Restore the model's own file."
-            ) from error
-        self._tokens = dict(tokens)
+                f"The chat template in {origin} is broken: {broken}.", fix="Restore the model's own file."
+            )
 
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
         """The prompt text of a conversation.
@@ -65,14 +53,17 @@ class ChatTemplate:
         turns = [_turn(index, message) for index, message in enumerate(messages)]
         if all(turn["role"] == "system" for turn in turns):
             raise _invalid("messages hold no user turn.")
-        try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._tokens
-            )
-        except TemplateRefusal as error:
-            raise _invalid(f"The chat template refuses these messages: {error.message}") from error
-        except Exception as error:  # a template is a program from a file: whatever it does, the engine goes on
-            raise _invalid(f"The chat template failed on these messages: {type(error).__name__}: {error}.") from error
+        values = {
+            "messages": turns, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None
+        }  # fmt: skip
+        answer = run_template(self._source, self._tokens, values)
+        if "refused" in answer:
+            raise _invalid(
+                f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
+            ) from TemplateRefusal()
+        if "broken" in answer:
+            raise _invalid(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
+        return answer["text"]
 
 
 def _turn(index: int, message: object) -> dict[str, str]:
@@ -81,12 +72,12 @@ def _turn(index: int, message: object) -> dict[str, str]:
         raise _invalid(f"messages[{index}] must be an object with role and content.")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _invalid(f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {role!r}.")
+        raise _invalid(f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {shown(role)}.")
     if index and _ROLES[role] == "system":
         raise _invalid(f"messages[{index}]: a {role} message must come first.")
     surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
     if surplus:
-        raise _invalid(f"messages[{index}].{surplus[0]} is not supported.")
+        raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
     return {"role": _ROLES[role], "content": _text(f"messages[{index}].content", message.get("content"))}
 
 
@@ -108,11 +99,3 @@ def _text(where: str, content: object) -> str:
 
 def _invalid(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, field="messages")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateRefusal(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -18,8 +18,9 @@ from typing import Any
 import tokenizers
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
-from wicore_trt.files import SMALL_BYTES, TOKENIZER_BYTES, Door, present
+from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
+from wicore_trt.text.tokenizer_file import read_tokenizer
 
 TOKENIZER = "tokenizer.json"
 FILES = (
@@ -32,12 +33,11 @@ FILES = (
     "chat_template.json",
 )
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
-_SAID = 300  # characters of what `tokenizers` says, which may quote the whole file
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
 class Tokenizer:
-    """The tokenizer of one engine or checkpoint directory.
+    """The tokenizer of one engine or checkpoint directory, whose ids are below `vocab_size`.
 
     `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
     stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
@@ -58,7 +58,7 @@ class Tokenizer:
         self._chat = chat
         self.bos_id = bos_id
         self.eos_ids = eos_ids
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
 
@@ -66,7 +66,7 @@ class Tokenizer:
     def from_dir(cls, path: Path) -> Tokenizer:
         """`from_files` of the files that a directory holds. Raises EngineFormatError for what cannot be read, too."""
         door = Door(path, EngineFormatError, _REBUILD)
-        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else SMALL_BYTES for name in FILES}
+        limits = {name: TOKENIZER_BYTES if name == TOKENIZER else LIST_BYTES for name in FILES}
         files = {
             n: door.read(path / n, limit=size) for n, size in limits.items() if n == TOKENIZER or present(path / n)
         }
@@ -83,14 +83,7 @@ class Tokenizer:
         """
         if TOKENIZER not in files:
             raise EngineFormatError(f"{where / TOKENIZER} is missing.", fix=_REBUILD)
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
-        except Exception as error:  # tokenizers raises bare Exception for every defect of the file
-            raise EngineFormatError(
-                f"{where / TOKENIZER} cannot be read: {str(error)[:_SAID]}.", fix=_REBUILD
-            ) from error
-        backend.no_padding()
-        backend.no_truncation()
+        backend = read_tokenizer(files[TOKENIZER], where / TOKENIZER, _REBUILD)
         read = _Files(files, where, backend)
         return cls(
             backend,

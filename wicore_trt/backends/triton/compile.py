@@ -7,15 +7,20 @@ a worker makes the plan anew, since what Triton compiles cannot be sent.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.index import Row
 from wicore_trt.backends.triton.kernel_list import plan_kernels
 from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 
 KERNELS_PER_WORKER = 4
@@ -44,8 +49,12 @@ def compile_plan(
             done(_compile(shape, target, name))
     else:
         context, given = get_context("spawn"), (dict(triton_table.CROSSOVER),)
-        with ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given) as pool:
-            for future in as_completed([pool.submit(_compile, shape, target, name) for name in names]):
+        with _ending_at_once(
+            ProcessPoolExecutor(count, mp_context=context, initializer=_adopt, initargs=given)
+        ) as pool:
+            with _interrupts_held():
+                futures = [pool.submit(_compile, shape, target, name) for name in names]
+            for future in as_completed(futures):
                 done(future.result())
     return [(p.role, p.bucket, p.spec.name, p.config) for p in planned], kernels
 
@@ -56,9 +65,46 @@ def compiled_table(shape: EngineShape, target: str, workers: int | None = None) 
     return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started meanwhile never see Ctrl-C, which a terminal sends to all: this one ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ending_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose workers are killed when the block fails: a kernel takes seconds, and nobody waits for it then."""
+    others = {child.pid for child in active_children()}
+    try:
+        with pool:
+            try:
+                yield pool
+            except BaseException:
+                for child in active_children():
+                    if child.pid not in others:
+                        child.kill()
+                raise
+    except BrokenProcessPool as error:
+        raise EnvironmentUnfitError(
+            "A process that compiled kernels was killed.", fix="Check the machine's free memory and try again."
+        ) from error
+
+
 def _adopt(crossover: dict[str, dict[str, int]]) -> None:
-    """In a worker: what the parent measured, or was told, on which its plan depends."""
+    """In a worker: what the parent measured, or was told, on which its plan depends. It ends with the parent."""
     triton_table.CROSSOVER.update(crossover)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @lru_cache(maxsize=4)

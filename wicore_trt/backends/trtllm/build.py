@@ -9,7 +9,6 @@ Flags: tensorrt_llm/commands/build.py of 1.2. One worker: the command cannot sen
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -24,6 +23,7 @@ from wicore_trt.backends.trtllm.installed import find_trtllm_build, require_tens
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.files import Door
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir, Progress
@@ -201,7 +201,7 @@ def _check_engine(
     ]
     if missing:
         raise EnvironmentUnfitError(f"trtllm-build ended without error and did not write {', '.join(missing)}.")
-    made = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    made = Door(output, EnvironmentUnfitError).json(output / "config.json")
     model, build = made.get("pretrained_config", {}), made.get("build_config", {})
     wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
     wrong = [

@@ -39,6 +39,7 @@ from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, fro
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
+from wicore_trt.files import quoted
 from wicore_trt.model.spec import GLOBAL
 
 PATTERN_KEY = "_sliding_window_pattern"
@@ -91,7 +92,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
 
 
 def _check(checkpoint: Checkpoint, kv_fp8: bool) -> None:
-    again = f"wicore convert {checkpoint.source} OUTPUT"
+    again = f"wicore convert {quoted(checkpoint.source)} OUTPUT"
     if checkpoint.dtype not in DTYPES:
         raise ConfigError(
             f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",

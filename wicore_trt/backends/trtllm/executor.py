@@ -10,7 +10,6 @@ Block reuse is off unless asked for: with Gemma 3's several windows it crashes e
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -39,6 +38,7 @@ from wicore_trt.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from wicore_trt.files import Door
 from wicore_trt.types import FinishReason, GenerateRequest, TokenOutput
 
 POLL = timedelta(milliseconds=100)
@@ -307,11 +307,11 @@ def _check_world(world: int) -> None:
 
 def _read_config(engine: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+        config = Door(engine, EngineFormatError, fix="Build it again.").json(engine / "config.json")
         model, build = config["pretrained_config"], config["build_config"]
         windows = model["runtime_defaults"]["max_attention_window"]
         whole = len(windows) == model["num_hidden_layers"] and build["max_seq_len"] > 1
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise EngineFormatError(f"{engine} is no TensorRT-LLM engine: {error!r}.", fix="Build it again.") from error
     if not whole:
         raise EngineFormatError(f"{engine} has no attention window for each layer.", fix="Build it again.")

@@ -15,6 +15,7 @@ header it was sealed with.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import struct
 from functools import lru_cache
@@ -133,10 +134,10 @@ def load_key_file(path: str | os.PathLike[str]) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(4 * KEY_BYTES)
     except OSError as error:
-        fix = f"Make one: (umask 077; head -c {KEY_BYTES} /dev/urandom > {path})"
+        fix = f"Make one: (umask 077; head -c {KEY_BYTES} /dev/urandom > {shlex.quote(str(path))})"
         raise ConfigError(f"Key file {path}: {error.strerror or error}.", fix=fix) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"Key file {path} is open to other users.", fix=f"Run: chmod 600 {path}")
+        raise ConfigError(f"Key file {path} is open to other users.", fix=f"Run: chmod 600 {shlex.quote(str(path))}")
     try:
         key = bytes.fromhex(data.decode("ascii"))  # first: 32 hexadecimal digits are half a key, not a raw one
     except ValueError:

@@ -1,0 +1,80 @@
+"""The commands of `wicore`, by panel, and the options in front of them.
+
+Commands live one per file and are imported when they are asked for. Must not import anything heavy, and knows nothing
+of failures and exit codes: they are `cli.main`'s. Invariant: a command that is not asked for is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from wicore_trt.errors import EnvironmentUnfitError
+
+PANELS = {
+    "Engines": ("fetch", "convert", "build", "inspect"),
+    "Running": ("serve", "generate", "bench"),
+    "KV cache": ("kv",),
+    "Machine": ("doctor", "recipes"),
+}
+"""Help panel to its commands in reading order; command `x` is `command` (or the typer app `app`) of cli/x.py."""
+
+_COMMANDS = [name for names in PANELS.values() for name in names]
+
+
+def _load(name: str, panel: str) -> Any:
+    module = import_module(f"wicore_trt.cli.{name}")
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    if hasattr(module, "app"):
+        single.add_typer(module.app, name=name, rich_help_panel=panel)
+        return typer.main.get_group(single).commands[name]
+    single.command(name, rich_help_panel=panel)(module.command)
+    return typer.main.get_command(single)
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command's module when the command, or the list of commands, is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return _COMMANDS
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for panel, names in PANELS.items():
+            if cmd_name in names:
+                return _load(cmd_name, panel)
+        return None
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from wicore_trt import __version__
+
+        print(f"wicore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="WICORE_DEBUG", help="Show tracebacks.")] = False,
+) -> None:
+    """Build and serve Gemma 3 engines."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that commands load end the process for it, whatever paths are given
+        raise EnvironmentUnfitError("The current directory no longer exists.", fix="Change to one that does.") from None

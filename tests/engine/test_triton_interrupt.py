@@ -1,0 +1,54 @@
+"""Ctrl-C and kill -9 while the processes that compile kernels run: one line, and none of them stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_source
+
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+STARTED = 30.0  # seconds until there must be workers, on a busy machine
+WORKERS = "multiprocessing.spawn"
+
+
+def workers_of(session: int) -> list[int]:
+    """Living processes of a session that compile kernels."""
+    shown = subprocess.run(["ps", "-s", str(session), "-o", "pid=,args="], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in shown.splitlines() if WORKERS in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_the_build(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SIZES.items():
+        monkeypatch.setitem(tiny_source.CONFIG, name, value)  # type: ignore[arg-type]
+    source = tiny_source.write_tiny_source(tmp_path / "source")
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "build", str(source), str(tmp_path / "out")]
+    build = subprocess.Popen(
+        [*command, "--backend", "triton", "--target", "sm90"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+    )  # fmt: skip
+    deadline = time.monotonic() + STARTED
+    while len(workers_of(build.pid)) < min(2, os.cpu_count() or 1):
+        assert build.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    if number == signal.SIGINT:
+        os.killpg(build.pid, number)  # as a terminal does
+    else:
+        build.kill()
+    told = build.communicate(timeout=10)[1]
+    deadline = time.monotonic() + 10
+    while workers_of(build.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not workers_of(build.pid) and "Traceback" not in told
+    if number == signal.SIGINT:
+        assert build.returncode == 130 and told.splitlines()[-1] == "interrupted", told
+        assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []

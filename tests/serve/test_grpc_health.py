@@ -1,0 +1,105 @@
+"""Health checks and reflection with bytes, silence and watches that no probe sends; plain probes are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import struct
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import raw_http2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import SERVICE, failure, process, serving, until
+
+from wicore_trt.serve import intake
+from wicore_trt.serve.intake import host_of
+
+CHECK = "/grpc.health.v1.Health/Check"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+OWN = [("grpc.use_local_subchannel_pool", 1)]
+
+
+async def test_large_health_requests_take_little_memory_and_plain_checks_are_answered():
+    """150 gzip messages of 4 KB that unpack to 4 MiB each, without a key."""
+    async with process(server={"api_key": "the-operators-own-key"}) as server:
+        await server.until_serving()
+        before = psutil.Process(server.process.pid).memory_info().rss
+        packed = gzip.compress(health_pb2.HealthCheckRequest(service="x" * ((4 << 20) - 100)).SerializeToString())
+        message = b"\x01" + struct.pack(">I", len(packed)) + packed
+        fields = raw_http2.headers(CHECK.encode(), grpc_encoding=b"gzip")
+        calls = b"".join(
+            raw_http2.frame(raw_http2.HEADERS, raw_http2.END_HEADERS, i, fields)
+            + raw_http2.frame(raw_http2.DATA, raw_http2.END_STREAM, i, message)
+            for i in range(1, 20, 2)
+        )
+        sockets = [raw_http2.connect(server.address) for _ in range(15)]
+        for opened in sockets:
+            opened.sendall(raw_http2.PREFACE + raw_http2.frame(raw_http2.SETTINGS, 0, 0) + calls)
+        for _ in range(50):
+            assert await asyncio.wait_for(server.status(), 10) == 1
+            await asyncio.sleep(0.01)
+        for opened in sockets:
+            opened.close()
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) << 10
+        assert peak - before < 100 << 20, f"{(peak - before) >> 20} MiB were taken"
+
+
+async def test_silent_health_calls_give_way_to_one_that_sends():
+    async with serving() as running, grpc.aio.insecure_channel(running.address, options=OWN) as channel:
+        silent = [channel.stream_stream(CHECK)() for _ in range(5 * intake.READS)]
+        interceptor = running.server._interceptor
+        await until(lambda: interceptor._checks.taken == len(silent))
+        check = health_pb2_grpc.HealthStub(running.channel).Check
+        assert (await asyncio.wait_for(check(health_pb2.HealthCheckRequest()), 5)).status == 1
+        code, message, _ = await failure(silent[0])
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "others wait" in message
+        for call in silent:
+            call.cancel()
+        await until(lambda: interceptor._checks.taken == 0)
+        assert not interceptor._brief._reading and not interceptor._brief._places.locked()
+
+
+async def test_a_lone_silent_health_call_has_its_time(monkeypatch):
+    monkeypatch.setattr(intake, "HURRY_S", 0.01)
+    async with serving() as running:
+        call = running.channel.stream_stream(CHECK)()
+        await asyncio.sleep(0.1)
+        await call.write(b"")
+        assert await call.read() == b"\x08\x01"
+
+
+async def test_one_address_takes_no_more_than_its_share_of_the_watches(monkeypatch):
+    async with serving() as running:
+        monkeypatch.setattr(running.server._interceptor._watches, "_places", 8)
+        health = health_pb2_grpc.HealthStub(running.channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]
+        for watch in watches:
+            await watch.read()
+        assert (await asyncio.wait_for(failure(health.Watch(health_pb2.HealthCheckRequest())), 5))[0] is EXHAUSTED
+        with running.server._interceptor._watches.place("198.51.100.7"):
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+        for watch in watches:
+            watch.cancel()
+
+
+@pytest.mark.parametrize("method", [CHECK, "/grpc.health.v1.Health/Watch", REFLECT, SERVICE + "GetStats"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(method, caplog):
+    async with serving() as running:
+        for raw in (b"\x0a\xff", b"\xff\xff\xff"):
+            call = running.channel.stream_stream(method)()
+            await call.write(raw)
+            code, message, _ = await failure(call)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, message
+            assert "not a valid message" in message
+    assert "Traceback" not in caplog.text and not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+def test_callers_are_told_apart_by_address():
+    assert host_of("ipv4:10.0.0.1:4711") == host_of("ipv6:%5B::ffff:10.0.0.1%5D:4711") == "10.0.0.1"
+    assert host_of("ipv6:%5B2001:db8::1%5D:1") == host_of("ipv6:[2001:db8::2%25eth0]:9") == "2001:db8::/64"
+    assert host_of("unix:") == host_of("unix:/run/x") == "unix" and host_of("") == "unknown"

@@ -1,0 +1,69 @@
+"""Chat templates that would take all time or memory are ended, and the next one is rendered as ever."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.text import template_process
+from wicore_trt.text.chat import ChatTemplate, TemplateRefusal
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def render(source: str) -> str:
+    return ChatTemplate(source, {"bos_token": "<bos>"}, Path("t")).render(MESSAGES, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{{ '%999999999999d' % 1 }}",
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "{{ 'a' | center(10**11) }}",
+        "{{ 'a' * 40000000 }}",
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    ],
+)
+def test_memory_is_bounded(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((InvalidRequestError, EngineFormatError), match="The chat template"):
+        render(source)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    assert render("{{ bos_token }}{{ messages[0].content }}") == "<bos>hello"
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="it takes more than 2 s"):
+        render(loop)
+    assert time.monotonic() - start < 30
+    assert render("{{ messages[0].content }}") == "hello"
+
+
+def test_a_worker_that_was_killed_is_replaced() -> None:
+    assert render("{{ 1 }}") == "1"
+    assert template_process._worker is not None
+    os.kill(template_process._worker[1].pid, signal.SIGKILL)
+    template_process._worker[1].wait()
+    assert render("{{ 2 }}") == "2"
+
+
+def test_refusals_and_odd_text_pass_through() -> None:
+    with pytest.raises(InvalidRequestError, match="refuses these messages: no") as caught:
+        render("{{ raise_exception('no') }}")
+    assert isinstance(caught.value.__cause__, TemplateRefusal)
+    assert render("{{ '\\ud800' }}\n\u65e5{{ messages[0].content }}") == "\ud800\n\u65e5hello"
+
+
+def test_a_template_as_long_as_a_book_is_not_compiled() -> None:
+    with pytest.raises(EngineFormatError, match="more than 262144 characters"):
+        ChatTemplate("x" * 300_000, {}, Path("t"))

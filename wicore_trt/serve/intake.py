@@ -1,0 +1,120 @@
+"""How the request of a call comes in: read, bounded, parsed.
+
+Must not know what a call does or who may make it. Invariants: a request that does not come ends its call; bytes that
+are no message of the call are INVALID_ARGUMENT; of requests that need no key at most READS are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from wicore_trt.errors import DeadlineError, InvalidRequestError
+
+READ_S = 20.0
+"""A call whose request has not come by then is ended."""
+READS = 4
+"""Health requests that are read at the same time. gRPC unpacks each up to the message limit before we see its size."""
+HURRY_S = 0.1
+"""How long a health request may take to come while others wait for its place."""
+MAX_HEALTH_BYTES = 1024
+"""A health request holds the name of a service."""
+
+
+def parse(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
+    """The message of a method. Raises InvalidRequestError for bytes that are none."""
+    try:
+        return handler.request_deserializer(raw)
+    except DecodeError:
+        raise InvalidRequestError(
+            "The request is not a valid message of this call: truncated, or text that is not UTF-8.", field="request"
+        ) from None
+
+
+async def read_message(context: grpc.aio.ServicerContext) -> bytes:
+    """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
+    try:
+        async with asyncio.timeout(READ_S):
+            raw = await context.read()
+    except TimeoutError:
+        raise DeadlineError(f"No request came within {READ_S:g} s.") from None
+    if raw is grpc.aio.EOF:
+        raise InvalidRequestError("The call has no request.", field="request")
+    message: bytes = raw
+    return message
+
+
+async def prompt_ones(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Requests of a stream as they come, until there is none for a while."""
+    stream = aiter(requests)
+    while True:
+        try:
+            async with asyncio.timeout(READ_S):
+                request = await anext(stream)
+        except (TimeoutError, StopAsyncIteration):
+            return
+        yield request
+
+
+class BriefRequests:
+    """Reads requests of a few bytes, READS at a time, in the order of their calls.
+
+    A call that sends nothing has its place for READ_S, and for HURRY_S while others wait: whoever sends its request
+    with its call, as clients do, comes to its turn soon however many calls are silent.
+    """
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(READS)
+        self._waiting = 0
+        self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each has to hurry
+
+    async def read(self, context: grpc.aio.ServicerContext) -> bytes:
+        """Raises DeadlineError when the request does not come, InvalidRequestError for none or one that is too long."""
+        self._waiting += 1
+        try:
+            self._hurry()
+            await self._places.acquire()
+        finally:
+            self._waiting -= 1
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._reading[limit] = asyncio.get_running_loop().time() + HURRY_S
+                self._hurry()
+                raw = await read_message(context)
+        except TimeoutError:
+            raise DeadlineError("No request came, and others wait for the place.") from None
+        finally:
+            self._reading.pop(limit, None)
+            self._places.release()
+        if len(raw) > MAX_HEALTH_BYTES:
+            del raw  # the traceback of the error would keep it until the call has ended
+            raise InvalidRequestError(f"The request has more than {MAX_HEALTH_BYTES} bytes.", field="request")
+        return raw
+
+    def _hurry(self) -> None:
+        if self._waiting and self._places.locked():
+            for limit, end in self._reading.items():
+                if limit.when() is None:
+                    limit.reschedule(end)
+
+
+def host_of(peer: str) -> str:
+    """Who is behind `context.peer()`, without the port: an IPv4 address, the /64 of an IPv6 address, else the kind."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind or "unknown"
+    host = rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return peer
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped or ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)

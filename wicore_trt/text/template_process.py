@@ -1,0 +1,81 @@
+"""The process that renders chat templates, as its owner sees it: started when it is needed, replaced when it ends.
+
+One for this process, whatever the number of tokenizers; it holds nothing that outlives a job. It knows the protocol of
+`text.template_worker` and must not know messages. Invariant: a job is answered, by its result or by why it has none,
+and no template takes more of this process than the text of its answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from wicore_trt.text import template_worker
+from wicore_trt.text.template_worker import CPU_SECONDS, MAX_TEXT, read_message, write_message
+
+_WAIT_SECONDS = 60.0  # for a machine so busy that CPU_SECONDS take that long
+_COMMAND = [sys.executable, "-P", os.path.abspath(template_worker.__file__)]  # by path: no other directory has a say
+_lock = threading.Lock()
+_worker: tuple[int, subprocess.Popen[bytes]] | None = None  # with the process that started it: a fork has none
+
+
+def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None) -> dict[str, str]:
+    """{"text"} that the template makes of `values` and `tokens` (of None: "", it is only compiled), {"refused"} when it
+    called raise_exception, or {"broken"}, why it has no text, as the end of a sentence."""
+    with _lock:
+        worker = _started()
+        assert worker.stdin is not None and worker.stdout is not None
+        try:
+            write_message(worker.stdin, {"source": source, "tokens": dict(tokens), "values": values})
+            ready = select.poll()
+            ready.register(worker.stdout, select.POLLIN)
+            if not ready.poll(_WAIT_SECONDS * 1000):
+                raise EOFError
+            answer: dict[str, str] = read_message(worker.stdout, 2 * MAX_TEXT)
+            return answer
+        except (EOFError, OSError):
+            return {"broken": _end(worker)}
+
+
+def _started() -> subprocess.Popen[bytes]:
+    global _worker
+    if _worker is None or _worker[0] != os.getpid() or _worker[1].poll() is not None:
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(
+            _COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        )
+        _worker = (os.getpid(), worker)
+    return _worker[1]
+
+
+def _end(worker: subprocess.Popen[bytes]) -> str:
+    """End a worker that gave no answer; returns why, as far as it is known."""
+    global _worker
+    _worker = None
+    try:
+        code = worker.wait(1.0)  # of a process that has just ended
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        code = worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # of what was not written yet
+            pipe.close()
+    if code in (-signal.SIGPROF, -signal.SIGKILL):
+        return f"it takes more than {CPU_SECONDS:g} s"
+    return f"its process ended with code {code}, for its memory or its recursion"
+
+
+@atexit.register
+def _close() -> None:
+    if _worker is not None and _worker[0] == os.getpid():
+        _worker[1].kill()
+        _end(_worker[1])

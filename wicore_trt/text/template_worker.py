@@ -1,0 +1,109 @@
+"""Renders chat templates in a process of its own: `python -m wicore_trt.text.template_worker`.
+
+A template is a program from a file, and jinja2's sandbox bounds neither its time nor its memory: a loop over 10^9, a
+string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
+messages mean, or files. Protocol: on stdin and stdout, a length in 8 bytes and that much JSON; a job has `source`,
+`tokens` and, to render and not only to compile, `values`; the answer is {"text"}, or {"refused"} when the template
+called raise_exception, or {"broken"}. Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or
+the process ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import signal
+import struct
+import sys
+from functools import lru_cache
+from typing import IO, Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_SECONDS = 2.0
+MEMORY = 1 << 30
+MAX_TEXT = 32 << 20  # bytes of an answer
+_MESSAGE = 300  # characters of what went wrong
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template itself called raise_exception."""
+
+
+def read_message(stream: IO[bytes], limit: int) -> Any:
+    """One JSON value. Raises EOFError when the stream has ended, or the message is longer than `limit` bytes."""
+    head = stream.read(8)
+    size = struct.unpack("<Q", head)[0] if len(head) == 8 else limit + 1
+    data = stream.read(size) if size <= limit else b""
+    if len(data) != size:
+        raise EOFError
+    return json.loads(data)
+
+
+def write_message(stream: IO[bytes], value: Any) -> None:
+    """As `read_message` reads it."""
+    data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def main() -> None:
+    """Answer jobs until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long string operation
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            job = read_message(sys.stdin.buffer, MEMORY)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        answer = _answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_message(sys.stdout.buffer, answer)
+
+
+def _answer(job: dict[str, Any]) -> dict[str, str]:
+    try:
+        template = _compiled(job["source"])
+        text = "" if job["values"] is None else template.render(**job["values"], **job["tokens"])
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT:
+            return {"broken": f"it makes more than {MAX_TEXT} bytes of text"}
+        return {"text": text}
+    except _Refusal as error:
+        return {"refused": str(error.message)[:_MESSAGE]}
+    except MemoryError:
+        return {"broken": "it takes too much memory"}
+    except Exception as error:
+        return {"broken": " ".join(f"{type(error).__name__}: {error}".split())[:_MESSAGE]}
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    """The environment is that of transformers' apply_chat_template: sandboxed, immutable, trimmed blocks, loop
+    controls, the globals raise_exception and strftime_now, and a tojson filter that does not escape HTML."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = _tojson
+    return environment.from_string(source)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _Refusal(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+if __name__ == "__main__":
+    main()
