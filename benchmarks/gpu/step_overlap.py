@@ -84,13 +84,15 @@ def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count
 
 def _steps(executor: TritonExecutor, slices: list[SequenceSlice], count: int) -> list[list[SequenceSlice]]:
     rng, vocab = random.Random(), executor.spec.vocab_size
-    steps = []
+    steps: list[list[SequenceSlice]] = []
+    tokens = [0] * len(slices)
     for number in range(count):
         step = []
-        for piece in slices:
+        tokens = [(token + rng.randrange(1, vocab)) % vocab for token in tokens]  # never the step before's
+        for piece, token in zip(slices, tokens, strict=True):
             end = min(len(pages) for pages in piece.pages.values()) * executor.layout.page_tokens
             start = piece.start + number % (end - piece.start)
-            step.append(replace(piece, token_ids=[rng.randrange(vocab)], start=start))
+            step.append(replace(piece, token_ids=[token], start=start))
         steps.append(step)
     return steps
 

@@ -16,7 +16,7 @@ from wicore_trt.backends.torch.native import NativeLibrary
 
 FORK = """
 import os, torch
-from wicore_trt.runtime import native, native_args
+from wicore_trt.backends.torch import native, native_args
 lib = native.load()
 lib.set_threads(4)
 weight = lib.pack([torch.arange(640.0 * 4096).view(4096, 640) / 1e6])

@@ -27,10 +27,11 @@ Row = tuple[str, int, str, dict[str, Any] | None]
 def write_kernels(directory: Path, tables: Mapping[str, tuple[Sequence[Row], Mapping[str, CompiledKernel]]]) -> None:
     """Write the kernels of an engine `directory`: per target its rows, and its kernels by name."""
     targets = {}
+    (directory / KERNELS).mkdir()
     for target, (rows, kernels) in tables.items():
         folder = directory / KERNELS / target
-        folder.mkdir(parents=True)
         for name in sorted({row[2] for row in rows}):
+            folder.mkdir(exist_ok=True)  # an empty one would be none of the engine's
             save_kernel(kernels[name], folder)
         targets[target] = [dict(zip(("role", "bucket", "kernel", "config"), row, strict=True)) for row in rows]
     index = {"format": FORMAT, "targets": targets}
