@@ -29,7 +29,7 @@ from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
-from wicore_trt.errors import CheckpointError
+from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.scratch import Product
@@ -268,7 +268,7 @@ def open_checkpoint(path: str | Path, *, verify: bool = False) -> Checkpoint:
         )
     if block.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has checkpoint format {block.get('format_version')!r}; this version reads {FORMAT_VERSION}.",
+            f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION}.",
             fix="Convert it again or update wicore-trt.",
         )
     again = _command(path, config)

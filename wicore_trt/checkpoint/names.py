@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from wicore_trt.errors import CheckpointError, named
+from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -125,7 +125,7 @@ def to_unified(hf_name: str) -> str:
         return _TOP[hf_name]
     match = _HF_LAYER_NAME.fullmatch(hf_name)
     if match is None or match[2] not in _UNIFIED_OF:
-        raise CheckpointError(f"{hf_name!r} is not a tensor of Gemma 3.")
+        raise CheckpointError(f"{shown(hf_name)} is not a tensor of Gemma 3.")
     return layer_weight(int(match[1]), _UNIFIED_OF[match[2]])
 
 
@@ -139,7 +139,7 @@ def to_hf(unified_name: str) -> tuple[str, ...]:
             return (hf_name,)
     match = _UNIFIED_LAYER_NAME.fullmatch(unified_name)
     if match is None or match[2] not in _HF_OF:
-        raise CheckpointError(f"{unified_name!r} is not a tensor of a unified Gemma 3 checkpoint.")
+        raise CheckpointError(f"{shown(unified_name)} is not a tensor of a unified Gemma 3 checkpoint.")
     return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
 
 

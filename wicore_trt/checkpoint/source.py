@@ -87,7 +87,8 @@ class Source(ABC):
 
     def norm(self, name: str, start: int, stop: int) -> np.ndarray:
         """What rows [start, stop) of a norm multiply by, 1 + w, float32 [stop - start]."""
-        return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
+        with np.errstate(invalid="ignore"):  # a NaN may be a signalling one; whether values are finite is asked later
+            return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
 
 
 def open_source(ref: str | Path, *, revision: str | None = None) -> Source:

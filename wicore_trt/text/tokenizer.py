@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.errors import EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 from wicore_trt.text.tokenizer_file import read_tokenizer
@@ -256,7 +256,7 @@ class _Files:
     def _named(self, role: str, name: str) -> int:
         index = self._backend.token_to_id(name)
         if index is None:
-            raise EngineFormatError(f"{role} {name!r} in {self._path} is not in tokenizer.json.", fix=_REBUILD)
+            raise EngineFormatError(f"{role} {shown(name)} in {self._path} is not in tokenizer.json.", fix=_REBUILD)
         return int(index)
 
     def _configured(self, key: str) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ class _Files:
                 continue
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise EngineFormatError(f"{key} in {self._path} must be token ids, got {value!r}.", fix=_REBUILD)
+                raise EngineFormatError(f"{key} in {self._path} must be token ids, got {shown(value)}.", fix=_REBUILD)
             if ids:
                 return tuple(dict.fromkeys(ids))
         return ()
