@@ -133,7 +133,7 @@ def throughput(
     _need("grpc", "serve")
     from wicore_trt.bench.measure import Slo
     from wicore_trt.bench.report import throughput_result
-    from wicore_trt.bench.runs import ThroughputPlan, run_throughput
+    from wicore_trt.bench.runs import ThroughputCase, run_throughput
     from wicore_trt.cli._ui import progress
 
     if rate is not None and concurrency is not None:
@@ -141,7 +141,7 @@ def throughput(
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
     at_once = None if rate is not None else concurrency or 8
-    plan = ThroughputPlan(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
+    plan = ThroughputCase(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
     limits = (slo_ttft_ms, slo_tpot_ms)
     slo = None if limits == (None, None) else Slo(*(None if ms is None else ms / 1e3 for ms in limits))
     flags = {"scheduler.max_sequences": at_once, "executor.threads": threads}

@@ -32,7 +32,7 @@ from benchmarks.answers.runs import Run, Said, Step, pages_needed, torch_step, t
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 BUDGET = 256
 BUDGETS = (97, 700)
@@ -136,7 +136,7 @@ def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, 
 def triton_subject(path: Path, oracle: Oracle) -> Subject:
     """An engine of backend triton on this machine's GPU; its weights are loaded once."""
     from wicore_trt.backends.triton.device import open_device
-    from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+    from wicore_trt.backends.triton.executor import Loading, TritonExecutor
     from wicore_trt.backends.triton.kernels import load_table
     from wicore_trt.backends.triton.weights import engine_shape, load_constants
 
@@ -146,7 +146,7 @@ def triton_subject(path: Path, oracle: Oracle) -> Subject:
     table = load_table(engine, shape, device.target)
     with device.active():
         constants = load_constants(engine, shape, MAX_CONTEXT, device)
-    plan = Plan(shape, table, engine.manifest.max_context, lambda _: constants)
+    plan = Loading(shape, table, engine.manifest.max_context, lambda _: constants)
 
     def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
         settings = _settings(engine, oracle, mode, "auto")
@@ -173,9 +173,9 @@ def torch_subject(path: Path, oracle: Oracle) -> Subject:
     return Subject(engine.manifest.dtype, opened, (DEFAULT,), has_graphs=False)
 
 
-def _settings(engine: EngineDir, oracle: Oracle, mode: str, device: str) -> ExecutorSettings:
+def _settings(engine: EngineDir, oracle: Oracle, mode: str, device: str) -> ExecutorOptions:
     lengths = [len(p) + oracle.tokens.shape[1] for p in oracle.prompts]
-    return ExecutorSettings(
+    return ExecutorOptions(
         device=device,
         kernels="torch" if device == "cpu" else "auto",
         kv_pages=pages_needed(lengths, engine.manifest.page_tokens),

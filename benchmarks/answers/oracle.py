@@ -28,13 +28,13 @@ from benchmarks.answers.data import (
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, pages_needed, torch_step
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import LoadedEngine, load_engine
+from wicore_trt.backends.torch.weights import EngineTensors, load_engine
 from wicore_trt.checkpoint.names import weight_scale_name
 from wicore_trt.engine.build import build_engine
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.text.tokenizer import Tokenizer
 
 CHUNK = 256
@@ -53,7 +53,7 @@ def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle
     """All oracles of a model; builds an engine per dtype in a temporary directory. Takes minutes on two cores."""
     with tempfile.TemporaryDirectory() as scratch:
 
-        def loaded(dtype: str) -> LoadedEngine:
+        def loaded(dtype: str) -> EngineTensors:
             path = Path(scratch) / dtype
             say(f"oracle: {dtype} engine")
             return load_engine(build_engine(gguf, path, dtype=dtype))
@@ -72,7 +72,7 @@ def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle
 
 
 def begun(
-    names: list[str], prompts: list[list[int]], exact: LoadedEngine, source: str, say: Say, new_tokens: int
+    names: list[str], prompts: list[list[int]], exact: EngineTensors, source: str, say: Say, new_tokens: int
 ) -> Oracle:
     """An oracle with the greedy tokens of `exact` and its logits."""
     executor = _executor(exact, prompts, new_tokens)
@@ -90,7 +90,7 @@ def begun(
     return oracle
 
 
-def joined(oracle: Oracle, name: str, engine: LoadedEngine, say: Say) -> Oracle:
+def joined(oracle: Oracle, name: str, engine: EngineTensors, say: Say) -> Oracle:
     """`oracle` with what `engine` says along its tokens."""
     executor = _executor(engine, oracle.prompts, oracle.tokens.shape[1])
     answers = _Logits(executor, oracle.prompts, oracle.tokens).answers(oracle.ids)
@@ -99,7 +99,7 @@ def joined(oracle: Oracle, name: str, engine: LoadedEngine, say: Say) -> Oracle:
     return replace(oracle, answers={**oracle.answers, name: answers})
 
 
-def dequantized(engine: LoadedEngine) -> LoadedEngine:
+def dequantized(engine: EngineTensors) -> EngineTensors:
     """The same function with what the E4M3 weights mean in float32, so that rows stay as they are."""
     tensors = dict(engine.tensors)
     for name, tensor in engine.tensors.items():
@@ -141,9 +141,9 @@ class _Logits:
         return Answers(np.stack(values), top_ids, np.stack(tops))
 
 
-def _executor(engine: LoadedEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> TorchExecutor:
+def _executor(engine: EngineTensors, prompts: Sequence[Sequence[int]], new_tokens: int) -> TorchExecutor:
     lengths = [len(p) + new_tokens for p in prompts]
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         device="cpu", kernels="torch", kv_pages=pages_needed(lengths, engine.page_tokens), max_batch_tokens=1 << 20
     )
     return TorchExecutor(engine, settings)

@@ -14,7 +14,7 @@ from math import floor, inf
 from wicore_trt.bench.bound import ModelCost
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
-from wicore_trt.runtime.pool_plan import pages_per_sequence
+from wicore_trt.runtime.pool_sizes import pages_per_sequence
 
 PAGE_TOKENS = 32
 CONTEXT = 1024

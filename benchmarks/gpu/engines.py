@@ -127,7 +127,7 @@ def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
 def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) -> None:
     """Build all engines of `configs` and the kernels of the check into `directory`; needs no GPU."""
     from benchmarks.gpu.step_check import CASES, case_shape
-    from wicore_trt.backends.triton.compile import compile_plan
+    from wicore_trt.backends.triton.compile import compile_listed
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) 
         for old in sorted(folder.rglob("*"), reverse=True):
             old.rmdir() if old.is_dir() else old.unlink()
         folder.mkdir(exist_ok=True)
-        write_kernels(folder, {target: compile_plan(shape, target)})
+        write_kernels(folder, {target: compile_listed(shape, target)})
         index["checks"].append(repr(shape))
     say(f"{len(index['checks'])} shapes of the check")
     if index["digest"] != source_digest():

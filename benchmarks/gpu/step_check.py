@@ -21,7 +21,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
 from wicore_trt.backends.triton.device import open_device
-from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.inputs import ordered
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import placed_constants
@@ -29,7 +29,7 @@ from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
 
 PAGE_TOKENS = 16
@@ -95,7 +95,7 @@ def check(
     engine, reference = _weights(spec, case)
     device = open_device("auto")
     table = table_of(shape, device.target) or _table(shape, device.target)
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         page_tokens=PAGE_TOKENS,
         kv_pages=dict.fromkeys(GROUPS, PAGES),
         max_batch_tokens=320,
@@ -103,9 +103,9 @@ def check(
         max_context=512,
         batch_invariant=case.invariant,
     )
-    plan = Plan(shape, table, 512, lambda positions: placed_constants(fuse(engine, spec), shape, positions, device))
+    plan = Loading(shape, table, 512, lambda positions: placed_constants(fuse(engine, spec), shape, positions, device))
     mine = TritonExecutor(plan, settings, device)
-    cpu = ExecutorSettings(device="cpu", kernels="torch", page_tokens=PAGE_TOKENS, kv_pages=settings.kv_pages)
+    cpu = ExecutorOptions(device="cpu", kernels="torch", page_tokens=PAGE_TOKENS, kv_pages=settings.kv_pages)
     oracle = TorchExecutor.from_tensors(spec, case.dtype, reference, cpu, kv_dtype=kv_dtype)
     problems = _Comparison(case, mine, oracle, say).run()
     mine.close()

@@ -31,14 +31,14 @@ from benchmarks.gpu.step_roles import role_times
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.device import open_device
-from wicore_trt.backends.triton.executor import Plan, TritonExecutor
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
 
 PAGE_TOKENS = 32
@@ -175,7 +175,7 @@ class Measurement:
         each = -(-longest // PAGE_TOKENS)
         window = min(each, -(-shape.spec.sliding_window // PAGE_TOKENS) + 1)
         most = max(self.batches)
-        settings = ExecutorSettings(
+        settings = ExecutorOptions(
             page_tokens=PAGE_TOKENS,
             kv_pages={GLOBAL: most * each, LOCAL: max(most * window, each)},
             max_batch_tokens=max(args.prefill, most, 16),
@@ -197,7 +197,7 @@ class Measurement:
             return made
 
         begun = time.monotonic()
-        executor = TritonExecutor(Plan(shape, table, each * PAGE_TOKENS, constants, dummy=True), settings, device)
+        executor = TritonExecutor(Loading(shape, table, each * PAGE_TOKENS, constants, dummy=True), settings, device)
         say(f"executor {executor.kernels} with graphs of {list(executor.graphs)} in {time.monotonic() - begun:.1f} s")
         for pool in executor.pools.values():
             fill(pool)

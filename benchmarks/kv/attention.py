@@ -27,7 +27,7 @@ from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
 
 INTERVAL = 32
@@ -53,7 +53,7 @@ def measure_cost(engine: EngineDir, rounds: int, threads: int) -> list[tuple[int
     """
     size, most = engine.manifest.page_tokens, max(CONTEXTS) + 1
     pages = dict.fromkeys(("global", "local"), max(BATCHES) * (-(-most // size)))
-    settings = ExecutorSettings(device="cpu", threads=threads, kv_pages=pages, max_context=most)
+    settings = ExecutorOptions(device="cpu", threads=threads, kv_pages=pages, max_context=most)
     executor = TorchExecutor(engine, settings)
     for pool in executor.pools.values():
         pool.normal_()

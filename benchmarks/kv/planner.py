@@ -25,7 +25,7 @@ def row(outcome: Outcome) -> str:
     disk = "-" if cell.placement == "host" else f"{cell.disk_rate / 1e9:g}"
     return (
         f"{cell.profile.name:<27}{cell.tokens // 1024:>4}K  {cell.placement:<5}{disk:>5}  {cell.load.name:<11}"
-        f"{outcome.plan.decision:<8}{outcome.oracle:>9.3f}{outcome.planner:>9.3f}{outcome.recompute:>10.3f}"
+        f"{outcome.choice.decision:<8}{outcome.oracle:>9.3f}{outcome.planner:>9.3f}{outcome.recompute:>10.3f}"
         f"{outcome.over_oracle:>8.3f}{outcome.over_recompute:>8.3f}"
     )
 

@@ -17,7 +17,7 @@ from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
-from wicore_trt.runtime.pool_plan import TYPICAL_WINDOWS, pages_per_sequence
+from wicore_trt.runtime.pool_sizes import TYPICAL_WINDOWS, pages_per_sequence
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 SET_TIMES, HOST_TIMES, DISK_TIMES = 10, 3, 40
@@ -86,7 +86,7 @@ class Sizes:
 
 def plan_sizes(shape: Shape, spec: Gemma3Spec, page_tokens: int, itemsize: int) -> Sizes:
     """Sizes of the arms for `shape`. KV elements take `itemsize` bytes; the pools are divided as in
-    runtime/pool_plan.py, for sequences of one turn more than `shape` has."""
+    runtime/pool_sizes.py, for sequences of one turn more than `shape` has."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in (GLOBAL, LOCAL)}
     working_set = sum(working_set_bytes(shape, shape.turns, page_tokens, spec.sliding_window, page_bytes).values())
     longest = shape.length(shape.turns + 1)

@@ -21,7 +21,7 @@ from wicore_trt.backends.triton import compile as triton_compile
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pool_sizes import pool_sizes
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import FinishReason, TokenOutput
 
@@ -33,7 +33,7 @@ class Idle(FakeExecutor):
         super().__init__({"global": 1, "local": 1}, 32, 1024, settings.scheduler.max_batch_tokens)
         size, self.spec = config.kv_bytes_per_element, config.spec
         limits = {"max_batch_tokens": BATCH_TOKENS, "max_sequences": settings.scheduler.max_sequences}
-        pages = plan_pools(self.spec, 32, size, settings.kv.device_bytes, settings.scheduler.max_context, **limits)
+        pages = pool_sizes(self.spec, 32, size, settings.kv.device_bytes, settings.scheduler.max_context, **limits)
         kv_dtype = "fp8" if size == 1 else "bfloat16"
         self.layout = KVLayout(32, kv_dtype, pages, {g: self.spec.page_bytes(g, 32, size) for g in pages})
         self.graphs = {}
@@ -47,11 +47,11 @@ def no_compiler(monkeypatch):
     """Engines without kernels, which are built in no time."""
     asked = []
 
-    def compile_plan(shape, target, workers=None, report=None):
+    def compile_listed(shape, target, workers=None, report=None):
         asked.append((shape, target))
         return [], {}
 
-    monkeypatch.setattr(triton_compile, "compile_plan", compile_plan)
+    monkeypatch.setattr(triton_compile, "compile_listed", compile_listed)
     return asked
 
 

@@ -37,7 +37,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import WicoreError
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pool_sizes import pool_sizes
 from wicore_trt.types import EngineStats, KVStats, TierStats
 
 PAGE, WINDOW, VOCAB = 4, 8, 97
@@ -128,7 +128,7 @@ def test_the_unlimited_pool_keeps_every_page_of_every_session(shape, page_tokens
     sizes = plan_sizes(shape, spec, page_tokens, 2)
     longest = shape.length(shape.turns + 1)
     limits = {"max_batch_tokens": BATCH_TOKENS, "max_sequences": sizes.windows}
-    pools = plan_pools(spec, page_tokens, 2, sizes.unlimited, longest, **limits)
+    pools = pool_sizes(spec, page_tokens, 2, sizes.unlimited, longest, **limits)
     assert min(pools.values()) >= shape.sessions * -(-longest // page_tokens)
     assert sizes.device * 10 <= sizes.working_set < sizes.device * 10 + 10 and sizes.host == 3 * sizes.device
     assert sizes.disk > 2 * sizes.working_set

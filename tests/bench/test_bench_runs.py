@@ -34,7 +34,7 @@ from wicore_trt.bench.report import (
     throughput_rows,
     time_figure,
 )
-from wicore_trt.bench.runs import LatencyCase, ThroughputPlan, run_latency, run_throughput, sweep
+from wicore_trt.bench.runs import LatencyCase, ThroughputCase, run_latency, run_throughput, sweep
 from wicore_trt.errors import ConfigError, WicoreError
 
 STEP_S = 0.004
@@ -101,14 +101,14 @@ async def test_lengths_beyond_the_context_are_refused_before_anything_runs(lengt
         await run_latency(spy, [LatencyCase(1, 8, 2), LatencyCase(1, *lengths)], repeats=1, warmups=0, seed=0,
                           progress=quiet)  # fmt: skip
     with pytest.raises(ConfigError, match="context of 1024"):
-        await run_throughput(spy, ThroughputPlan(2, *lengths, 1, None), warmups=0, slo=None)
+        await run_throughput(spy, ThroughputCase(2, *lengths, 1, None), warmups=0, slo=None)
     await spy.target.close()
     assert not spy.requests
 
 
 async def test_throughput_with_a_fixed_concurrency():
     target = await local()
-    plan = ThroughputPlan(12, 24, 6, concurrency=4, rate=None, shared_prefix=16)
+    plan = ThroughputCase(12, 24, 6, concurrency=4, rate=None, shared_prefix=16)
     result = await run_throughput(target, plan, warmups=2, slo=Slo(ttft_s=10.0, tpot_s=1e-6))
     await target.close()
     assert result.completed == 12 and result.errors == {}
@@ -121,7 +121,7 @@ async def test_throughput_with_a_fixed_concurrency():
 
 async def test_throughput_with_a_rate_of_arrival():
     target = await local()
-    plan = ThroughputPlan(40, 12, 2, concurrency=None, rate=200.0)
+    plan = ThroughputCase(40, 12, 2, concurrency=None, rate=200.0)
     result = await run_throughput(target, plan, warmups=0, slo=None)
     await target.close()
     assert result.completed == 40 and result.duration_s > 0.05 and result.goodput_per_s is None
@@ -129,12 +129,12 @@ async def test_throughput_with_a_rate_of_arrival():
 
 async def test_throughput_counts_failures_apart_and_raises_when_all_fail():
     target = await local(max_waiting=2, max_sequences=1)
-    result = await run_throughput(target, ThroughputPlan(20, 12, 8, 20, None), warmups=0, slo=None)
+    result = await run_throughput(target, ThroughputCase(20, 12, 8, 20, None), warmups=0, slo=None)
     assert result.completed + sum(result.errors.values()) == 20 and result.completed < 20
     assert all(error.startswith("RESOURCE_EXHAUSTED") for error in result.errors)
     await target.close()
     with pytest.raises(WicoreError, match="All 3 requests failed"):
-        await run_throughput(target, ThroughputPlan(3, 12, 8, 3, None), warmups=0, slo=None)
+        await run_throughput(target, ThroughputCase(3, 12, 8, 3, None), warmups=0, slo=None)
 
 
 def test_figures_say_how_near_the_bound_they_are():
@@ -169,7 +169,7 @@ async def test_report_of_latency():
 @pytest.mark.parametrize(("concurrency", "rate"), [(4, None), (None, 100.0)])
 async def test_report_of_throughput(concurrency, rate):
     target = await local()
-    plan = ThroughputPlan(6, 24, 3, concurrency, rate)
+    plan = ThroughputCase(6, 24, 3, concurrency, rate)
     measured = await run_throughput(target, plan, warmups=0, slo=Slo(ttft_s=10.0))
     await target.close()
     result = throughput_result(measured, plan, ROOF)

@@ -26,7 +26,7 @@ from benchmarks.answers.data import (
 from benchmarks.answers.oracle import begun, dequantized, joined
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, torch_step, triton_step
-from wicore_trt.backends.torch.weights import LoadedEngine, fuse
+from wicore_trt.backends.torch.weights import EngineTensors, fuse
 from wicore_trt.runtime.dtypes import E4M3
 
 NEW = 4
@@ -36,8 +36,8 @@ def silent(text: str) -> None:
     pass
 
 
-def loaded(model, dtype: str, tensors=None) -> LoadedEngine:
-    return LoadedEngine(model.spec, dtype, dtype, fuse(tensors or model.tensors, model.spec), page_tokens=4)
+def loaded(model, dtype: str, tensors=None) -> EngineTensors:
+    return EngineTensors(model.spec, dtype, dtype, fuse(tensors or model.tensors, model.spec), page_tokens=4)
 
 
 def made_oracle(

@@ -13,7 +13,7 @@ from parity.tiny import tiny_model
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.perplexity import ROWS, chosen_logprobs, default_text, pages_for, perplexity, score, windows
 from wicore_trt.errors import ConfigError
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 BOS = 2
 
@@ -74,7 +74,7 @@ def test_an_engine_scores_like_transformers(seed, kernels):
     rng = random.Random(seed)
     tokens = [rng.randrange(model.spec.vocab_size) for _ in range(500)]
     context, stride, page_tokens = ROWS + 71, rng.choice((40, 150)), rng.choice((4, 16))
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         device="cpu", kernels=kernels, page_tokens=page_tokens, kv_pages=pages_for(context, page_tokens),
         max_batch_tokens=ROWS,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from wicore_trt.config import load_settings, parse_bytes
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.recipe import resolve_recipe
-from wicore_trt.runtime.pool_plan import plan_pools
+from wicore_trt.runtime.pool_sizes import pool_sizes
 
 
 def plan(capsys, *options: str) -> str:
@@ -42,7 +42,7 @@ def test_the_recipe_lines_load_and_hold_what_the_comment_says(capsys, tmp_path, 
     assert geometry.host_slots(settings.kv.host_bytes) // slots == 20
     assert geometry.disk_slots(settings.kv.disk_bytes) // slots == 20
     scheduler = settings.scheduler
-    pools = plan_pools(
+    pools = pool_sizes(
         spec, settings.kv.page_tokens, 2, settings.kv.device_bytes, scheduler.max_context,
         max_batch_tokens=scheduler.max_batch_tokens, max_sequences=scheduler.max_sequences,
     )  # fmt: skip

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from wicore_trt.backends.triton import compile as triton_compile  # noqa: E402
 from wicore_trt.backends.triton.index import INDEX, KERNELS, read_table  # noqa: E402
-from wicore_trt.backends.triton.kernel_list import plan_kernels  # noqa: E402
+from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
 from wicore_trt.backends.triton.kernels import load_table  # noqa: E402
 from wicore_trt.backends.triton.table import (  # noqa: E402
     ANY,
@@ -76,7 +76,7 @@ def test_kernels_of_every_target_are_read_back(source: Path, dtype: str, kv_dtyp
     shape = engine_shape(engine)
     for target in ("sm80", "sm90"):
         table = load_table(engine, shape, target)
-        planned = plan_kernels(shape, target)
+        planned = list_kernels(shape, target)
         assert {(e.role, e.bucket, e.kernel.name) for e in table.all()} == {
             (p.role, p.bucket, p.spec.name) for p in planned
         }
@@ -173,7 +173,7 @@ def test_flags_of_engines_without_weights_go_together() -> None:
 def test_every_model_has_kernels_for_every_number_of_rows(target: str, dtype: str) -> None:
     for model in ("gemma3-270m", "gemma3-27b"):
         shape = EngineShape(builtin_spec(model), "bfloat16", dtype == "fp8", "bfloat16", 32)
-        planned = plan_kernels(shape, target)
+        planned = list_kernels(shape, target)
         largest: dict[str, int] = {}
         for p in planned:
             largest[p.role] = max(largest.get(p.role, 0), p.bucket)
@@ -198,7 +198,7 @@ def test_products_by_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": 100})
     assert [wide.product("sm90", "qkv", n) for n in (16, 17, 100, 101)] == [KERNEL, MM, MM, MM16]
     monkeypatch.setitem(CROSSOVER, "sm90", {"float32 results": ANY})
-    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in p.role for p in plan_kernels(wide, "sm90"))
+    assert wide.product("sm90", "qkv", ANY) == MM and not any(".r16" in p.role for p in list_kernels(wide, "sm90"))
     assert fp8.product("sm80", "down", 4096) == KERNEL
 
 

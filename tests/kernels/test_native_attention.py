@@ -66,7 +66,7 @@ def step(lib: NativeLibrary, model: Model, pool: torch.Tensor, pieces: list[Piec
     table = torch.full((len(pieces), max(len(p.pages) for p in pieces)), -1, dtype=torch.int32)
     for row, piece in zip(table, pieces, strict=True):
         row[: len(piece.pages)] = torch.tensor(piece.pages)
-    geometry = native_args.Step()
+    geometry = native_args.StepGeometry()
     native_args.set_step(geometry, cu_seqlens, positions, table)
     kv = native_args.layer_kv(pool, 1, model.heads, geometry)
     n, width, operand = sum(lengths), model.heads * model.dim, operand_dtype(model.dtype)

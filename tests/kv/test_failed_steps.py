@@ -13,7 +13,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.schedule.scheduler import Plan
+from wicore_trt.schedule.scheduler import StepSchedule
 from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams
 
 NAN = b"not a no"
@@ -142,7 +142,7 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
     core.step()
     core.step()
     (sequence,) = scheduler.running
-    scheduler._preempt(sequence, Plan())
+    scheduler._preempt(sequence, StepSchedule())
     assert scheduler.loader.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
     got = []

@@ -18,7 +18,7 @@ from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.pool_plan import pages_per_sequence, plan_pools
+from wicore_trt.runtime.pool_sizes import pages_per_sequence, pool_sizes
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -116,7 +116,7 @@ def test_a_tier_of_the_planned_bytes_holds_the_sessions_and_not_one_more(geometr
 def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens, batch, loads):
     spec, size = geometry.spec, {"float32": 4, "bfloat16": 2, "fp8": 1}[geometry.kv_dtype]
     budget = geometry.device_bytes(sessions, tokens, batch, loads=loads)
-    pools = plan_pools(
+    pools = pool_sizes(
         spec, geometry.page_tokens, size, budget, tokens, max_batch_tokens=batch, max_sequences=sessions, loads=loads
     )
     for group, pages in pools.items():

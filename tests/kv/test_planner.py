@@ -14,10 +14,10 @@ from wicore_trt.kv.prefix.planner import (
     MARGIN,
     Candidate,
     ComputeRate,
-    LoadPlan,
+    LoadChoice,
     TierRate,
     advance,
-    plan,
+    choose,
 )
 from wicore_trt.kv.study.planner_simulation import Noise, grid, run_cell, run_stalls
 
@@ -30,13 +30,13 @@ def candidate(tokens, tier="disk", *, window=0, page_bytes=32_000, pages=None):
 
 
 def test_without_candidates_it_computes():
-    assert plan(1000, 200, [], LINEAR, {}) == LoadPlan(0, 200, 0.8, 0.8, "compute")
+    assert choose(1000, 200, [], LINEAR, {}) == LoadChoice(0, 200, 0.8, 0.8, "compute")
 
 
 def test_an_even_split_of_two_equal_rates():
     """1000 B per token at 1 MB/s: loading a token takes as long as computing it."""
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = plan(1280, 0, [candidate(1024)], LINEAR, tiers)
+    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)
     assert made.decision == "split" and made.stop == 1024
     assert made.seconds == pytest.approx(0.512 + 0.256) and made.compute_seconds == pytest.approx(1.28)
     # A third faster: meets at 1024 * 0.65 / 1.65 = 403.4, better at page 416.
@@ -46,42 +46,42 @@ def test_an_even_split_of_two_equal_rates():
 
 def test_a_fast_host_is_loaded_alone_and_a_slow_disk_not_at_all():
     tiers = {"host": TierRate(1e9), "disk": TierRate(1e4)}
-    made = plan(1280, 0, [candidate(1024, "host")], LINEAR, tiers)
+    made = choose(1280, 0, [candidate(1024, "host")], LINEAR, tiers)
     assert (made.decision, made.stop, made.start) == ("load", 1024, 0)
     assert made.wait_s == pytest.approx(0.001024 + 0.064)
-    assert plan(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
+    assert choose(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
 
 
 def test_latency_makes_short_prefixes_computed():
     tiers = {"host": TierRate(1e9), "disk": TierRate(1e8, latency_s=0.2)}
-    assert plan(192, 0, [candidate(128)], LINEAR, tiers).decision == "compute"
-    assert plan(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
+    assert choose(192, 0, [candidate(128)], LINEAR, tiers).decision == "compute"
+    assert choose(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
 
 
 def test_the_queue_and_the_link_count():
     tiers = {"host": TierRate(1e6), "disk": TierRate(1e9)}
-    made = plan(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two
+    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two
     assert made.seconds == pytest.approx(0.512 + 0.256, abs=0.04)
     busy = {"host": TierRate(1e12), "disk": TierRate(1e6, queued_bytes=10_000_000)}
-    assert plan(1280, 0, [candidate(1024)], LINEAR, busy).decision == "compute"
+    assert choose(1280, 0, [candidate(1024)], LINEAR, busy).decision == "compute"
 
 
 def test_loads_go_on_while_the_sequence_waits_for_its_turn():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
     waiting = ComputeRate(1e-3, delay_s=2.0, slice_tokens=64)
-    made = plan(1280, 0, [candidate(1024)], waiting, tiers)
+    made = choose(1280, 0, [candidate(1024)], waiting, tiers)
     assert made.decision == "load" and made.seconds == pytest.approx(2.0 + 0.256)
 
 
 def test_a_missing_tier_rules_its_candidates_out():
     tiers = {"host": TierRate(1e9)}
-    made = plan(1280, 0, [candidate(512, "host"), candidate(1024, "disk")], LINEAR, tiers)
+    made = choose(1280, 0, [candidate(512, "host"), candidate(1024, "disk")], LINEAR, tiers)
     assert made.stop == 512
-    assert plan(1280, 0, [candidate(1024)], LINEAR, {}).decision == "compute"
+    assert choose(1280, 0, [candidate(1024)], LINEAR, {}).decision == "compute"
 
 
 def test_pages_on_the_device_cost_nothing():
-    made = plan(1280, 0, [candidate(1024, pages=["device"] * 32, tier="host")], LINEAR, {})
+    made = choose(1280, 0, [candidate(1024, pages=["device"] * 32, tier="host")], LINEAR, {})
     assert made.decision == "load" and made.seconds == pytest.approx(0.256)
 
 
@@ -130,7 +130,7 @@ def exhaustive(total, start, candidates, compute, tiers):
 
 @given(problems())
 def test_predicted_time_is_the_best_of_all_splits(problem):
-    made = plan(*problem)
+    made = choose(*problem)
     best, recompute = exhaustive(*problem)
     compute = problem[3]
     assert made.compute_seconds == pytest.approx(recompute)
@@ -147,7 +147,7 @@ def test_predicted_time_is_the_best_of_all_splits(problem):
         assert made.start == problem[1] or made.start % PAGE == 0
 
 
-SPLIT = LoadPlan(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wait_s=0.1, slice_tokens=100)
+SPLIT = LoadChoice(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wait_s=0.1, slice_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_running_a_split(computed, ready, idle, action, tokens):
 
 
 def test_late_slices_grow():
-    long = LoadPlan(10_000, 512, 0.7, 1.3, "split", meet=800, slice_tokens=100)
+    long = LoadChoice(10_000, 512, 0.7, 1.3, "split", meet=800, slice_tokens=100)
     assert [advance(long, n, 10_001, 0.0).max_tokens for n in (800, 900, 1400, 4000)] == [100, 100, 300, 1600]
 
 
 def test_running_a_load():
-    load = LoadPlan(1024, 0, 0.3, 1.3, "load", load_seconds=0.02, wait_s=0.03)
+    load = LoadChoice(1024, 0, 0.3, 1.3, "load", load_seconds=0.02, wait_s=0.03)
     assert advance(load, 0, 2048, 0.029).action == "wait"
     assert advance(load, 0, 0, 0.029).action == "jump"
     assert advance(load, 0, 512, 0.03).action == "compute"
@@ -185,7 +185,7 @@ def test_running_a_load():
 
 def test_nobody_waits_for_a_split_while_others_fill_the_step():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = plan(1280, 0, [candidate(1024)], ComputeRate(1e-3, share=0.5, slice_tokens=64), tiers)
+    made = choose(1280, 0, [candidate(1024)], ComputeRate(1e-3, share=0.5, slice_tokens=64), tiers)
     assert made.decision == "split" and made.wait_s == 0.0
 
 
@@ -193,7 +193,7 @@ def test_nobody_waits_for_a_split_while_others_fill_the_step():
 def test_a_load_that_never_comes_costs_only_the_wait(problem):
     """The invariant in the module's docstring, for every plan."""
     total, start, _, compute, _ = problem
-    made = plan(*problem)
+    made = choose(*problem)
     if made.decision == "compute":
         return
     computed, idle = start, 0.0
@@ -211,7 +211,7 @@ def test_a_load_that_never_comes_costs_only_the_wait(problem):
 
 @given(problems())
 def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
-    made = plan(*problem)
+    made = choose(*problem)
     for computed in range(problem[1], made.stop):
         if advance(made, computed, made.stop + 1, 0.0).action == "wait":
             assert made.start <= computed
@@ -220,14 +220,14 @@ def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
 
 def test_the_band_brackets_the_meeting_point():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
-    made = plan(4096, 0, [candidate(3840)], LINEAR, tiers)
+    made = choose(4096, 0, [candidate(3840)], LINEAR, tiers)
     assert made.start < made.load_seconds * 1000 <= made.meet + PAGE
     assert made.meet - made.start < BAND * made.meet
 
 
 def test_with_true_rates_every_cell_is_near_the_oracle_and_never_slower_than_recomputing():
     outcomes = [run_cell(cell, Noise(0.0), random.Random(0)) for cell in grid()]
-    assert len(outcomes) == 1300 and {o.plan.decision for o in outcomes} == {"compute", "load", "split"}
+    assert len(outcomes) == 1300 and {o.choice.decision for o in outcomes} == {"compute", "load", "split"}
     for outcome in outcomes:
         assert outcome.over_oracle <= 1.10, outcome
         assert outcome.over_recompute <= 1.01, outcome

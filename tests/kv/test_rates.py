@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wicore_trt.kv.prefix.planner import Candidate, TierRate, plan
+from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
 
 MB = 1_000_000
@@ -126,10 +126,10 @@ def test_priors_load_from_the_host_and_compute_instead_of_a_disk_that_may_be_slo
         pages = {tier: [tier] * (tokens // 32) for tier in ("host", "disk")}
         large = {t: Candidate(tokens, pages[t], 32, 32 * 81_920, {t: 436_207_616}) for t in pages}
         if tokens < 32_768:  # longer prefixes split, which costs nothing if the disk is slow
-            assert plan(tokens + 100, 0, [large["disk"]], compute, tiers).decision == "compute"
-        assert plan(tokens + 100, 0, [large["host"]], compute, tiers).decision != "compute"
+            assert choose(tokens + 100, 0, [large["disk"]], compute, tiers).decision == "compute"
+        assert choose(tokens + 100, 0, [large["host"]], compute, tiers).decision != "compute"
         small = Candidate(tokens, pages["disk"], 32, 32 * 3072, {"disk": 15 * 1024 * 512})
-        assert plan(tokens + 100, 0, [small], compute, tiers).decision != "compute" or tokens < 2048
+        assert choose(tokens + 100, 0, [small], compute, tiers).decision != "compute" or tokens < 2048
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))

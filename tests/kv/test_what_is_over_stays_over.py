@@ -15,7 +15,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.schedule.scheduler import Plan
+from wicore_trt.schedule.scheduler import StepSchedule
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -92,7 +92,7 @@ def test_a_request_of_low_priority_is_parked_under_no_name():
     for _ in range(6):
         core.step()
     (sequence,) = scheduler.running
-    scheduler._preempt(sequence, Plan())
+    scheduler._preempt(sequence, StepSchedule())
     assert scheduler.loader.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
 

@@ -14,7 +14,7 @@ from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
 from wicore_trt.kv.tiers.load import PrefixLoad
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.schedule.scheduler import Plan
+from wicore_trt.schedule.scheduler import StepSchedule
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -235,7 +235,7 @@ def test_what_a_request_has_cached_counts_once_though_it_loses_its_pages():
         outputs += core.step()
     assert not outputs and sequence.cached == 80
     scheduler.loader.park = lambda pages, computed: False  # no room in the host
-    scheduler._preempt(sequence, Plan())
+    scheduler._preempt(sequence, StepSchedule())
     forget_device(core)
     while core.has_work:
         outputs += core.step()

@@ -140,12 +140,12 @@ MUTANTS = (
     Mutant(
         "kv/prefix/planner.py",
         "    if ready_from <= computed:",
-        "    if ready_from <= computed + plan.slice_tokens:",
+        "    if ready_from <= computed + choice.slice_tokens:",
     ),
     Mutant(
         "kv/prefix/planner.py",
-        "        if idle_s < plan.wait_s:",
-        "        if idle_s < 20 * plan.wait_s:",
+        "        if idle_s < choice.wait_s:",
+        "        if idle_s < 20 * choice.wait_s:",
     ),
     # --- tiers: slots, readers, checks, names
     Mutant(
@@ -199,8 +199,8 @@ MUTANTS = (
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "                plan.slices.append((sequence, count))\n                budget -= count\n        return budget",
-        "                plan.slices.append((sequence, count))\n        return budget",
+        "schedule.slices.append((sequence, count))\n                budget -= count\n        return budget",
+        "schedule.slices.append((sequence, count))\n        return budget",
     ),
     Mutant(
         "schedule/scheduler.py",

@@ -13,7 +13,7 @@ from parity.tiny import TinyModel, cast, overflowing_model, tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 E4M3 = torch.float8_e4m3fn
 
@@ -27,7 +27,7 @@ def engine_logits(
     kv_dtype: str | None = None,
 ) -> torch.Tensor:
     """Logits [ends, vocab] after random chunks; `chunk_ends` gives their rows."""
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         device="cpu", kernels=kernels, page_tokens=8, kv_pages={"global": 100, "local": 100}, max_batch_tokens=256
     )
     executor = TorchExecutor.from_tensors(model.spec, dtype, tensors, settings, kv_dtype=kv_dtype)

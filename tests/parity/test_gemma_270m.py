@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from transformers import Gemma3ForCausalLM
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import LoadedEngine, load_weights
+from wicore_trt.backends.torch.weights import EngineTensors, load_weights
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]  # three minutes of CPU time in all, on any machine
 BUDGET = 512  # tokens of a step, as the scheduler's default
@@ -40,10 +40,10 @@ class Gemma270M:
         return [2, *self.tokenizer.encode(pages[index % len(pages)], add_special_tokens=False).ids[: tokens - 1]]
 
     def driver(self, kernels: str) -> PagedDriver:
-        settings = ExecutorSettings(
+        settings = ExecutorOptions(
             device="cpu", kernels=kernels, kv_pages={"global": 320, "local": 320}, max_batch_tokens=BUDGET
         )
-        return PagedDriver(TorchExecutor(LoadedEngine(self.spec, "float32", "float32", self.tensors), settings))
+        return PagedDriver(TorchExecutor(EngineTensors(self.spec, "float32", "float32", self.tensors), settings))
 
     @torch.inference_mode()
     def hf_greedy(self, prompt: list[int], output: list[int]) -> list[int]:

@@ -9,13 +9,13 @@ from parity.paged import PagedDriver, random_chunks, relative_error
 from parity.tiny import TinyModel, tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 TOLERANCE = 1e-4
 
 
 def driver_of(model: TinyModel, kernels: str, seed: int, dtype: str = "float32") -> PagedDriver:
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         device="cpu",
         kernels=kernels,
         page_tokens=random.Random(seed).choice((4, 8, 16)),

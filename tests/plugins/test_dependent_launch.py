@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from ptx import recorded_ptx  # noqa: E402
 
-from wicore_trt.backends.triton.kernel_list import plan_kernels  # noqa: E402
+from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
@@ -127,7 +127,7 @@ def test_behind_a_kernel_that_fills_the_gpu_a_linear_is_launched_ordinarily(monk
 
 def test_the_plan_knows_which_linears_lie_behind_such_a_kernel() -> None:
     """o and down, but not where E4M3 rows are quantised in front of them, and not those of one row."""
-    planned = plan_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", True, "bfloat16", 16), "sm90")
+    planned = list_kernels(EngineShape(builtin_spec("gemma3-270m"), "bfloat16", True, "bfloat16", 16), "sm90")
     alone = {(p.role, (p.config or {})["kind"]) for p in planned if p.spec.dependent == ALONE}
     assert alone == {(role, "matrix") for role in ("o", "down", "o.invariant", "down.invariant")}
     assert all(p.spec.name.endswith("_alone") == (p.spec.dependent == ALONE) for p in planned)

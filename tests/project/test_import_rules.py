@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch"),
     "runtime": ("errors", "files", "types", "model", "checkpoint", "plugins", "runtime"),
-    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "runtime.executor", "runtime.settings"),
+    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "runtime.executor", "runtime.options"),
     "backends.torch.calibrate": (*BACKEND, "text", "backends.torch"),  # reads a text
     "backends.torch": (*BACKEND, "backends.torch"),
     "backends.triton": (*BACKEND, "backends.triton"),

@@ -15,7 +15,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.runtime.attention_mass import KEY_BLOCK, AttentionProbe
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 PAGES = 200
 
@@ -31,7 +31,7 @@ class MeasuringExecutor:
     """Passes on to an executor with `measure_attention` set, and keeps the last result."""
 
     def __init__(self, model: TinyModel, kernels: str, page_tokens: int, dtype: str = "float32") -> None:
-        settings = ExecutorSettings(
+        settings = ExecutorOptions(
             device="cpu", kernels=kernels, page_tokens=page_tokens, kv_pages=dict.fromkeys(GROUPS, PAGES),
             max_batch_tokens=4096,
         )  # fmt: skip

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from parity.tiny import tiny_model  # noqa: E402
 
 from wicore_trt.errors import ConfigError  # noqa: E402
+from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions  # noqa: E402
 from wicore_trt.runtime.pools import RESERVE_BYTES, check_room, layout_of, new_pool, sized_layout, spare_bytes  # noqa: E402
-from wicore_trt.runtime.settings import DEFAULT_KV_BYTES, ExecutorSettings  # noqa: E402
 
 GIB = 1 << 30
 
@@ -26,18 +26,18 @@ def test_what_is_left_of_a_gpu() -> None:
 def test_pages_by_number_and_by_bytes() -> None:
     spec = tiny_model(1).spec
     pages = {"global": random.randint(1, 9), "local": random.randint(1, 9)}
-    given = layout_of(spec, "bfloat16", 8, 64, ExecutorSettings(kv_pages=pages, kv_bytes=1))
+    given = layout_of(spec, "bfloat16", 8, 64, ExecutorOptions(kv_pages=pages, kv_bytes=1))
     assert given.num_pages == pages == sized_layout(spec, "bfloat16", 8, pages.__getitem__).num_pages
 
-    def used(settings: ExecutorSettings, kv_bytes: int | None = None) -> int:
+    def used(settings: ExecutorOptions, kv_bytes: int | None = None) -> int:
         found = layout_of(spec, "bfloat16", 8, 64, settings, kv_bytes)
         return sum(found.num_pages[g] * found.page_bytes[g] for g in found.num_pages)
 
     page = max(given.page_bytes.values())
     for bytes_, total in (
-        (1 << 22, used(ExecutorSettings(kv_bytes=1 << 22))),
-        (1 << 23, used(ExecutorSettings(kv_bytes=1 << 22), 1 << 23)),
-        (DEFAULT_KV_BYTES, used(ExecutorSettings(kv_bytes=None))),
+        (1 << 22, used(ExecutorOptions(kv_bytes=1 << 22))),
+        (1 << 23, used(ExecutorOptions(kv_bytes=1 << 22), 1 << 23)),
+        (DEFAULT_KV_BYTES, used(ExecutorOptions(kv_bytes=None))),
     ):
         assert bytes_ - page < total <= bytes_
 

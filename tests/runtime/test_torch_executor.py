@@ -15,14 +15,14 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 PAGES = {"global": 20, "local": 20}
 
 
 def executor_of(model: TinyModel, **settings: object) -> TorchExecutor:
     values = {"device": "cpu", "kernels": "torch", "page_tokens": 8, "kv_pages": PAGES, **settings}
-    return TorchExecutor.from_tensors(model.spec, "float32", model.tensors, ExecutorSettings(**values))  # type: ignore
+    return TorchExecutor.from_tensors(model.spec, "float32", model.tensors, ExecutorOptions(**values))  # type: ignore
 
 
 def piece(seq_id: int, token_ids: list[int], first_page: int, *, start: int = 0, sample: bool = True) -> SequenceSlice:
@@ -60,7 +60,7 @@ def test_runs_engine_directories(dtype: str, tmp_path: Path) -> None:
     model.hf.save_pretrained(tmp_path / "hf")
     write_tiny_tokenizer(tmp_path / "hf")
     engine = build_engine(tmp_path / "hf", tmp_path / "engine", dtype=dtype, page_tokens=8)
-    executor = TorchExecutor(engine, ExecutorSettings(device="cpu", kernels="torch", kv_bytes=1 << 24, max_context=200))
+    executor = TorchExecutor(engine, ExecutorOptions(device="cpu", kernels="torch", kv_bytes=1 << 24, max_context=200))
     assert executor.layout.kv_dtype == engine.manifest.kv_dtype and executor.layout.page_tokens == 8
     driver, token_ids = PagedDriver(executor), list(range(3, 70))
     logits = driver.step([(driver.new_sequence(), token_ids)])

@@ -11,7 +11,7 @@ from parity.tiny import cast, tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -39,7 +39,7 @@ def test_gpu_agrees_with_cpu(seed: int, dtype: str, weights: str, kv_dtype: str,
     chunks = random_chunks(rng, token_ids, 30)
     logits = []
     for device in ("cpu", "cuda"):
-        settings = ExecutorSettings(device=device, kernels="torch", page_tokens=8, kv_pages={"global": 40, "local": 40})
+        settings = ExecutorOptions(device=device, kernels="torch", page_tokens=8, kv_pages={"global": 40, "local": 40})
         executor = TorchExecutor.from_tensors(model.spec, dtype, tensors, settings, kv_dtype=kv_dtype)
         driver = PagedDriver(executor, seed)
         sequence = driver.new_sequence()

@@ -21,8 +21,8 @@ from wicore_trt.errors import ConfigError, EngineFormatError  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.runtime.dtypes import E4M3  # noqa: E402
+from wicore_trt.runtime.options import ExecutorOptions  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
-from wicore_trt.runtime.settings import ExecutorSettings  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 # Per step the new tokens of each sequence: chunks, decoding beside chunks in any order, decoding alone; by the end the
@@ -257,8 +257,8 @@ def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch)
     assert executor.kernels.startswith("triton-sm90-") and executor.max_sequences == 4
     assert executor_of(small_model(11), batch_invariant=True).kernels.endswith("-invariant")
     shape = executor.model.shape
-    made_up = triton_executor.Plan(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
-    assert triton_executor._name(made_up, ExecutorSettings()).endswith("-dummy-weights")
+    made_up = triton_executor.Loading(shape, executor.model.table, 64, lambda positions: None, dummy=True)  # type: ignore
+    assert triton_executor._name(made_up, ExecutorOptions()).endswith("-dummy-weights")
     executor.close()
     executor.close()
     with pytest.raises(AssertionError, match="close"):

@@ -21,13 +21,13 @@ from benchmarks.gpu import step_check as small  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse  # noqa: E402
 from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
 from wicore_trt.backends.triton.device import open_device  # noqa: E402
-from wicore_trt.backends.triton.executor import Plan, TritonExecutor  # noqa: E402
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
 from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.runtime.options import ExecutorOptions  # noqa: E402
 from wicore_trt.runtime.sampler import Sampler  # noqa: E402
-from wicore_trt.runtime.settings import ExecutorSettings  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
 CASE = small.CASES[0]
@@ -52,12 +52,12 @@ def executor() -> Iterator[TritonExecutor]:
     device = open_device("auto")
     table = compiled_table(shape, device.target)
     weights, _ = small._weights(shape.spec, CASE)
-    settings = ExecutorSettings(
+    settings = ExecutorOptions(
         page_tokens=small.PAGE_TOKENS, kv_bytes=None, kv_fraction=FRACTION, max_batch_tokens=320, max_sequences=ROWS
     )
     constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
     begun = time.perf_counter()
-    found = TritonExecutor(Plan(shape, table, 512, constants), settings, device)
+    found = TritonExecutor(Loading(shape, table, 512, constants), settings, device)
     print(f"\nopened in {time.perf_counter() - begun:.2f} s, pages {found.layout.num_pages}")
     yield found
     found.close()

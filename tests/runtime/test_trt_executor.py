@@ -19,7 +19,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 PAGES = {GLOBAL: 120, LOCAL: 120}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,7 +43,7 @@ class Twins:
             for layer in range(0, self.spec.num_layers, 2):
                 tensors[kv_scale_name(layer)] = torch.tensor([0.01 + 0.02 * layer])
         engine = fake_engine(path / "engine", self.spec, tensors, dtype=dtype, kv_dtype=kv_dtype)
-        settings = ExecutorSettings(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
+        settings = ExecutorOptions(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
         self.trt = executor_of(engine, kv_pages=PAGES, max_batch_tokens=512)
         self.torch = TorchExecutor.from_tensors(self.spec, dtype, tensors, settings, kv_dtype=kv_dtype)
         self.drivers = [PagedDriver(self.trt, 1), PagedDriver(self.torch, 2)]  # type: ignore[arg-type]

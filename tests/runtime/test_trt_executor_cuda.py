@@ -25,11 +25,11 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.runtime.cuda_device import CudaDevice
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 PAGES = {"global": 80, "local": 80}
-SETTINGS = ExecutorSettings(page_tokens=8, kv_pages=PAGES)
+SETTINGS = ExecutorOptions(page_tokens=8, kv_pages=PAGES)
 
 
 class GpuMemory:
@@ -77,7 +77,7 @@ def errors_of(trt: TensorRTExecutor, oracle: TorchExecutor, steps: int, seed: in
 
 
 def oracle_of(model: TinyModel, tensors: dict[str, torch.Tensor], dtype: str, kv_dtype: str) -> TorchExecutor:
-    settings = ExecutorSettings(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
+    settings = ExecutorOptions(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
     return TorchExecutor.from_tensors(model.spec, dtype, tensors, settings, kv_dtype=kv_dtype)
 
 
@@ -138,7 +138,7 @@ def real_engine(tmp_path: Path, model: TinyModel, **options: Any) -> EngineDir:
 def test_plans_on_this_gpu_agree_with_torch_on_the_cpu(dtype: str, kv_dtype: str, bound: float, tmp_path: Path) -> None:
     model = model_of(4)
     engine = real_engine(tmp_path, model, dtype=dtype, kv_dtype=kv_dtype)
-    oracle = TorchExecutor(engine, ExecutorSettings(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES))
+    oracle = TorchExecutor(engine, ExecutorOptions(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES))
     for run in range(2):  # the second run starts from the runtime cache
         executor = open_executor(engine, SETTINGS)
         errors = errors_of(executor, oracle, 60, run)

@@ -15,8 +15,8 @@ from parity.tiny import TinyModel, cast, tiny_model
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
-from wicore_trt.backends.triton.executor import Plan, TritonExecutor
-from wicore_trt.backends.triton.kernel_list import plan_kernels
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor
+from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
 from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
@@ -24,7 +24,7 @@ from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))  # the product's package has the same name
@@ -109,7 +109,7 @@ class InterpretingLauncher:
 
 @lru_cache
 def specs_of(shape: EngineShape, target: str) -> tuple[KernelTable, dict[str, KernelSpec]]:
-    planned = plan_kernels(shape, target)
+    planned = list_kernels(shape, target)
     specs = {p.spec.name: p.spec for p in planned}
     kernels = {name: interpreted.uncompiled(spec) for name, spec in specs.items()}
     entries = [Entry(p.role, p.bucket, kernels[p.spec.name], config_of(p.role, p.config)) for p in planned]
@@ -148,8 +148,8 @@ def executor_of(
         launcher.more += found.weights.values()
         return found
 
-    plan = Plan(shape, table, 512, constants)
-    return TritonExecutor(plan, ExecutorSettings(max_context=256, **values), device, launcher, graphs=graphs)
+    plan = Loading(shape, table, 512, constants)
+    return TritonExecutor(plan, ExecutorOptions(max_context=256, **values), device, launcher, graphs=graphs)
 
 
 def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def oracle_of(
         model.spec,
         dtype,
         tensors or rounded(model, dtype, fp8),
-        ExecutorSettings(device="cpu", kernels="torch", **values),
+        ExecutorOptions(device="cpu", kernels="torch", **values),
         kv_dtype=kv_dtype,
     )
 

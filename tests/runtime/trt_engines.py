@@ -18,7 +18,7 @@ from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
 from wicore_trt.engine.directory import EngineDir, describe_files
 from wicore_trt.engine.manifest import Manifest
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.tensor_specs import weight_tensors
 
 LIMITS = PlanLimits(max_batch=3, max_chunk=11, max_context=256)
@@ -73,4 +73,4 @@ def executor_of(
 ) -> TensorRTExecutor:
     device = device or FakeDevice()
     values = {"kv_pages": {"global": 80, "local": 80}, "max_batch_tokens": 64, **settings}
-    return TensorRTExecutor(engine, ExecutorSettings(**values), trt or fake_tensorrt(device), device)
+    return TensorRTExecutor(engine, ExecutorOptions(**values), trt or fake_tensorrt(device), device)

@@ -21,7 +21,7 @@ from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network
 from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.tensor_specs import weight_tensors
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
@@ -60,7 +60,7 @@ def test_built_networks_and_runtime_agree_with_the_torch_executor(
     device = FakeDevice()
     module = fake_tensorrt(device)
     module.network = RealNetworks(model.spec, weight_tensors(engine.rank_files, model.spec, kv_dtype), dtype, kv_dtype)
-    settings = ExecutorSettings(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
+    settings = ExecutorOptions(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
     drivers = [
         PagedDriver(executor_of(engine, device, module, kv_pages=PAGES), 1),  # type: ignore[arg-type]
         PagedDriver(TorchExecutor.from_tensors(model.spec, dtype, tensors, settings, kv_dtype=kv_dtype), 2),

@@ -23,7 +23,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 
 ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 134 MB
@@ -94,7 +94,7 @@ class ExecutorScorer:
         manifest = engine.manifest
         if context > manifest.max_context:
             raise ConfigError(f"A context of {context} exceeds the engine's {manifest.max_context}.")
-        settings = ExecutorSettings(
+        settings = ExecutorOptions(
             device=device,
             threads=threads,
             kv_pages=pages_for(context, manifest.page_tokens),

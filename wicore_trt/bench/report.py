@@ -25,7 +25,7 @@ from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, pref
 from wicore_trt.bench.measure import Distributions, Summary, Throughput
 
 if TYPE_CHECKING:
-    from wicore_trt.bench.runs import LatencyPoint, ThroughputPlan
+    from wicore_trt.bench.runs import LatencyPoint, ThroughputCase
 
 KIND = "wicore-bench"
 SCHEMA = 1
@@ -87,7 +87,7 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
     }
 
 
-def throughput_result(result: Throughput, plan: ThroughputPlan, roof: Roof | None) -> dict[str, Any]:
+def throughput_result(result: Throughput, plan: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
     """The throughput benchmark. With a fixed concurrency the bound is the machine's; with a rate of arrival it is
     what was offered."""
     bound = plan.rate

@@ -95,7 +95,7 @@ async def _together(target: Target, requests: Sequence[BenchRequest]) -> tuple[f
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputPlan:
+class ThroughputCase:
     """`requests` of equal lengths, either `concurrency` at a time or `rate` per second (Poisson)."""
 
     requests: int
@@ -107,7 +107,7 @@ class ThroughputPlan:
     seed: int = 0
 
 
-async def run_throughput(target: Target, plan: ThroughputPlan, *, warmups: int, slo: Slo | None) -> Throughput:
+async def run_throughput(target: Target, plan: ThroughputCase, *, warmups: int, slo: Slo | None) -> Throughput:
     """Send the plan's requests after `warmups` that are not counted.
 
     Raises ConfigError for lengths beyond the target's context, WicoreError when not one request succeeds.

@@ -17,7 +17,7 @@ from wicore_trt.engine.options import find_backend
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor
-from wicore_trt.runtime.settings import ExecutorSettings
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
@@ -73,7 +73,7 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
     """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that."""
-    values = ExecutorSettings(
+    values = ExecutorOptions(
         device=settings.executor.device,
         kernels=settings.executor.kernels,
         threads=settings.executor.threads,

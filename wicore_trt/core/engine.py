@@ -22,7 +22,7 @@ from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
-from wicore_trt.schedule.scheduler import Plan, Scheduler
+from wicore_trt.schedule.scheduler import Scheduler, StepSchedule
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.types import (
     EngineStats,
@@ -46,9 +46,9 @@ ATTENTION_STEPS = 32
 @dataclass(slots=True)
 class Flight:
     """A step that was started. `started` is a time.perf_counter() stamp; `result` is there at once unless the executor
-    runs ahead; `ended` are sequences of the plan that ended before the step did."""
+    runs ahead; `ended` are sequences of the schedule that ended before the step did."""
 
-    plan: Plan
+    schedule: StepSchedule
     batch: StepBatch
     started: float
     result: StepResult | None
@@ -165,32 +165,32 @@ class EngineCore:
         executor raises; outputs of this step are then lost."""
         outputs, flight = self._expire(), self._flight
         if flight is None:
-            plan = self.scheduler.schedule()
-            for sequence in plan.preempted:
+            schedule = self.scheduler.schedule()
+            for sequence in schedule.preempted:
                 self.executor.release(sequence.seq_id)
-            if not plan.slices:
-                return outputs + self._idle(plan)
-            flight = self._start(plan)
+            if not schedule.slices:
+                return outputs + self._idle(schedule)
+            flight = self._start(schedule)
         self._flight = self._start_next(flight)
         outputs += self._land(flight)
         self.scheduler.manager.events.publish()
         return outputs
 
-    def _start(self, plan: Plan, *, ahead: bool = False) -> Flight:
-        batch, started, result = self._batch(plan, ahead=ahead), time.perf_counter(), None
+    def _start(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
+        batch, started, result = self._batch(schedule, ahead=ahead), time.perf_counter(), None
         if self._ahead is None:
             result = self.executor.execute(batch)
         else:
             self._ahead.submit(batch)
         self._counts["steps"] += 1
-        return Flight(plan, batch, started, result)
+        return Flight(schedule, batch, started, result)
 
     def _start_next(self, flight: Flight) -> Flight | None:
-        """Start the step after `flight` before that one has ended, if its tokens make no difference to the plan."""
+        """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
         if self._ahead is None or self._measures or not self._ahead.leads(flight.batch):
             return None
-        plan = self.scheduler.follow(flight.plan, self._goes_on)
-        return None if plan is None else self._start(plan, ahead=True)
+        schedule = self.scheduler.follow(flight.schedule, self._goes_on)
+        return None if schedule is None else self._start(schedule, ahead=True)
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
@@ -213,7 +213,7 @@ class EngineCore:
         self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
         outputs = []
-        for sequence, count in flight.plan.slices:
+        for sequence, count in flight.schedule.slices:
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
             error = result.failed.get(sequence.seq_id)
@@ -239,7 +239,7 @@ class EngineCore:
     def settle(self) -> None:
         """Land a step that nobody waits for any more, for callers that do not go on stepping."""
         flight = self._flight
-        if flight is not None and all(sequence.finish_reason is not None for sequence, _ in flight.plan.slices):
+        if flight is not None and all(sequence.finish_reason is not None for sequence, _ in flight.schedule.slices):
             self._flight = None
             self._land(flight)
 
@@ -254,22 +254,22 @@ class EngineCore:
         """Seconds until `tidy` has something to do again although no request comes; None for never."""
         return self.scheduler.manager.retention.rest_s()
 
-    def _idle(self, plan: Plan) -> list[TokenOutput]:
+    def _idle(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.loading:
             manager.tiers.transfers.wait(LOAD_WAIT_S)
             return []
-        return self._unstick(plan)
+        return self._unstick(schedule)
 
     def _expire(self) -> list[TokenOutput]:
         now = self._clock()
         late = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
         return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
 
-    def _unstick(self, plan: Plan) -> list[TokenOutput]:
+    def _unstick(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing can run: if someone waits while the pools are empty, it never will, so it ends with an error."""
-        if plan.preempted or self.scheduler.running or not len(self.scheduler.waiting):
+        if schedule.preempted or self.scheduler.running or not len(self.scheduler.waiting):
             return []
         sequence = self.scheduler.waiting.pop()
         assert sequence is not None
@@ -281,10 +281,10 @@ class EngineCore:
         """Whether the next step measures attention."""
         return self.scheduler.manager.attention is not None and self._counts["steps"] % ATTENTION_STEPS == 0
 
-    def _batch(self, plan: Plan, *, ahead: bool) -> StepBatch:
+    def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
         slices = []
-        for sequence, count in plan.slices:
+        for sequence, count in schedule.slices:
             start = len(sequence.tokens) if ahead else sequence.computed
             piece = SequenceSlice(
                 seq_id=sequence.seq_id,
@@ -331,7 +331,7 @@ class EngineCore:
             # KV values that led to bad logits would make every later request with this prefix fail too.
             self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight
-        if flight is not None and any(member is sequence for member, _ in flight.plan.slices):
+        if flight is not None and any(member is sequence for member, _ in flight.schedule.slices):
             flight.ended.append(sequence)  # that step still writes into its pages
         else:
             self._release(sequence)

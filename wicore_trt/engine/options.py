@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.model.spec import Gemma3Spec
     from wicore_trt.runtime.executor import Executor
-    from wicore_trt.runtime.settings import ExecutorSettings
+    from wicore_trt.runtime.options import ExecutorOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Backend(Protocol):
         says of them. `options` have their targets and max_context filled in."""
         ...
 
-    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         """The executor of an engine of this backend. Raises EnvironmentUnfitError where this machine cannot run it,
         EngineFormatError for files that do not fit, ConfigError for settings that do not."""
         ...

@@ -92,7 +92,7 @@ class Geometry:
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)))
 
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """A budget from which `runtime.pool_plan` makes pools for so many sequences of `tokens` tokens, when
+        """A budget from which `runtime.pool_sizes` makes pools for so many sequences of `tokens` tokens, when
         scheduler.max_sequences is `sessions`; `loads` as there."""
         whole = -(-tokens // self.page_tokens)
         window = min(whole, -(-self.spec.sliding_window // self.page_tokens) + 1)

@@ -14,8 +14,8 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.pool_plan import plan_pools
-from wicore_trt.runtime.settings import DEFAULT_KV_BYTES, ExecutorSettings
+from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions
+from wicore_trt.runtime.pool_sizes import pool_sizes
 
 RESERVE_BYTES = 512 << 20
 """Of a GPU's memory that stays free of pages at least: kernels that are loaded late, fragmentation, other libraries."""
@@ -26,7 +26,7 @@ def layout_of(
     kv_dtype: str,
     page_tokens: int,
     max_context: int,
-    settings: ExecutorSettings,
+    settings: ExecutorOptions,
     kv_bytes: int | None = None,
 ) -> KVLayout:
     """Pools of `settings.kv_pages`, else as many pages as fit into `kv_bytes`, by default `settings.kv_bytes`.
@@ -36,7 +36,7 @@ def layout_of(
     itemsize = TORCH_DTYPES[kv_dtype].itemsize
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
-    pages = settings.kv_pages or plan_pools(
+    pages = settings.kv_pages or pool_sizes(
         spec,
         page_tokens,
         itemsize,

@@ -4,8 +4,8 @@ Hands out a token budget to running sequences, then admits waiting ones; preempt
 when pages run out, and parks its pages in host memory where there is one. When a tenant waits that has at least two
 places fewer than another one, the latter's newest sequence gives way in the same manner. A sequence whose prefix is
 being loaded from a lower tier runs without computing, or computes from the front meanwhile. Decides on plain data: it
-never sees tensors or transports. Invariant: a plan's slices fit the budget and their pages are reserved, and if any
-sequence lives, the plan is empty only while something is being loaded.
+never sees tensors or transports. Invariant: a schedule's slices fit the budget and their pages are reserved, and if any
+sequence lives, the schedule is empty only while something is being loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PREFETCH_AHEAD = 4
 
 
 @dataclass(slots=True)
-class Plan:
+class StepSchedule:
     """One step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make room."""
 
     slices: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -115,22 +115,22 @@ class Scheduler:
         self.manager.free(sequence.pages, sequence.seq_id)
         self._too_few = []
 
-    def schedule(self) -> Plan:
-        """Plan the next step and reserve its pages."""
-        plan = Plan()
+    def schedule(self) -> StepSchedule:
+        """Make up the next step and reserve its pages."""
+        schedule = StepSchedule()
         self.manager.housekeep()
-        budget = self._schedule_running(plan)
-        if not plan.preempted:
-            self._admit(plan, budget)
-        return plan
+        budget = self._schedule_running(schedule)
+        if not schedule.preempted:
+            self._admit(schedule, budget)
+        return schedule
 
-    def follow(self, plan: Plan, goes_on: Callable[[Sequence], bool]) -> Plan | None:
-        """Plan the step after `plan` while that one still runs: a token more for each sequence that `goes_on` whatever
-        is sampled now. None when the next step should wait for this one: a sequence loads or is not decoding, one could
-        be admitted or would have to be preempted, or none goes on."""
+    def follow(self, schedule: StepSchedule, goes_on: Callable[[Sequence], bool]) -> StepSchedule | None:
+        """Make up the step after `schedule` while that one still runs: a token more for each sequence that `goes_on`
+        whatever is sampled now. None when the next step should wait for this one: a sequence loads or is not decoding,
+        one could be admitted or would have to be preempted, or none goes on."""
         self.manager.housekeep()
-        decoding = {s.seq_id for s, count in plan.slices if count == s.remaining}
-        following = [s for s, _ in plan.slices if goes_on(s)]
+        decoding = {s.seq_id for s, count in schedule.slices if count == s.remaining}
+        following = [s for s, _ in schedule.slices if goes_on(s)]
         if any(s.pages.load is not None or s.seq_id not in decoding for s in self.running if s.finish_reason is None):
             return None
         if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
@@ -141,7 +141,7 @@ class Scheduler:
             return None
         if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following):
             return None
-        return Plan([(s, 1) for s in following])
+        return StepSchedule([(s, 1) for s in following])
 
     def _blocked(self) -> bool:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""
@@ -168,7 +168,7 @@ class Scheduler:
             default=None,
         )
 
-    def _schedule_running(self, plan: Plan) -> int:
+    def _schedule_running(self, schedule: StepSchedule) -> int:
         """Give every running sequence its tokens, single-token ones first; returns the budget that is left."""
         budget = self.max_batch_tokens
         for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, order_key(s))):
@@ -185,11 +185,11 @@ class Scheduler:
                     # Preempted, it would be admitted again with the same load in the same pools, for ever.
                     self._drop_load(sequence)
                     continue
-                budget += self._preempt(victim, plan)
+                budget += self._preempt(victim, schedule)
                 if victim is sequence:
                     break
             if sequence.state is SequenceState.RUNNING:
-                plan.slices.append((sequence, count))
+                schedule.slices.append((sequence, count))
                 budget -= count
         return budget
 
@@ -233,7 +233,7 @@ class Scheduler:
         """After a jump: a later resume point may be worth a load of its own."""
         assert self.loader is not None
         here = PrefixHit(sequence.computed, 0, in_flight=False)
-        chosen = self.loader.plan(sequence.pages, len(sequence.tokens), here, self._compute_rate())
+        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate())
         if chosen is not None and chosen.stop:
             self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
 
@@ -243,11 +243,11 @@ class Scheduler:
         chunk = min(sequence.remaining, self.max_batch_tokens)
         return self.manager.pages_for(chunk) + 1 + len(self.running)
 
-    def _preempt(self, victim: Sequence, plan: Plan, behind: Sequence | None = None) -> int:
-        """Send `victim` back to the queue, `behind` another tenant's; returns the tokens it had in this plan."""
-        refund = sum(count for sequence, count in plan.slices if sequence is victim)
-        plan.slices = [entry for entry in plan.slices if entry[0] is not victim]
-        plan.preempted.append(victim)
+    def _preempt(self, victim: Sequence, schedule: StepSchedule, behind: Sequence | None = None) -> int:
+        """Send `victim` back to the queue, `behind` another tenant's; returns the tokens it had in this one."""
+        refund = sum(count for sequence, count in schedule.slices if sequence is victim)
+        schedule.slices = [entry for entry in schedule.slices if entry[0] is not victim]
+        schedule.preempted.append(victim)
         self.preemptions += 1
         pages = victim.pages
         if self.loader is not None and pages.load is None and victim.computed:
@@ -264,7 +264,7 @@ class Scheduler:
         sequence.move(SequenceState.WAITING)
         self.waiting.push(sequence, behind)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, schedule: StepSchedule, budget: int) -> None:
         """Admit waiting sequences in order while budget, pages and places last.
 
         The first one that does not fit stops admission, so that a big request is not starved by small ones.
@@ -272,7 +272,7 @@ class Scheduler:
         victim = self._in_the_way() if self._blocked() else None
         if victim is not None:
             victim.gave_way += 1
-            budget += self._preempt(victim, plan, behind=self.waiting.first())
+            budget += self._preempt(victim, schedule, behind=self.waiting.first())
         if self.running and self._too_few and all(map(le, self._available(), self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
@@ -296,7 +296,7 @@ class Scheduler:
             sequence.move(SequenceState.RUNNING)
             self.running.append(sequence)
             if count:
-                plan.slices.append((sequence, count))
+                schedule.slices.append((sequence, count))
                 budget -= count
         for sequence in passed_over:
             self.waiting.push(sequence)
@@ -308,7 +308,7 @@ class Scheduler:
         """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
         no change when there is no room."""
         pages, total = sequence.pages, len(sequence.tokens)
-        chosen = self.loader.plan(pages, total, hit, self._compute_rate()) if self.loader is not None else None
+        chosen = self.loader.choose(pages, total, hit, self._compute_rate()) if self.loader is not None else None
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
         count = min(total - hit.tokens, budget) if load is None else 0

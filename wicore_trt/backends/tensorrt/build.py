@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.runtime.executor import Executor
-    from wicore_trt.runtime.settings import ExecutorSettings
+    from wicore_trt.runtime.options import ExecutorOptions
 
 log = logging.getLogger(__name__)
 PLANS = "plans"
@@ -89,7 +89,7 @@ class TensorRTBackend:
             "max_chunk": limits.max_chunk,
         }
 
-    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.tensorrt.executor import open_executor
 
         return open_executor(engine, settings)

@@ -32,10 +32,10 @@ from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.device_weights import load_weights, rope_tables
 from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import layout_of, new_pool
 from wicore_trt.runtime.sampler import Sampler
-from wicore_trt.runtime.settings import GPU_SLICE_TOKENS, ExecutorSettings
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -48,7 +48,7 @@ class TensorRTExecutor:
     the page first; `kernels` is like "tensorrt-rtx-1.7.1.116-sm89". `slots` sequences can run without
     copying more KV than they compute; beyond that each step copies whole sequences."""
 
-    def __init__(self, engine: EngineDir, settings: ExecutorSettings, trt: Any, device: Device) -> None:
+    def __init__(self, engine: EngineDir, settings: ExecutorOptions, trt: Any, device: Device) -> None:
         """Load `engine` with the TensorRT module `trt` of the engine's flavour.
 
         Raises EnvironmentUnfitError for another version of TensorRT or a GPU that no plan is for, EngineFormatError for
@@ -158,7 +158,7 @@ class TensorRTExecutor:
             self._copies.store(group, copies)
 
 
-def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TensorRTExecutor:
+def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecutor:
     """An executor on this machine's GPU and TensorRT. Raises what TensorRTExecutor raises, and EnvironmentUnfitError
     without a GPU or without the TensorRT that built the engine."""
     try:
@@ -204,7 +204,7 @@ def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
         )
 
 
-def _layout(engine: EngineDir, settings: ExecutorSettings) -> KVLayout:
+def _layout(engine: EngineDir, settings: ExecutorOptions) -> KVLayout:
     manifest = engine.manifest
     max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
     page_tokens = settings.page_tokens or manifest.page_tokens

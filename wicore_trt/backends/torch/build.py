@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.engine.options import BuildOptions
     from wicore_trt.runtime.executor import Executor
-    from wicore_trt.runtime.settings import ExecutorSettings
+    from wicore_trt.runtime.options import ExecutorOptions
 
 
 class TorchBackend:
@@ -31,7 +31,7 @@ class TorchBackend:
     ) -> dict[str, Any]:
         return {}
 
-    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.torch.executor import TorchExecutor
 
         return TorchExecutor(engine, settings)

@@ -19,7 +19,7 @@ from wicore_trt.backends.torch import native
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, unsupported
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
-from wicore_trt.backends.torch.weights import LoadedEngine, fuse, load_engine
+from wicore_trt.backends.torch.weights import EngineTensors, fuse, load_engine
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.ops import Ops
@@ -28,10 +28,10 @@ from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout, PageCopier
+from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import layout_of, new_pool
 from wicore_trt.runtime.sampler import Sampler
-from wicore_trt.runtime.settings import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class TorchExecutor:
     """Implements `Executor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout with
     the page first; `kernels` is "native-" and the instruction set, or "torch-" and what torch computes on."""
 
-    def __init__(self, engine: EngineDir | LoadedEngine, settings: ExecutorSettings) -> None:
+    def __init__(self, engine: EngineDir | EngineTensors, settings: ExecutorOptions) -> None:
         """Load `engine` from disk, or run the tensors of one that is in memory.
 
         Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
         that are not here, ConfigError for too little KV memory.
         """
-        loaded = engine if isinstance(engine, LoadedEngine) else load_engine(engine)
+        loaded = engine if isinstance(engine, EngineTensors) else load_engine(engine)
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)
@@ -77,12 +77,12 @@ class TorchExecutor:
         spec: Gemma3Spec,
         dtype: str,
         tensors: Mapping[str, torch.Tensor],
-        settings: ExecutorSettings,
+        settings: ExecutorOptions,
         *,
         kv_dtype: str | None = None,
     ) -> TorchExecutor:
         """An executor from the tensors of a unified checkpoint in memory. `dtype` is that of the activations."""
-        return cls(LoadedEngine(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
+        return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse(tensors, spec)), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
@@ -120,8 +120,8 @@ class TorchExecutor:
 
 
 def _operators(
-    engine: LoadedEngine,
-    settings: ExecutorSettings,
+    engine: EngineTensors,
+    settings: ExecutorOptions,
     layout: KVLayout,
     pools: dict[str, torch.Tensor],
     device: torch.device,
@@ -152,7 +152,7 @@ def torch_kernels(device: torch.device) -> str:
     return f"torch-{torch.__version__}-{device.type}-{name}".rstrip("-")
 
 
-def _native_library(engine: LoadedEngine, kernels: str, device: torch.device) -> NativeLibrary | None:
+def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -> NativeLibrary | None:
     """The library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
     library, reason = None, None
     if device.type != "cpu":
@@ -178,7 +178,7 @@ def _closed(_: StepInputs, __: AttentionProbe | None) -> Ops[torch.Tensor]:
     raise AssertionError("execute() after close()")
 
 
-def _layout(engine: LoadedEngine, settings: ExecutorSettings) -> KVLayout:
+def _layout(engine: EngineTensors, settings: ExecutorOptions) -> KVLayout:
     page_tokens = settings.page_tokens or engine.page_tokens
     max_context = settings.max_context or engine.max_context or engine.spec.max_position_embeddings
     return layout_of(engine.spec, engine.kv_dtype, page_tokens, max_context, settings)

@@ -68,7 +68,7 @@ class Linear(Args):
     ]
 
 
-class Step(Args):
+class StepGeometry(Args):
     """A step's geometry for one layer group; `set_step` fills it."""
 
     _fields_ = [*_int("num_seqs", "table_width"), *_pointer("cu_seqlens", "positions", "page_table")]
@@ -79,7 +79,7 @@ class KV(Args):
         *_int("heads", "kv_heads", "head_dim", "page_tokens"),
         *_int("page_stride", "layer_offset", "kv_dtype"),
         *_pointer("pool"),
-        ("step", POINTER(Step)),
+        ("step", POINTER(StepGeometry)),
     ]
 
 
@@ -195,7 +195,7 @@ def linear(
     return args
 
 
-def set_step(step: Step, cu_seqlens: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> None:
+def set_step(step: StepGeometry, cu_seqlens: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> None:
     """Point `step` to the geometry of a step: int32 [S + 1], [N], [S, P]."""
     step.num_seqs, step.table_width = page_table.shape
     step.cu_seqlens = address(cu_seqlens, torch.int32, step.num_seqs + 1)
@@ -204,7 +204,7 @@ def set_step(step: Step, cu_seqlens: torch.Tensor, positions: torch.Tensor, page
     step.kept = (cu_seqlens, positions, page_table)
 
 
-def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: Step) -> KV:
+def layer_kv(pool: torch.Tensor, layer: int, heads: int, step: StepGeometry) -> KV:
     """KV of the group's layer number `layer` in its pool [pages, layers, 2, page_tokens, kv_heads, head_dim]."""
     _, layers, two, page_tokens, kv_heads, head_dim = pool.shape
     assert two == 2 and layer < layers and heads % kv_heads == 0

@@ -112,7 +112,7 @@ class NativeOps:
         self._operand = operand_dtype(self._dtype)
         embedding = weights.packed[EMBEDDING]
         self._embedding_scale = torch.tensor(spec.embedding_scale).to(embedding.dtype).item()
-        self._geometry = {g: native_args.Step() for g in pools}
+        self._geometry = {g: native_args.StepGeometry() for g in pools}
         self._kv = [
             native_args.layer_kv(pools[g], spec.layers_of(g).index(i), spec.num_heads, self._geometry[g])
             for i, g in enumerate(spec.layer_groups)

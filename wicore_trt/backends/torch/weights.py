@@ -28,7 +28,7 @@ MAX_LISTED = 6
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedEngine:
+class EngineTensors:
     """An engine whose weights are in host memory. `tensors` are as `fuse` returns them; `dtype` is that of the
     activations. `max_context` None is the model's own limit."""
 
@@ -40,10 +40,10 @@ class LoadedEngine:
     max_context: int | None = None
 
 
-def load_engine(engine: EngineDir) -> LoadedEngine:
+def load_engine(engine: EngineDir) -> EngineTensors:
     """Read the weights of an engine directory. Raises what `load_weights` raises."""
     manifest = engine.manifest
-    return LoadedEngine(
+    return EngineTensors(
         manifest.spec,
         manifest.base_dtype,
         manifest.kv_dtype,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.runtime.executor import Executor
-    from wicore_trt.runtime.settings import ExecutorSettings
+    from wicore_trt.runtime.options import ExecutorOptions
 
 TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm120")
 DTYPES = ("bfloat16", "float16")
@@ -54,7 +54,7 @@ class TritonBackend:
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
     ) -> dict[str, Any]:
         """Compile every target's kernels, in as many processes as there are cores."""
-        from wicore_trt.backends.triton.compile import compile_plan
+        from wicore_trt.backends.triton.compile import compile_listed
 
         shape = shape_of(checkpoint, options)
         tables = {}
@@ -64,13 +64,13 @@ class TritonBackend:
                 if progress:
                     progress("kernels", number * total + done, len(options.targets) * total)
 
-            tables[target] = compile_plan(shape, target, report=report)
+            tables[target] = compile_listed(shape, target, report=report)
         write_kernels(directory, tables)
         versions = {k.triton_version for _, kernels in tables.values() for k in kernels.values()}
         facts: dict[str, Any] = {"flavour": "triton", "version": ", ".join(sorted(versions))}
         return facts | {"kernels": {target: len(kernels) for target, (_, kernels) in tables.items()}}
 
-    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.triton.executor import open_executor
 
         return open_executor(engine, settings)

@@ -18,7 +18,7 @@ from multiprocessing import active_children, get_context, parent_process
 
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.index import Row
-from wicore_trt.backends.triton.kernel_list import plan_kernels
+from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
@@ -27,14 +27,14 @@ KERNELS_PER_WORKER = 4
 """Fewer than this, and starting a process takes longer than it saves."""
 
 
-def compile_plan(
+def compile_listed(
     shape: EngineShape, target: str, workers: int | None = None, report: Callable[[int, int], None] | None = None
 ) -> tuple[list[Row], dict[str, CompiledKernel]]:
     """Rows of the index and kernels by name, for `target`. `report(done, total)` counts kernels.
 
     Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton.
     """
-    planned = plan_kernels(shape, target)
+    planned = list_kernels(shape, target)
     names = sorted({p.spec.name for p in planned})
     count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
     kernels: dict[str, CompiledKernel] = {}
@@ -61,7 +61,7 @@ def compile_plan(
 
 def compiled_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
     """All kernels of an engine, compiled now."""
-    rows, kernels = compile_plan(shape, target, workers)
+    rows, kernels = compile_listed(shape, target, workers)
     return KernelTable(target, [Entry(r, b, kernels[name], config_of(r, config)) for r, b, name, config in rows])
 
 
@@ -109,7 +109,7 @@ def _follow_parent() -> None:
 
 @lru_cache(maxsize=4)
 def _specs(shape: EngineShape, target: str) -> dict[str, KernelSpec]:
-    return {p.spec.name: p.spec for p in plan_kernels(shape, target)}
+    return {p.spec.name: p.spec for p in list_kernels(shape, target)}
 
 
 def _compile(shape: EngineShape, target: str, name: str) -> CompiledKernel:

@@ -43,10 +43,10 @@ from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.pools import check_room, layout_of, new_pool, sized_layout, spare_bytes
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
-from wicore_trt.runtime.settings import GPU_SLICE_TOKENS, ExecutorSettings
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import MAX_LOGPROBS, SamplingParams
 
@@ -59,7 +59,7 @@ MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Loading:
     """What a `TritonExecutor` runs: constants come from `constants(positions)`, once the device is ready for them."""
 
     shape: EngineShape
@@ -70,7 +70,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Step:
+class SubmittedStep:
     """A step on the stream: its `slices` that sample and the `rows` of their logits; `results` on the host are good
     after `wait()`; what attention is to be measured with."""
 
@@ -88,8 +88,8 @@ class TritonExecutor:
 
     def __init__(
         self,
-        plan: Plan,
-        settings: ExecutorSettings,
+        plan: Loading,
+        settings: ExecutorOptions,
         device: Device,
         launcher: Launcher = SHARED_LAUNCHER,
         *,
@@ -133,7 +133,7 @@ class TritonExecutor:
             self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
-        self._steps: deque[Step] = deque()
+        self._steps: deque[SubmittedStep] = deque()
         self._rows: dict[int, int] = {}
         """Of the last step: row of the logits by seq_id."""
         if measured:
@@ -194,7 +194,7 @@ class TritonExecutor:
             sampled = [s for s in batch.slices if s.sample]
             measured = None if probe is None else (probe, inputs, moved)
             self._steps.append(
-                Step(
+                SubmittedStep(
                     sampled,
                     [self._rows[s.seq_id] for s in sampled],
                     self._host_results[0],
@@ -274,7 +274,7 @@ class TritonExecutor:
         if arrays.rows:
             ops.greedy(logits)
 
-    def _chosen(self, step: Step) -> StepResult:
+    def _chosen(self, step: SubmittedStep) -> StepResult:
         """The tokens of a step that is over."""
         slices, rows, (tokens, status) = step.slices, step.rows, step.results.tolist()
         left = [n for n, s in enumerate(slices) if not self._chooses(s)]
@@ -326,7 +326,7 @@ class TritonExecutor:
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
 
 
-def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecutor:
+def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:
     """An executor of `engine` on this machine's GPU. Raises EnvironmentUnfitError without one or without kernels for
     it, EngineFormatError for files that do not fit, ConfigError for too little memory."""
     manifest = engine.manifest
@@ -338,7 +338,7 @@ def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecut
     device = open_device(settings.device)
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
-    plan = Plan(
+    plan = Loading(
         shape,
         table,
         manifest.max_context,
@@ -348,7 +348,7 @@ def open_executor(engine: EngineDir, settings: ExecutorSettings) -> TritonExecut
     return TritonExecutor(plan, settings, device)
 
 
-def _name(plan: Plan, settings: ExecutorSettings) -> str:
+def _name(plan: Loading, settings: ExecutorOptions) -> str:
     versions = {entry.kernel.triton_version for entry in plan.table.all()}
     digest = blake2b("\n".join([*plan.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
     mode = "-invariant" if settings.batch_invariant else ""

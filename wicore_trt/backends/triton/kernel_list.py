@@ -38,7 +38,7 @@ one row would be faster with the smallest and prefill with the largest."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class ListedKernel:
     """A kernel to compile: `backends.triton.table.Entry` with a specification in place of the kernel, and its
     configuration as plain data."""
 
@@ -48,14 +48,14 @@ class Planned:
     config: dict[str, Any] | None = None
 
 
-def plan_kernels(shape: EngineShape, target: str) -> list[Planned]:
+def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
     planned += _sampling(shape, target)
     return [replace(p, spec=_in_turn(p, target)) for p in planned]
 
 
-def _in_turn(planned: Planned, target: str) -> KernelSpec:
+def _in_turn(planned: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function = planned.spec, planned.spec.function.__name__
     crowds = function == "linear_matrix" and planned.role.removesuffix(INVARIANT) in ("o", "down")
@@ -63,7 +63,7 @@ def _in_turn(planned: Planned, target: str) -> KernelSpec:
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
 
-def _sampling(shape: EngineShape, target: str) -> list[Planned]:
+def _sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
     """Kernels for greedy rows alone, and those that draw."""
     vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
     greedy, drawing = (
@@ -86,27 +86,27 @@ def _sampling(shape: EngineShape, target: str) -> list[Planned]:
         *_merged("choose" + SAMPLED, lambda rows: (drawing[rows].choose, None)),
         *_merged("collect", lambda rows: (rest(rows, "collect"), None)),
         *_merged("draw", lambda rows: (rest(rows, "draw"), None)),
-        Planned("wide", ANY, wide_spec(vocab, softcap)),
+        ListedKernel("wide", ANY, wide_spec(vocab, softcap)),
     ]
 
 
-def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[Planned]:
+def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[ListedKernel]:
     """A kernel per bucket of rows; neighbours that are the same become one."""
-    planned: list[Planned] = []
+    planned: list[ListedKernel] = []
     for rows in (*DECODE_BUCKETS, ANY):
         spec, data = at(rows)
         if planned and planned[-1].spec.name == spec.name and planned[-1].config == data:
             planned.pop()
-        planned.append(Planned(role, rows, spec, data))
+        planned.append(ListedKernel(role, rows, spec, data))
     return planned
 
 
-def _norms(shape: EngineShape, target: str) -> list[Planned]:
+def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     spec = shape.spec
     hidden = spec.hidden_size
     pool, native = shape.pool(GROUPS[0]), has_conversions(target)
 
-    def roles(suffix: str, x_dtype: str, fp8: bool) -> list[Planned]:
+    def roles(suffix: str, x_dtype: str, fp8: bool) -> list[ListedKernel]:
         operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
         wide = spec.intermediate_size
 
@@ -124,7 +124,7 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
                 lambda rows: (add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True), None),
             ),
             *_merged("qk_rope" + suffix, lambda rows: (qk_rope(rows), None)),
-            Planned(
+            ListedKernel(
                 "geglu" + suffix,
                 ANY,
                 geglu_rows_spec(wide, shape.dtype, x_dtype, native=native)
@@ -138,11 +138,11 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
         planned += roles(R16, "bfloat16", False)
     if shape.scaled_products(target):
         planned += roles(FP8, "bfloat16", True)
-        planned.append(Planned("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
+        planned.append(ListedKernel("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
     if shape.crossover8(target):
         narrow = NormShape(hidden, shape.dtype, True, native)
         parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
-        planned.append(Planned("quantize_act", ANY, parts))
+        planned.append(ListedKernel("quantize_act", ANY, parts))
         planned += _merged(
             "add_norm" + X8,
             lambda rows: (
@@ -153,28 +153,28 @@ def _norms(shape: EngineShape, target: str) -> list[Planned]:
     return planned
 
 
-def _linears(shape: EngineShape, target: str) -> list[Planned]:
+def _linears(shape: EngineShape, target: str) -> list[ListedKernel]:
     planned = []
     for role in LINEARS:
         linear, most = shape.linear(role), shape.crossover(target, role)
         for bucket in BUCKETS:
             chosen = linear_config(target, linear, bucket)
-            planned.append(Planned(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            planned.append(ListedKernel(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
             if bucket >= most:
                 break
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
-        planned.append(Planned(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
+        planned.append(ListedKernel(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
     for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
         linear = shape.linear(role, rows8=True)
         for bucket in BUCKETS:
             if shape.crossover(target, role) < bucket <= bucket_of(shape.crossover8(target)):
                 chosen = linear_config(target, linear, bucket)
-                planned.append(Planned(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+                planned.append(ListedKernel(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
     return planned
 
 
-def _attention(shape: EngineShape, target: str) -> list[Planned]:
+def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
 
     def decode(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
@@ -188,7 +188,7 @@ def _attention(shape: EngineShape, target: str) -> list[Planned]:
 
     prefill = prefill_config(target, pool)
     planned = _merged("decode", lambda rows: decode(chosen_for(rows)))
-    planned.append(Planned("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    planned.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
         planned += _merged("combine", lambda rows: combine(chosen_for(rows)))
     return planned

@@ -28,7 +28,7 @@ from wicore_trt.files import Door
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.runtime.executor import Executor
-    from wicore_trt.runtime.settings import ExecutorSettings
+    from wicore_trt.runtime.options import ExecutorOptions
 
 ENGINE_DIR = "trtllm"
 """Subdirectory of our engine directory with TensorRT-LLM's config.json and rank{N}.engine."""
@@ -105,7 +105,7 @@ class TensorRTLLMBackend:
             shutil.rmtree(scratch, ignore_errors=True)
         return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
 
-    def open(self, engine: EngineDir, settings: ExecutorSettings) -> Executor:
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         raise EnvironmentUnfitError(
             f"engine {engine.path} is of backend 'tensorrt-llm', which this version does not run.",
             fix="Build it again with --backend torch, triton or tensorrt.",

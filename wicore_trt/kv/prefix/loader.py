@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadPlan, Step, TierRate, advance, plan
+from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadChoice, NextMove, TierRate, advance, choose
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -28,18 +28,18 @@ from wicore_trt.types import CachePriority
 log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 4
-"""Resume points that a plan chooses among, the longest first."""
+"""Resume points to choose among, the longest first."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
-JUMP, WAIT, DROP = Step("jump"), Step("wait"), Step("drop")
+JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 
 @dataclass(slots=True)
 class _Begun:
     """A planned load under way and how long its sequence has idled for it."""
 
-    plan: LoadPlan
+    choice: LoadChoice
     since: float
     disk_bytes: int
     idle_s: float = 0.0
@@ -67,9 +67,9 @@ class PrefixLoader:
         self._host_read = (0, 0.0)
         self._begun: dict[PrefixLoad, _Begun] = {}
 
-    # --- look-up and plan ----------------------------------------------------------------------------------------
+    # --- look-up and choice ----------------------------------------------------------------------------------------
 
-    def plan(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadPlan | None:
+    def choose(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadChoice | None:
         """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below."""
         candidates = self._candidates(pages, total, hit)
         if not candidates:
@@ -78,7 +78,7 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.reading_bytes, now=now)
-        return plan(total, hit.tokens, candidates, compute, rates)
+        return choose(total, hit.tokens, candidates, compute, rates)
 
     def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
         manager, keys = self._manager, pages.keys
@@ -108,7 +108,7 @@ class PrefixLoader:
 
     def prefetch(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
         """Bring what a waiting sequence will load from disk to the host."""
-        chosen = self.plan(pages, total, hit, compute)
+        chosen = self.choose(pages, total, hit, compute)
         if chosen is None or not chosen.stop:
             return
         stop = chosen.stop // self._manager.page_tokens
@@ -131,7 +131,7 @@ class PrefixLoader:
 
     # --- load ----------------------------------------------------------------------------------------------------
 
-    def begin(self, pages: SequencePages, chosen: LoadPlan, *, spare: int = 0) -> bool:
+    def begin(self, pages: SequencePages, chosen: LoadChoice, *, spare: int = 0) -> bool:
         """Start a planned load for a sequence whose tables hold the device hit and all global pages of the prompt.
         False, and no change, unless the local pool has room for the window and `spare` pages more."""
         manager, size = self._manager, self._manager.page_tokens
@@ -196,7 +196,7 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int) -> Step:
+    def step(self, pages: SequencePages, computed: int) -> NextMove:
         """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
         load = pages.load
         assert load is not None
@@ -208,15 +208,15 @@ class PrefixLoader:
         if load.broken:
             return DROP
         begun, now = self._begun[load], self._clock()
-        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.plan.load_seconds:
+        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
             self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
             begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
         load.floor = computed // size
-        ready_from = load.meeting_page() * size if load.window_here else begun.plan.stop + 1
+        ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
         # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
-        step = advance(begun.plan, computed, ready_from, begun.plan.wait_s if load.failed else begun.idle_s)
+        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if load.failed else begun.idle_s)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 

@@ -1,6 +1,6 @@
 """Compute or load: which part of a prefix to fetch from the host and disk tiers, and which to compute meanwhile.
 
-Plain data; it must not know clocks, tensors, threads or how rates are measured (`kv/prefix/rates.py`). A plan names a
+Plain data; it must not know clocks, tensors, threads or how rates are measured (`kv/prefix/rates.py`). A choice names a
 resume point `stop` and a page boundary `start`: pages [start, stop) of the global layers and the windows of `stop` are
 loaded, windows first and then pages from back to front, while the device computes from the front. Where both meet the
 sequence jumps to `stop`. Loading back to front makes the meeting point adapt by itself: wrong rates move it and break
@@ -11,7 +11,7 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only plan the load's own time too, which ends within a slice and a page.
+load-only choice the load's own time too, which ends within a slice and a page.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Candidate:
     """A resume point in the lower tiers: the first `tokens` tokens can be had without computing.
 
     `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers together,
-    `first` being the plan's start rounded down to a page; entries past `tokens` are ignored, so that candidates can
+    `first` being the choice's start rounded down to a page; entries past `tokens` are ignored, so that candidates can
     share one list. `page_bytes` counts all global layers. `window_bytes` says per tier what the windows before `tokens`
     need. What is on the device already costs nothing.
     """
@@ -95,12 +95,12 @@ Decision = Literal["compute", "load", "split"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadChoice:
     """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
 
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
-    load-only plan has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`: the
-    longest that the sequence may idle. `slice_tokens` as in ComputeRate.
+    load-only choice has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`:
+    the longest that the sequence may idle. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -115,21 +115,21 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a sequence with a load does next. "jump": computed = plan.stop. "drop": the load is useless now."""
+class NextMove:
+    """What a sequence with a load does next. "jump": computed = choice.stop. "drop": the load is useless now."""
 
     action: Literal["jump", "drop", "compute", "wait"]
     max_tokens: int = 0
-    """For "compute": tokens to compute at most before asking again; they may pass plan.stop."""
+    """For "compute": tokens to compute at most before asking again; they may pass choice.stop."""
 
 
-def plan(
+def choose(
     total: int,
     start: int,
     candidates: Sequence[Candidate],
     compute: ComputeRate,
     tiers: Mapping[str, TierRate],
-) -> LoadPlan:
+) -> LoadChoice:
     """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device.
 
     A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
@@ -150,45 +150,45 @@ def plan(
         if best is None or score < best[0]:
             best = (score, load, meet)
     if best is None:
-        return LoadPlan(0, start, recompute, recompute, "compute")
+        return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
     load_s = load.seconds(meet)
     seconds = max(compute.delay_s + compute.seconds(start, meet), load_s)
     seconds += compute.seconds(load.candidate.tokens, total)
     if seconds > (1 - MARGIN) * recompute:
-        return LoadPlan(0, start, recompute, recompute, "compute")
+        return LoadChoice(0, start, recompute, recompute, "compute")
     wait_s = min(STAKE * (recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
     if compute.share < 1:
         wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
         wait_s += max(0.0, load_s - compute.delay_s)
-        return LoadPlan(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
+        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
     first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
-    return LoadPlan(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
+    return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
 
 
-def advance(plan: LoadPlan, computed: int, ready_from: int, idle_s: float) -> Step:
+def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
     """What a sequence whose load is under way does at a step boundary, or when its load is done.
 
-    `computed` tokens are on the device. `ready_from`: smallest token such that the windows of plan.stop and all pages
-    [ready_from, plan.stop) are there; anything above plan.stop while not even the windows are. `idle_s`: how long the
-    sequence has waited after "wait" so far. When the load fails the caller drops it and computes on.
+    `computed` tokens are on the device. `ready_from`: smallest token such that the windows of choice.stop and all pages
+    [ready_from, choice.stop) are there; anything above choice.stop while not even the windows are. `idle_s`: how long
+    the sequence has waited after "wait" so far. When the load fails the caller drops it and computes on.
     """
-    if computed >= plan.stop:
-        return Step("drop")
+    if computed >= choice.stop:
+        return NextMove("drop")
     if ready_from <= computed:
-        return Step("jump")
-    left = plan.meet - computed
-    if left < plan.slice_tokens / 2:
-        if idle_s < plan.wait_s:
-            return Step("wait")
+        return NextMove("jump")
+    left = choice.meet - computed
+    if left < choice.slice_tokens / 2:
+        if idle_s < choice.wait_s:
+            return NextMove("wait")
         left = -left // 2  # the load is late: slices that grow, as short ones may be less efficient
-    elif computed >= plan.start:
+    elif computed >= choice.start:
         left //= 2  # the load may be there any time: slices that get smaller
     else:
-        left = plan.start - computed
-    return Step("compute", max(left, plan.slice_tokens))
+        left = choice.start - computed
+    return NextMove("compute", max(left, choice.slice_tokens))
 
 
 _Sums = tuple[list[int], list[int]]
@@ -203,7 +203,7 @@ def _page_sums(pages: Sequence[str]) -> _Sums:
 
 
 class _Load:
-    """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the plan's start."""
+    """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the choice's start."""
 
     def __init__(
         self,

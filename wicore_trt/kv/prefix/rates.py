@@ -100,7 +100,7 @@ class TierMeter:
     A tier that became slow is no longer read and so would stay slow in the books for ever. Its estimate therefore
     rises again while nobody reads it: it doubles each DOUBLING_S up to the best rate seen (or the prior). A tier f
     times too slow to be worth reading is tried again after DOUBLING_S * log2(f) seconds. One such trial costs the
-    request at most the idle time of its plan (`planner.advance`), because it computes meanwhile.
+    request at most the idle time of its choice (`planner.advance`), because it computes meanwhile.
     """
 
     def __init__(self, prior: TierRate) -> None:

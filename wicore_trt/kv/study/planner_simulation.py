@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, ComputeRate, LoadPlan, TierRate, advance, plan
+from wicore_trt.kv.prefix.planner import DISK, HOST, Candidate, ComputeRate, LoadChoice, TierRate, advance, choose
 
 PAGE_TOKENS = 32
 SUFFIX_TOKENS = 512
@@ -103,7 +103,7 @@ class Outcome:
     """Seconds to the first token."""
 
     cell: Cell
-    plan: LoadPlan
+    choice: LoadChoice
     planner: float
     oracle: float
     recompute: float
@@ -187,7 +187,7 @@ class World:
         begin, end = self._stall
         return now if now <= begin else now + (end - begin)
 
-    def ready_from(self, made: LoadPlan, candidate: Candidate, now: float) -> int:
+    def ready_from(self, made: LoadChoice, candidate: Candidate, now: float) -> int:
         """The smallest boundary from which everything has arrived."""
         pages = range(made.start // PAGE_TOKENS, candidate.tokens // PAGE_TOKENS)
         found = bisect_left(pages, True, key=lambda page: self.arrival(candidate, page * PAGE_TOKENS) <= now)
@@ -196,7 +196,7 @@ class World:
         return pages[found] * PAGE_TOKENS
 
 
-def run_plan(world: World, made: LoadPlan, rates: Rates) -> float:
+def run_plan(world: World, made: LoadChoice, rates: Rates) -> float:
     """Seconds to the first token when `made` is executed by the rule in `planner.advance`. After a jump the rest is
     planned again with the same `rates`, because what lies behind may be worth loading now."""
     now, computed = world.cell.load.delay_s, 0
@@ -209,12 +209,12 @@ def run_plan(world: World, made: LoadPlan, rates: Rates) -> float:
         asked, (compute, tiers) = now, rates
         rest = [replace(c, global_pages=c.global_pages[computed // PAGE_TOKENS :]) for c in world.candidates]
         rest = [c for c in rest if c.tokens > computed]
-        made = plan(world.total, computed, rest, replace(compute, delay_s=0.0), tiers)
+        made = choose(world.total, computed, rest, replace(compute, delay_s=0.0), tiers)
     return now + world.prefill(computed, world.total)
 
 
 def _run_load(
-    world: World, made: LoadPlan, candidate: Candidate, now: float, computed: int, asked: float
+    world: World, made: LoadChoice, candidate: Candidate, now: float, computed: int, asked: float
 ) -> tuple[float, int, bool]:
     """One load until the sequence jumps or drops it: time, computed tokens, whether it jumped."""
     idle = 0.0
@@ -289,7 +289,7 @@ def run_cell(cell: Cell, noise: Noise, rng: random.Random) -> Outcome:
     """Plan with noisy rates, run in the true world, and compare."""
     world = World(cell)
     rates = estimate(world, noise, rng)
-    made = plan(world.total, 0, world.candidates, *rates)
+    made = choose(world.total, 0, world.candidates, *rates)
     recompute = cell.load.delay_s + world.prefill(0, world.total)
     return Outcome(cell, made, run_plan(world, made, rates), oracle(world), recompute)
 
@@ -311,7 +311,7 @@ def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[Outcome
     """The same request on a disk that stops at ten points of the planned load and never comes back."""
     world = World(cell)
     rates = estimate(world, noise, rng)
-    made = plan(world.total, 0, world.candidates, *rates)
+    made = choose(world.total, 0, world.candidates, *rates)
     if made.decision == "compute":
         return
     recompute = cell.load.delay_s + world.prefill(0, world.total)

@@ -11,7 +11,7 @@ CPU_SLICE_TOKENS, GPU_SLICE_TOKENS = 32, 256
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorSettings:
+class ExecutorOptions:
     """How an engine runs on this machine.
 
     `device`: "auto" (a GPU that PyTorch can use, else the CPU), "cpu", "cuda" or "cuda:1". `kernels`: "native",

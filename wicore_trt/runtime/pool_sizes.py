@@ -21,7 +21,7 @@ def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: i
     return min(pages, -(-spec.sliding_window // page_tokens) + 1) if group == LOCAL else pages
 
 
-def plan_pools(
+def pool_sizes(
     spec: Gemma3Spec,
     page_tokens: int,
     kv_bytes_per_elem: int,

@@ -9,7 +9,7 @@ import pytest
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.pool_plan import TYPICAL_WINDOWS, pages_per_sequence, plan_pools
+from wicore_trt.runtime.pool_sizes import TYPICAL_WINDOWS, pages_per_sequence, pool_sizes
 
 SPEC = Gemma3Spec(
     vocab_size=100,
@@ -43,7 +43,7 @@ def test_plan_fits_the_budget_and_holds_what_it_promises(seed: int) -> None:
     page_tokens, context = rng.choice((8, 16, 32)), rng.randint(40, 4000)
     batch, budget, sequences = rng.randint(1, 600), rng.randint(10, 80) << 20, rng.choice((1, 4, 64))
     loads = seed % 3 == 0
-    plan = plan_pools(
+    plan = pool_sizes(
         spec, page_tokens, 4, budget, context, max_batch_tokens=batch, max_sequences=sequences, loads=loads
     )
     page_bytes = {g: spec.page_bytes(g, page_tokens, 4) for g in plan}
@@ -72,14 +72,14 @@ def test_a_long_context_does_not_starve_the_windows() -> None:
         SPEC, num_layers=18, num_heads=4, num_kv_heads=1, head_dim=256, sliding_window=512,
         layer_groups=(("local",) * 5 + ("global",)) * 3,
     )  # fmt: skip
-    plan = plan_pools(spec, 32, 2, 1 << 30, 32768, max_batch_tokens=512, max_sequences=64)
+    plan = pool_sizes(spec, 32, 2, 1 << 30, 32768, max_batch_tokens=512, max_sequences=64)
     assert plan["local"] // 17 >= 48 and plan["global"] * 32 >= 150_000
 
 
 @pytest.mark.parametrize("group", ["global", "local"])
 def test_one_group_takes_all(group: str) -> None:
     spec = replace(SPEC, layer_groups=(group,) * 6)
-    plan = plan_pools(spec, 16, 2, 1 << 24, 1000, max_batch_tokens=64, max_sequences=8)
+    plan = pool_sizes(spec, 16, 2, 1 << 24, 1000, max_batch_tokens=64, max_sequences=8)
     assert list(plan) == [group]
     assert plan[group] == (1 << 24) // spec.page_bytes(group, 16, 2)
 
@@ -87,14 +87,14 @@ def test_one_group_takes_all(group: str) -> None:
 def test_budget_below_one_sequence_is_refused_with_the_size_it_takes() -> None:
     smallest = next(b for b in range(1 << 16, 1 << 24, 1 << 12) if fits(b))
     with pytest.raises(ConfigError, match=r"which takes ([\d,]+)") as error:
-        plan_pools(SPEC, 16, 2, smallest - (1 << 12), 1000, max_batch_tokens=64, max_sequences=8)
+        pool_sizes(SPEC, 16, 2, smallest - (1 << 12), 1000, max_batch_tokens=64, max_sequences=8)
     needed = int(str(error.value).split("which takes ")[1].split(".")[0].replace(",", ""))
     assert fits(needed) and not fits(needed - 1)
 
 
 def fits(budget: int) -> bool:
     try:
-        plan_pools(SPEC, 16, 2, budget, 1000, max_batch_tokens=64, max_sequences=8)
+        pool_sizes(SPEC, 16, 2, budget, 1000, max_batch_tokens=64, max_sequences=8)
     except ConfigError:
         return False
     return True
