@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.arithmetic import div_ceil
+
 if TYPE_CHECKING:
     from wicore_trt.kv.sizing import Geometry, SessionSize
     from wicore_trt.model.spec import Gemma3Spec
@@ -201,7 +203,7 @@ def _recipe(
 def _size(count: int, *, down: bool = False) -> str:
     """Bytes as a recipe writes them, rounded up (or down) to less than 1 % off."""
     unit, name = (GIB, "GiB") if count >= 100 * GIB else (1 << 20, "MiB")
-    units = count // unit if down else -(-count // unit)
+    units = count // unit if down else div_ceil(count, unit)
     return f"{units}{name}"
 
 

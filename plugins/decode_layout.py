@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import ITEM_BYTES, Launch, Pool, PoolShape, Slices, Tables
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
@@ -151,8 +152,8 @@ def splits_of(config: DecodeConfig, window: int, page_tokens: int) -> int:
     where masses are measured)."""
     if not window:
         return config.splits
-    blocks = -(-(window + page_tokens - 1) // config.block_k)
-    return max(1, min(config.splits, -(-blocks // config.least)))
+    blocks = div_ceil(window + page_tokens - 1, config.block_k)
+    return max(1, min(config.splits, div_ceil(blocks, config.least)))
 
 
 def decode_launch(
@@ -213,7 +214,7 @@ def combine_launch(
 def page_mass_launch(rows: DecodeRows, tables: Tables, mass: MassArrays) -> Launch:
     """`kernels.decode_attention.page_mass` behind the launches of a step with `mass`."""
     return Launch(
-        (-(-tables.length // MASS_BLOCK), tables.rows, 1),
+        (div_ceil(tables.length, MASS_BLOCK), tables.rows, 1),
         {
             "mass": mass.mass,
             "kv_lengths": rows.kv_lengths,

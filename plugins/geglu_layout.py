@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch
 
 
@@ -15,5 +16,5 @@ def geglu_launch(
     `alpha` is a power of two."""
     arguments = {"gate_up": gate_up, "out": out, "alpha": alpha}
     if "BLOCK" in constants:
-        return Launch((tokens, -(-constants["WIDTH"] // constants["BLOCK"]), 1), arguments)
+        return Launch((tokens, div_ceil(constants["WIDTH"], constants["BLOCK"]), 1), arguments)
     return Launch((tokens, 1, 1), {**arguments, "scales": scales})

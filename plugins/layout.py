@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 FLOAT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BITS_TYPES = {4: "i32", 2: "i16", 1: "u8"}
@@ -125,7 +127,7 @@ def copy_pages_launch(
     """
     shape, pages = cache[1], pool.shape
     assert (shape.layers, shape.kv_heads, shape.head_dim) == (pages.layers, pages.kv_heads, pages.head_dim)
-    grid = (-(-max_tokens // constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
+    grid = (div_ceil(max_tokens, constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
     return Launch(
         grid,
         {
@@ -167,7 +169,7 @@ def kv_write_launch(
     steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
     pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
     pointers["kv_scale"] = pool.scales
-    grid = (-(-tokens // constants["BLOCK"]), shape.kv_heads, 1)
+    grid = (div_ceil(tokens, constants["BLOCK"]), shape.kv_heads, 1)
     return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
 
 

@@ -8,6 +8,7 @@ number itself, so rows of one bucket are summed alike.
 
 from __future__ import annotations
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
 BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -162,11 +163,11 @@ def by_rule(shape: LinearShape, bucket: int) -> LinearConfig:
     block_n = 128 if wide and not shape.geglu else 64 if wide or shape.weights != "fp8" or shape.fp8_input else 32
     block_k = 128 if shape.weights == "fp8" else 64
     splits = 1
-    parts = -(-shape.k // block_k)
+    parts = div_ceil(shape.k, block_k)
     if not shape.geglu and bucket < BUCKETS[-1]:
         for candidate in (2, 4, 8):
-            full = -(-parts // candidate) * (candidate - 1) < parts
-            if -(-shape.n // block_n) * splits < PROGRAMS and parts // candidate >= 4 and full:
+            full = div_ceil(parts, candidate) * (candidate - 1) < parts
+            if div_ceil(shape.n, block_n) * splits < PROGRAMS and parts // candidate >= 4 and full:
                 splits = candidate
     stages = 3 if wide else 4
     return LinearConfig("matrix", block_n, block_k, columns, splits, 8 if wide else 4, stages, evict_first=not wide)

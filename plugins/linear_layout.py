@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch
 
 VECTOR: Final = "vector"
@@ -89,11 +90,11 @@ class LinearConfig:
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
     def tiles(self, shape: LinearShape, tokens: int) -> int:
-        return self.blocks(shape) * -(-tokens // self.columns)
+        return self.blocks(shape) * div_ceil(tokens, self.columns)
 
     def blocks(self, shape: LinearShape) -> int:
         """Programs along the output's columns; the length of `best`."""
-        return -(-shape.n // self.block_n)
+        return div_ceil(shape.n, self.block_n)
 
 
 def check_config(shape: LinearShape, config: LinearConfig) -> None:
@@ -103,8 +104,8 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
         assert not shape.largest, "one row is not quantised"
     if config.splits > 1:
         assert not shape.geglu, "gate and up meet in one program"
-        parts = -(-shape.k // config.block_k)
-        assert -(-parts // config.splits) * (config.splits - 1) < parts, "a split would be empty"
+        parts = div_ceil(shape.k, config.block_k)
+        assert div_ceil(parts, config.splits) * (config.splits - 1) < parts, "a split would be empty"
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def linear_launch(
 def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any, largest: Any, tokens: int) -> Launch:
     """`kernels.linear_quantize` of x [tokens, K]. `quantize_rows` sets `largest` to zeros, `quantize_parts`
     reads it."""
-    parts = -(-constants["K"] // constants["BLOCK"])
+    parts = div_ceil(constants["K"], constants["BLOCK"])
     return Launch((tokens, parts, 1), {"x": x, "out": out, "x_scale": x_scale, "largest": largest})
 
 

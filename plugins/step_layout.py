@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, Tables
 
 
@@ -104,7 +105,7 @@ def qk_rope_launch(
     arguments |= {"cos": rope.cos, "sin": rope.sin, "max_positions": rope.positions}
     arguments |= {"pool": pool.pointer, "kv_scale": pool.scales, **strides, **tables.arguments()}
     arguments |= {"positions": tokens.positions, "sequences": tokens.sequences, "tokens": tokens.count}
-    grid = (-(-tokens.count // constants["BLOCK"]), constants["HEADS"] + 2 * constants["KV_HEADS"], 1)
+    grid = (div_ceil(tokens.count, constants["BLOCK"]), constants["HEADS"] + 2 * constants["KV_HEADS"], 1)
     return Launch(grid, arguments)
 
 
@@ -137,7 +138,7 @@ class SampleArrays:
 
 def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[str, tuple[str, int]]:
     """Type and elements per row of the working memory in SampleArrays; greedy kernels need the first two."""
-    chunks = -(-vocab // chunk)
+    chunks = div_ceil(vocab, chunk)
     return {
         "chunk_max": ("float32", chunks),
         "chunk_token": ("int32", chunks),
@@ -166,7 +167,7 @@ def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: Sample
 
     Greedy kernels need "scan" and "choose" alone.
     """
-    chunks = -(-logits.vocab // constants["CHUNK"])
+    chunks = div_ceil(logits.vocab, constants["CHUNK"])
     a = vars(arrays)
     read = {"logits": logits.pointer, "vocab": logits.vocab, "row_stride": logits.stride}
     partial = {n: a[n] for n in ("temperatures", "chunk_max", "chunk_token", "chunk_mass", "group_max")}

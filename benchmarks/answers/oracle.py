@@ -27,6 +27,7 @@ from benchmarks.answers.data import (
 )
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, pages_needed, torch_step
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import EngineTensors, load_engine
 from wicore_trt.checkpoint.names import weight_scale_name
@@ -121,7 +122,7 @@ class _Logits:
         for number, prompt in enumerate(self._prompts):
             ids = [*prompt, *self._tokens[number, :-1].tolist()]
             size = self._executor.layout.page_tokens
-            pages = dict.fromkeys(GROUPS, list(range(-(-len(ids) // size))))
+            pages = dict.fromkeys(GROUPS, list(range(div_ceil(len(ids), size))))
             rows = torch.arange(len(prompt) - 1, len(ids))
             piece = SequenceSlice(0, ids, 0, pages)
             found.append(read(self._executor.logits(StepBatch([piece]), rows), number))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.answers.data import Piece, next_step
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.backends.triton.inputs import ordered
@@ -55,7 +56,7 @@ def torch_step(executor: TorchExecutor) -> Step:
 
 def pages_needed(lengths: Sequence[int], page_tokens: int) -> dict[str, int]:
     """KV pages of each layer group for sequences of these lengths that keep them all."""
-    return dict.fromkeys(GROUPS, sum(-(-n // page_tokens) for n in lengths))
+    return dict.fromkeys(GROUPS, sum(div_ceil(n, page_tokens) for n in lengths))
 
 
 @dataclass
@@ -142,7 +143,7 @@ class Run:
         """Other pages each time, so that a slot does not hold the right values already."""
         size = self.layout.page_tokens
         decks = {g: self._rng.sample(range(n), n) for g, n in self.layout.num_pages.items()}
-        counts = [-(-n // size) for n in lengths]
+        counts = [div_ceil(n, size) for n in lengths]
         assert all(sum(counts) <= len(deck) for deck in decks.values()), "the pool is too small for these sequences"
         return [{g: [deck.pop() for _ in range(count)] for g, deck in decks.items()} for count in counts]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import BATCH_TOKENS, CONTEXT, OUTPUT, PAGE_TOKENS, Config, kv_budget, places
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import Settings, resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
@@ -38,7 +39,7 @@ Say = Callable[[str], None]
 def settings_for(config: Config, engine: Path, batch: int) -> Settings:
     """Room for `batch` prompts with outputs, all at once; no prefix cache, so that no run helps another."""
     sequences = places(batch)
-    longest = -(-(CONTEXT + OUTPUT) // PAGE_TOKENS) * PAGE_TOKENS
+    longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
     flags = {
         "engine": str(engine),
         "executor.device": "cuda",
@@ -146,7 +147,7 @@ def decode_batch(executor: Executor, count: int, keys: int) -> StepBatch:
     """A step of `count` sequences with one token behind `keys` - 1 others, on pages of their own."""
     size, window, slices = executor.layout.page_tokens, executor.spec.sliding_window, []
     free = {group: list(range(pages)) for group, pages in executor.layout.num_pages.items()}
-    whole = -(-keys // size)
+    whole = div_ceil(keys, size)
     for i in range(count):
         gone = {GLOBAL: 0, LOCAL: max(0, keys - window) // size}
         pages = {g: [-1] * gone[g] + [slots.pop() for _ in range(whole - gone[g])] for g, slots in free.items()}

@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.gpu import step_overlap as gpu_step_overlap
 from benchmarks.gpu.step_roles import role_times
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.device import open_device
@@ -172,8 +173,8 @@ class Measurement:
         table = self.table(device.target)
         say(f"{len(table.kernel_names)} kernels for {device.target} in {time.monotonic() - begun:.1f} s")
         longest = max(args.context + 1, args.prefill) + PAGE_TOKENS
-        each = -(-longest // PAGE_TOKENS)
-        window = min(each, -(-shape.spec.sliding_window // PAGE_TOKENS) + 1)
+        each = div_ceil(longest, PAGE_TOKENS)
+        window = min(each, div_ceil(shape.spec.sliding_window, PAGE_TOKENS) + 1)
         most = max(self.batches)
         settings = ExecutorOptions(
             page_tokens=PAGE_TOKENS,
@@ -216,7 +217,7 @@ class Measurement:
         slots = {g: rng.sample(range(n), n) for g, n in executor.layout.num_pages.items()}
         slices = []
         for i in range(count):
-            whole = -(-(start + tokens) // PAGE_TOKENS)
+            whole = div_ceil(start + tokens, PAGE_TOKENS)
             low = max(0, start - window + 1) // PAGE_TOKENS
             pages = {}
             for group, free in slots.items():

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kv.attention_trace import MeasuringExecutor, TouchedChain, Workload, record, replay
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.report import machine, versions
 from wicore_trt.checkpoint.demo import fetch
@@ -52,7 +53,7 @@ def measure_cost(engine: EngineDir, rounds: int, threads: int) -> list[tuple[int
     The KV pages hold random values: the time does not depend on them.
     """
     size, most = engine.manifest.page_tokens, max(CONTEXTS) + 1
-    pages = dict.fromkeys(("global", "local"), max(BATCHES) * (-(-most // size)))
+    pages = dict.fromkeys(("global", "local"), max(BATCHES) * (div_ceil(most, size)))
     settings = ExecutorOptions(device="cpu", threads=threads, kv_pages=pages, max_context=most)
     executor = TorchExecutor(engine, settings)
     for pool in executor.pools.values():

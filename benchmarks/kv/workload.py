@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import WicoreError
@@ -94,7 +95,7 @@ def plan_sizes(shape: Shape, spec: Gemma3Spec, page_tokens: int, itemsize: int) 
     window = pages_per_sequence(spec, LOCAL, page_tokens, longest)
     windows = -(-shape.sessions * whole // window) + shape.in_flight
     each = min(whole, TYPICAL_WINDOWS * window) * page_bytes[GLOBAL] + window * page_bytes[LOCAL]
-    chunk = min(-(-BATCH_TOKENS // page_tokens), whole - window)
+    chunk = min(div_ceil(BATCH_TOKENS, page_tokens), whole - window)
     device = working_set // SET_TIMES
     return Sizes(
         working_set,

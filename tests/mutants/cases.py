@@ -46,8 +46,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "max(0, position - self.window + 1) // self.page_tokens",
-        "max(0, position - self.window + 2) // self.page_tokens",
+        "first_visible(position, self.window) // self.page_tokens",
+        "first_visible(position + 1, self.window) // self.page_tokens",
     ),
     Mutant(
         "kv/manager.py",

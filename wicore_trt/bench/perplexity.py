@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
@@ -112,7 +113,7 @@ class ExecutorScorer:
 
 def pages_for(context: int, page_tokens: int) -> dict[str, int]:
     """KV pages of each layer group for one sequence whose local pages are never given back."""
-    return dict.fromkeys(("global", "local"), -(-context // page_tokens))
+    return dict.fromkeys(("global", "local"), div_ceil(context, page_tokens))
 
 
 def score(executor: TorchExecutor, token_ids: Sequence[int], first: int) -> list[float]:

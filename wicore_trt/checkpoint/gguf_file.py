@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, named, shown
 from wicore_trt.files import Door, size_of
@@ -97,7 +98,7 @@ def open_gguf(path: Path) -> GgufFile:
             raise CheckpointError(
                 f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.", fix=_AGAIN
             )
-        data = -(-file.tell() // align) * align
+        data = div_ceil(file.tell(), align) * align
     split = metadata.get("split.count", 0)
     if split not in (0, 1) or isinstance(split, bool):
         raise CheckpointError(
@@ -130,7 +131,7 @@ def _tensors(
         if len(dims) == 1 and block_items > 1:
             raise CheckpointError(f"{path}: {name} has one dimension and is stored as {kind.name}; it cannot be.")
         size_bytes = prod(dims) // block_items * block_bytes
-        start = -(-end // align) * align
+        start = div_ceil(end, align) * align
         end = start + size_bytes
         if data + end > size:
             raise CheckpointError(

@@ -16,6 +16,7 @@ from functools import cache
 
 import numpy as np
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import CheckpointError
 
 E4M3_MAX = 448.0
@@ -80,7 +81,7 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
         smallest = np.where(np.isinf(smallest * np.float32(E4M3_MAX)), np.nextafter(smallest, np.float32(0)), smallest)
     shift = np.clip(1 - np.frexp(amax)[1], -126, 126).astype(np.int32)
     unit = np.ldexp(np.float32(1.0), shift)  # a power of two, exact in float32
-    sample = w[:, :: -(-w.shape[1] // SEARCH_COLUMNS)] * unit[:, None]
+    sample = w[:, :: div_ceil(w.shape[1], SEARCH_COLUMNS)] * unit[:, None]
     values, best = e4m3_values(), np.ones_like(smallest)
     least = np.full(len(w), np.inf, np.float32)
     for factor in SCALE_FACTORS:

@@ -7,6 +7,8 @@ STEPS equal parts the number of their places lies.
 
 from __future__ import annotations
 
+from wicore_trt.arithmetic import div_ceil
+
 STEPS = 16
 
 
@@ -16,7 +18,7 @@ def fits(places: int, others: int, own: int, more: int = 1) -> bool:
     A tenant that has none may ask for more at once than its share, if there is room for it.
     """
     step = max(1, places // STEPS)
-    room = places - -(-others // step) * step
+    room = places - div_ceil(others, step) * step
     if others + own + more > places:
         return False
     return own + more <= (room + 1) // 2 or (own == 0 and more <= max(room, 1))

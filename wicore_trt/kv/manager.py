@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from wicore_trt.arithmetic import div_ceil, first_visible
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
@@ -99,10 +100,10 @@ class KVCacheManager:
 
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
-        return max(0, position - self.window + 1) // self.page_tokens
+        return first_visible(position, self.window) // self.page_tokens
 
     def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
+        return div_ceil(tokens, self.page_tokens)
 
     def fits(self, tokens: int, chunk: int) -> bool:
         """Whether a lone sequence of `tokens`, computed `chunk` tokens at a time, fits the empty pools; with lower
@@ -327,7 +328,7 @@ class KVCacheManager:
         for i in range(stop - 1, start - 1, -1):
             if table[i] >= 0:
                 durable = self.near(pages.resume_points, i)
-                checkpoint = -(-(i + 1) // self._checkpoint_pages) * self._checkpoint_pages
+                checkpoint = div_ceil(i + 1, self._checkpoint_pages) * self._checkpoint_pages
                 keep = durable or self.near([checkpoint], i)
                 if keep and i < pages.published:
                     if not self.pools[LOCAL].trusted(table[i]):

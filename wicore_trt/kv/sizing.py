@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wicore_trt.arithmetic import div_ceil, first_visible
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
 from wicore_trt.kv.tiers.host import slot_geometry
@@ -73,7 +74,7 @@ class Geometry:
 
     def first_visible_page(self, tokens: int) -> int:
         """First page that the token at position `tokens` looks at in local layers."""
-        return max(0, tokens - self.spec.sliding_window + 1) // self.page_tokens
+        return first_visible(tokens, self.spec.sliding_window) // self.page_tokens
 
     def host_slots(self, nbytes: int) -> int:
         """Slots of a host tier of `nbytes`."""
@@ -94,9 +95,9 @@ class Geometry:
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
         """A budget from which `runtime.pool_sizes` makes pools for so many sequences of `tokens` tokens, when
         scheduler.max_sequences is `sessions`; `loads` as there."""
-        whole = -(-tokens // self.page_tokens)
-        window = min(whole, -(-self.spec.sliding_window // self.page_tokens) + 1)
-        spare = min(-(-max_batch_tokens // self.page_tokens), whole - window) + window * loads
+        whole = div_ceil(tokens, self.page_tokens)
+        window = min(whole, div_ceil(self.spec.sliding_window, self.page_tokens) + 1)
+        spare = min(div_ceil(max_batch_tokens, self.page_tokens), whole - window) + window * loads
         more = sessions > 1  # a page for each, as admission leaves one for each that runs
         return (
             sessions * (whole + more) * self.page_bytes.get(GLOBAL, 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.step_inputs import StepInputs
@@ -67,7 +68,7 @@ def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, e
     """float32 [pages up to position `end`] for one query [heads, head_dim], keys [slots, page_tokens, kv_heads,
     head_dim] and the sequence's page table."""
     size, kv_heads = keys.shape[1], keys.shape[2]
-    count = -(-end // size)
+    count = div_ceil(end, size)
     pages = table[:count].long()
     assert int(pages.min()) >= 0, "a global page is absent"
     pages = pages.to(keys.device)

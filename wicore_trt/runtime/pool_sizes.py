@@ -6,6 +6,7 @@ of the longest length, whatever else.
 
 from __future__ import annotations
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
@@ -17,8 +18,8 @@ def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: i
 
     A window that is not aligned to pages touches one page more than it fills.
     """
-    pages = -(-tokens // page_tokens)
-    return min(pages, -(-spec.sliding_window // page_tokens) + 1) if group == LOCAL else pages
+    pages = div_ceil(tokens, page_tokens)
+    return min(pages, div_ceil(spec.sliding_window, page_tokens) + 1) if group == LOCAL else pages
 
 
 def pool_sizes(
@@ -44,10 +45,10 @@ def pool_sizes(
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in groups}
     if len(groups) == 1:
         page_bytes = {g: page_bytes.get(g, 0) for g in GROUPS}
-    whole = -(-max_context // page_tokens)
+    whole = div_ceil(max_context, page_tokens)
     window = pages_per_sequence(spec, LOCAL, page_tokens, max_context)
     # a step's chunk needs local pages beyond the windows, but never more than a whole sequence in all
-    spare = min(-(-max_batch_tokens // page_tokens), whole - window) + window * loads
+    spare = min(div_ceil(max_batch_tokens, page_tokens), whole - window) + window * loads
     smallest = whole * page_bytes[GLOBAL] + (window + spare) * page_bytes[LOCAL]
     if budget_bytes < smallest:
         raise ConfigError(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.random import Philox
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepResult
 from wicore_trt.types import SamplingParams, TokenLogprob
 
@@ -177,7 +178,7 @@ def _penalize(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -
 def _weights(logits: torch.Tensor, peaks: np.ndarray, temperatures: Sequence[float]) -> torch.Tensor:
     """exp((logit - peak) / temperature), float64 [R, blocks, _BLOCK], zero beyond the vocabulary."""
     rows, vocab = logits.shape
-    blocks = -(-vocab // _BLOCK)
+    blocks = div_ceil(vocab, _BLOCK)
     weights = torch.zeros((rows, blocks * _BLOCK), dtype=torch.float64, device=logits.device)
     shifts, scales = torch.tensor(peaks, dtype=torch.float64), torch.tensor(temperatures, dtype=torch.float64)
     inside = weights[:, :vocab]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 
 from google.protobuf.duration_pb2 import Duration
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
@@ -121,7 +122,7 @@ def _fill(delta: pb2.Delta, output: TextOutput) -> None:
 
 def _pieces(output: TextOutput) -> Iterator[TextOutput]:
     """An output cut to at most MAX_TOKENS_PER_MESSAGE tokens each; text and tokens need not be aligned."""
-    count = max(1, -(-len(output.token_ids) // MAX_TOKENS_PER_MESSAGE))
+    count = max(1, div_ceil(len(output.token_ids), MAX_TOKENS_PER_MESSAGE))
     size = len(output.text)
     for i in range(count):
         cut = slice(i * MAX_TOKENS_PER_MESSAGE, (i + 1) * MAX_TOKENS_PER_MESSAGE)

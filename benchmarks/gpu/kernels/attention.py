@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.kernels.attention_problem import Model, Point, Problem, address
+from wicore_trt.arithmetic import div_ceil
 
 BANDWIDTH, FLOPS = 3.0e12, 800e12
 POOL_BYTES = 6 << 30
@@ -244,7 +245,7 @@ def sweep(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[s
     times: list[tuple[float, str, dict[str, Any], int]] = []
     for kernel in kernels:
         groups = point.model.kv_heads // kernel.fields.get("heads", 1) * point.rows
-        blocks = -(-point.seen // kernel.fields.get("block_k", 64))
+        blocks = div_ceil(point.seen, kernel.fields.get("block_k", 64))
         options = {min(blocks, max(1, round(waves * sms / groups))) for waves in (1, 2, 3, 6, 12)}
         for splits in sorted({1} if point.tokens or not kernel.fields else options):
             if time.monotonic() > until:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wicore_trt.arithmetic import div_ceil
+
 if TYPE_CHECKING:
     import torch
 
@@ -65,7 +67,7 @@ class Problem:
 
         m, self.point, self.device, self.lengths = point.model, point, device, lengths
         self.shape = PoolShape(layers, m.page_tokens, m.kv_heads, m.head_dim, point.kv)
-        columns = max(1, -(-max(lengths) // m.page_tokens))
+        columns = max(1, div_ceil(max(lengths), m.page_tokens))
         pages = len(lengths) * columns
         fp8 = torch.float8_e4m3fn
         form = (layers, 2, m.page_tokens, m.kv_heads, m.head_dim)

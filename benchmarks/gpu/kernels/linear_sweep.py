@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.aot import SHARED_LIMIT, CompiledKernel, compile_kernel
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.linear_layout import (
@@ -84,10 +85,10 @@ def candidates(shape: LinearShape, bucket: int, quick: bool) -> list[LinearConfi
 def _splits(shape: LinearShape, block_n: int, block_k: int, bucket: int, quick: bool) -> Iterator[int]:
     """1, and what brings the number of programs to the targets, while each part keeps 4 blocks of k."""
     yield 1
-    blocks, parts = -(-shape.n // block_n), -(-shape.k // block_k)
+    blocks, parts = div_ceil(shape.n, block_n), div_ceil(shape.k, block_k)
     if not shape.geglu and bucket < 128:
         for target in PROGRAM_TARGETS[: 1 if quick else None]:
-            splits = min(8, -(-target // blocks))
+            splits = min(8, div_ceil(target, blocks))
             if splits > 1 and parts // splits >= 4:
                 yield splits
 
@@ -134,7 +135,7 @@ class Weights:
 
         pool = self._pools["w16" if shape.weights != "fp8" else "w8"]
         size = shape.weight_rows * shape.k
-        count = min(len(pool) // size, max(8, -(-COLD_BYTES // (size * pool.itemsize))))
+        count = min(len(pool) // size, max(8, div_ceil(COLD_BYTES, size * pool.itemsize)))
         views = [pool[i * size : (i + 1) * size].view(shape.weight_rows, shape.k) for i in range(count)]
         if shape.weights != "fp8" and shape.dtype == "float16":
             views = [v.view(torch.float16) for v in views]  # other numbers, as good for timing
@@ -144,7 +145,7 @@ class Weights:
 def launches_of(count: int, bytes_each: int) -> int:
     """How many launches a graph takes: whole rounds over `count` matrices."""
     wanted = max(count, min(LAUNCHES, int(GRAPH_BYTES / 8 // bytes_each)))
-    return -(-wanted // count) * count
+    return div_ceil(wanted, count) * count
 
 
 def graph_microseconds(calls: list[Callable[[], Any]], rounds: int = 5) -> float:

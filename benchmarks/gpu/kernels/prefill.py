@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels.linear_sweep import graph_microseconds
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.geglu_layout import geglu_launch
@@ -254,7 +255,7 @@ class Arrays:
         self.qkv = torch.randn(rows, SHAPES["qkv"][0], device="cuda")
         self.qkv16 = self.qkv.bfloat16()
         self.angles = torch.rand(2, rows, POOL.head_dim // 2, device="cuda")
-        pages, one = -(-rows // POOL.page_tokens), POOL.strides()["pool_page"]
+        pages, one = div_ceil(rows, POOL.page_tokens), POOL.strides()["pool_page"]
         self.pool = torch.empty(pages, one, device="cuda", dtype=torch.bfloat16)
         self.table, self.positions = (torch.arange(n, device="cuda", dtype=torch.int32) for n in (pages, rows))
         self.sequences = torch.zeros_like(self.positions)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
@@ -73,7 +74,7 @@ class PlanLimits:
         needed = self.max_context
         if group == LOCAL:
             needed = min(needed, spec.sliding_window - 1 + max(self.max_chunk, spec.sliding_window))
-        return -(-(needed + 1) // CACHE_ALIGNMENT) * CACHE_ALIGNMENT
+        return div_ceil(needed + 1, CACHE_ALIGNMENT) * CACHE_ALIGNMENT
 
     def profile(self, phase: str) -> dict[str, tuple[int, int, int]]:
         """Optimization profile of a phase's plan: dimension letter to (least, best, most)."""

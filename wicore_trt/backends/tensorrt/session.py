@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.cache import RuntimeCache
 from wicore_trt.backends.tensorrt.plan import LoadedPlan
@@ -183,7 +184,7 @@ class StepBuffer:
         self._offsets, end = {}, 0
         for name, size in sizes.items():
             self._offsets[name] = end
-            end += -(-size // FIELD_INTS) * FIELD_INTS
+            end += div_ceil(size, FIELD_INTS) * FIELD_INTS
         self._device, self._size = device, end
         self._block = device.empty((end,), torch.int32)
         self.fields = {name: self._block[at : at + sizes[name]] for name, at in self._offsets.items()}

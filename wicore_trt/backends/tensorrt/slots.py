@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from wicore_trt.arithmetic import div_ceil, first_visible
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
 from wicore_trt.runtime.batch import SequenceSlice
 
@@ -28,7 +29,7 @@ class GroupSlots:
 
     def first_visible(self, position: int) -> int:
         """The first position that the token at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        return 0 if self.window is None else first_visible(position, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class SlotTable:
     def _visible_pages(self, piece: SequenceSlice, group: str, position: int) -> Sequence[int]:
         """Page slots of what the token at `position` sees before itself. A copy: the scheduler changes its tables."""
         first = self.groups[group].first_visible(position) // self._page_tokens
-        return piece.pages[group][first : -(-position // self._page_tokens)]
+        return piece.pages[group][first : div_ceil(position, self._page_tokens)]
 
     def _round(self, members: list[tuple[int, SequenceSlice]], waiting: set[int]) -> list[Part]:
         """Parts for at most as many sequences as there are slots. `waiting` are the sequences of the whole step."""
@@ -191,8 +192,8 @@ class SlotTable:
     def _copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
         """Positions [start, end), of which `start` is at `entry`."""
         size = self._page_tokens
-        pages = piece.pages[group][start // size : -(-end // size)]
-        assert len(pages) == -(-end // size) - start // size and min(pages) >= 0, (
+        pages = piece.pages[group][start // size : div_ceil(end, size)]
+        assert len(pages) == div_ceil(end, size) - start // size and min(pages) >= 0, (
             f"sequence {piece.seq_id} lacks {group} pages of positions [{start}, {end})"
         )
         return PageCopy(slot, entry, end - start, pages, start % size)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
+from wicore_trt.arithmetic import div_ceil, first_visible
 from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
@@ -175,9 +176,9 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """K and V [kv_heads, keys, D] float32 of positions [low, end), and low: all that a query at `first` sees."""
         size = self._model.page_tokens
-        low = max(0, first - self._spec.sliding_window + 1) if group == LOCAL else 0
+        low = first_visible(first, self._spec.sliding_window) if group == LOCAL else 0
         skipped = low // size
-        pages = table[skipped : -(-end // size)].long()
+        pages = table[skipped : div_ceil(end, size)].long()
         assert int(pages.min()) >= 0, "a page inside the window is absent"
         kv = pool[pages.to(pool.device)].transpose(0, 1).flatten(1, 2)  # [2, pages * size, kv_heads, D]
         k, v = kv[:, low - skipped * size : end - skipped * size].float().transpose(1, 2)

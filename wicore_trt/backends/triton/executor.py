@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.device import open_device
 from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
 from wicore_trt.backends.triton.kernels import load_table
@@ -322,7 +323,7 @@ class TritonExecutor:
         return StepInputs.from_batch(StepBatch(slices), self.layout, tuple(self.layout.num_pages))
 
     def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
-        pages = [-1] * -(-tokens // self.layout.page_tokens)
+        pages = [-1] * div_ceil(tokens, self.layout.page_tokens)
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.runtime.batch import SequenceSlice
@@ -48,7 +49,7 @@ class Shape:
         found, at = {}, 0
         for name, size in sizes.items():
             found[name] = at
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+            at += div_ceil(size, ALIGNMENT) * ALIGNMENT
         return found, at
 
 
@@ -69,7 +70,7 @@ class StepBlock:
         self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
     ) -> None:
         """`padded`: the most rows of a padded step, 0 for none."""
-        self._groups, self._pages = tuple(groups), -(-limits.positions // page_tokens)
+        self._groups, self._pages = tuple(groups), div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
         # Whatever divides the sequences into singles and chunks, this holds it.
         largest = Shape(tokens, max(limits.rows, padded), tokens, tokens, 0)

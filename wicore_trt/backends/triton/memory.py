@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.table import (
     ANY,
     INVARIANT,
@@ -109,7 +110,7 @@ class StepMemory:
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
         least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries("choose"))
-        chunks = -(-shape.spec.vocab_size // least)
+        chunks = div_ceil(shape.spec.vocab_size, least)
         self.chunk_max = empty((limits.rows * chunks,), torch.float32)
         self.chunk_token = empty((limits.rows * chunks,), torch.int32)
 
@@ -124,7 +125,7 @@ def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool
         product = KERNEL if invariant else shape.product(target, "qkv", rows)
         halves = 1 if product in (MM16, SCALED_MM) else 2
         most = max(most, rows * (narrow if product in (KERNEL, KERNEL8) else gate_up) * halves)
-    return -(-most // 2)
+    return div_ceil(most, 2)
 
 
 def measured(empty: Allocator) -> tuple[Callable[[], int], Allocator]:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.claim import (
     NAMESPACE,
@@ -65,7 +66,7 @@ class Space:
 
     def bytes_of(self, slots: int) -> int:
         """What the files of so many slots take at most."""
-        slabs = -(-slots // self.slab_slots)
+        slabs = div_ceil(slots, self.slab_slots)
         return _FIXED_BYTES + slabs * _NOTES_PER_SLAB + slots * self._slot_cost
 
 
@@ -116,7 +117,7 @@ class DiskSpace:
             self.allocated = self._trim()
             while limit_bytes - self._others() < self._space.bytes_of(self.allocated) and self._delete_stale():
                 pass
-            count = -(-self.allocated // self._space.slab_slots)
+            count = div_ceil(self.allocated, self._space.slab_slots)
             for number in range(count):
                 self._slabs.append(files.open_slab(self._slab(number)))
         except BaseException:

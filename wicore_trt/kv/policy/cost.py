@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.policy.guard import LRUGuard
 from wicore_trt.kv.policy.policy import ChainPolicy, Node, ghost_limit
 from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
@@ -103,7 +104,7 @@ class CostPolicy(ChainPolicy):
         return guard.observe(path, hits)
 
     def _length_level(self, pages: int, highest: int) -> int:
-        return min((-(-pages // self._unit_pages)).bit_length(), highest)
+        return min((div_ceil(pages, self._unit_pages)).bit_length(), highest)
 
     def _idle_level(self, age: int) -> int:
         """Octaves of the time the chain was idle, from an eighth of the capacity."""

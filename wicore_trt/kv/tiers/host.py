@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 
@@ -32,8 +33,8 @@ def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
     """
     choices = []
     for parts in range(1, MAX_PARTS + 1):
-        slot_bytes = -(-min(page_bytes.values()) // (parts * ALIGNMENT)) * ALIGNMENT
-        slots = {group: -(-count // slot_bytes) for group, count in page_bytes.items()}
+        slot_bytes = div_ceil(min(page_bytes.values()), parts * ALIGNMENT) * ALIGNMENT
+        slots = {group: div_ceil(count, slot_bytes) for group, count in page_bytes.items()}
         waste = max(slots[group] * slot_bytes / count - 1 for group, count in page_bytes.items())
         if waste <= MAX_WASTE:
             return slot_bytes, slots
