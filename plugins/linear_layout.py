@@ -25,8 +25,8 @@ class LinearShape:
 
     `dtype` ("bfloat16", "float16") is that of the input, or what E4M3 weights are widened to; `weights` is "fp8" or
     `dtype`; `fp8_input`: the input is E4M3 too, with a float32 scale per row. `out` is "float32" or a 16-bit type.
-    `geglu`: the weights are [2 n, k], rows [gate; up]. `argmax`: with the output, each program's largest value and its
-    column. `largest`: with the output, the largest magnitude of each of its rows; not by "vector".
+    `geglu`: the weights are [2 n, k], rows [gate; up]. `largest`: with the output, the largest magnitude of each of its
+    rows; not by "vector".
     """
 
     n: int
@@ -36,7 +36,6 @@ class LinearShape:
     out: str
     fp8_input: bool = False
     geglu: bool = False
-    argmax: bool = False
     largest: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +92,7 @@ class LinearConfig:
         return self.blocks(shape) * div_ceil(tokens, self.columns)
 
     def blocks(self, shape: LinearShape) -> int:
-        """Programs along the output's columns; the length of `best`."""
+        """Programs along the output's columns."""
         return div_ceil(shape.n, self.block_n)
 
 
@@ -123,8 +122,6 @@ class LinearArrays:
     x_scale: Any = 0
     partials: Any = 0
     counters: Any = 0
-    best: Any = 0
-    best_index: Any = 0
     largest: Any = 0
 
 
@@ -145,8 +142,6 @@ def linear_launch(
         "w": arrays.w,
         "out": arrays.out,
         "w_scale": arrays.w_scale,
-        "best": arrays.best,
-        "best_index": arrays.best_index,
         "alpha": alpha,
     }
     if config.kind == VECTOR:

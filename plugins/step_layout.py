@@ -22,12 +22,6 @@ class NormOut:
     scales: Any = 0
 
 
-def norm_launch(residual: Any, weight: Any, to: NormOut, rows: int, eps: float) -> Launch:
-    """`kernels.norm.norm` of float32 residual [rows, H]."""
-    arguments = {"residual": residual, "weight": weight, "out": to.out, "scales": to.scales, "eps": eps}
-    return Launch((rows, 1, 1), arguments)
-
-
 def embed_norm_launch(
     token_ids: Any,
     embedding: tuple[Any, int, float],

@@ -78,23 +78,11 @@ def _scaled_rows(acc, w_scale, rows, W8: tl.constexpr):
 
 
 @triton.jit
-def _store_best(y, rows, best, best_index, at, mask, N: tl.constexpr):
-    """The largest of y over its first axis and its row, the lowest of equals; NaN if any of them is NaN. Rows beyond
-    the last repeat it."""
-    spoilt = tl.max((y != y).to(tl.int32), axis=0)
-    top, index = tl.max(tl.where(y == y, y, float("-inf")), axis=0, return_indices=True)
-    tl.store(best + at, tl.where(spoilt > 0, float("nan"), top), mask=mask)
-    tl.store(best_index + at, tl.minimum(tl.min(rows, axis=0) + index, N - 1), mask=mask)
-
-
-@triton.jit
 def linear_vector(
     x,
     w,
     out,
     w_scale,
-    best,
-    best_index,
     alpha,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -105,14 +93,12 @@ def linear_vector(
     EVICT_FIRST: tl.constexpr,
     W8: tl.constexpr,
     GEGLU: tl.constexpr,
-    ARGMAX: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """One row of x, without matrix units: each lane sums its own columns, lanes are added at the end.
 
-    Program p computes columns [p BLOCK_N, (p + 1) BLOCK_N) of y. ARGMAX: also best[p], best_index[p] (float32, int32),
-    the largest of them and its column. Loads go to registers, UNROLL blocks at a time, or through STAGES blocks of
-    shared memory. Grid: (cdiv(N, BLOCK_N)).
+    Program p computes columns [p BLOCK_N, (p + 1) BLOCK_N) of y. Loads go to registers, UNROLL blocks at a time, or
+    through STAGES blocks of shared memory. Grid: (cdiv(N, BLOCK_N)).
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(rows, N - 1)  # of the last program: it reads a row twice rather than mask every load
@@ -134,8 +120,6 @@ def linear_vector(
         y = _gelu_tanh(y) * _scaled_rows(tl.sum(acc_up, axis=1), w_scale, inside + N, W8)
     y = y * alpha
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < N)
-    if ARGMAX:
-        _store_best(y, rows, best, best_index, tl.program_id(0), True, N)
 
 
 @triton.jit
@@ -169,8 +153,6 @@ def linear_matrix(
     w,
     out,
     w_scale,
-    best,
-    best_index,
     alpha,
     x_scale,
     partials,
@@ -188,7 +170,6 @@ def linear_matrix(
     W8: tl.constexpr,
     X8: tl.constexpr,
     GEGLU: tl.constexpr,
-    ARGMAX: tl.constexpr,
     LARGEST: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
@@ -197,9 +178,8 @@ def linear_matrix(
 
     Tiles of the same weights are neighbours, so that the weights come from L2 for all but one. SPLITS > 1: partials
     float32 [SPLITS, tiles, COLUMNS, BLOCK_N] and counters int32[tiles], zeros, belong to this launch alone. X8: x is
-    E4M3 like W, with x_scale float32[tokens]. ARGMAX: best, best_index [cdiv(N, BLOCK_N), tokens] (float32, int32), the
-    largest of each program's columns and its column. LARGEST: largest int32[tokens] becomes the maximum of itself and
-    the `e4m3.magnitude_bits` of each row of out; of integers that is the same in any order.
+    E4M3 like W, with x_scale float32[tokens]. LARGEST: largest int32[tokens] becomes the maximum of itself and the
+    `e4m3.magnitude_bits` of each row of out; of integers that is the same in any order.
     Grid: (cdiv(N, BLOCK_N) * cdiv(tokens, COLUMNS), SPLITS).
     """
     PART: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS * BLOCK_K
@@ -239,5 +219,3 @@ def linear_matrix(
     if LARGEST:
         bits = tl.max(magnitude_bits(stored.to(tl.float32)), axis=0)  # rows beyond the last repeat it
         tl.atomic_max(largest + m, bits, mask=m < tokens, sem="relaxed")
-    if ARGMAX:
-        _store_best(y, rows, best, best_index, block_n * tokens + m, m < tokens, N)

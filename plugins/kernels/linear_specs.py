@@ -24,8 +24,6 @@ POINTERS = {
     "x_scale": "*fp32",
     "partials": "*fp32",
     "counters": "*i32",
-    "best": "*fp32",
-    "best_index": "*i32",
     "largest": "*i32",
 }
 
@@ -57,7 +55,6 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         "EVICT_FIRST": config.evict_first,
         "W8": fp8,
         "GEGLU": shape.geglu,
-        "ARGMAX": shape.argmax,
     }
     if config.kind == VECTOR:
         function = linear_vector
@@ -100,8 +97,6 @@ def _quantize_spec(function: Any, k: int, dtype: str, block: int, warps: int, na
 
 def _name(shape: LinearShape, config: LinearConfig, native: bool) -> str:
     kind = FLOAT_TYPES[shape.dtype] + ("_x8" if shape.fp8_input else "") + ("_w8" if shape.weights == "fp8" else "")
-    kind += (
-        ("_geglu" if shape.geglu else "") + ("_argmax" if shape.argmax else "") + ("_largest" if shape.largest else "")
-    )
+    kind += ("_geglu" if shape.geglu else "") + ("_largest" if shape.largest else "")
     bits = "" if native or shape.weights != "fp8" else "_bits"
     return f"linear_{kind}_{FLOAT_TYPES[shape.out]}{bits}_{shape.n}x{shape.k}_{config.name()}"

@@ -1,4 +1,4 @@
-"""Norms of the residual stream: alone, behind the embedding, and around the addition that ends a block.
+"""Norms of the residual stream: behind the embedding, and around the addition that ends a block.
 
 One program per row, the whole row in registers, so that a row's result depends on that row and on the number of warps
 alone, never on the other rows. Knows neither layers nor weights' names. Invariants: the residual is float32; norms and
@@ -56,33 +56,6 @@ def _store(
         tl.store(target, quantize_row(value, scale, NATIVE), mask=inside)
     else:
         tl.store(target, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def norm(
-    residual,
-    weight,
-    out,
-    scales,
-    eps,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    HALF: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """out[r] = norm(residual[r]) * weight for float32 residual [rows, H]. Grid: (rows,).
-
-    BLOCK is a power of two of at least H. FP8: out is E4M3 bytes of the row, first rounded to float16 (HALF) or
-    bfloat16, and `scales` float32 [rows], NATIVE for `e4m3.has_conversions`; otherwise out is 16 bit and `scales` is
-    not touched.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    column = _columns(BLOCK)
-    inside = column < H
-    value = tl.load(residual + row * H + column, mask=inside, other=0.0)
-    w = tl.load(weight + column, mask=inside, other=0.0)
-    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE)
 
 
 @triton.jit

@@ -98,12 +98,6 @@ ALIGNED = {
 }
 
 
-def norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
-    """`kernels.norm.norm`."""
-    types = {"residual": "*fp32", "weight": "*fp32", "out": f"*{shape.out_type()}", "scales": "*fp32", "eps": "fp32"}
-    return _spec(f"norm_{shape.name()}", norm.norm, types, shape.constants(), num_warps)
-
-
 def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
     """`kernels.norm.embed_norm`; the embedding has the operands' type."""
     types = {

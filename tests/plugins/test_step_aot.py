@@ -24,7 +24,6 @@ VOCAB = 262_208
 def norm_calls() -> list[tuple[KernelSpec, Launch]]:
     to, plain = NormOut(16, 4), NormOut(16)
     return [
-        (step_specs.norm_spec(NARROW, 4), step_layout.norm_launch(16, 32, plain, 7, 1e-6)),
         (
             step_specs.embed_norm_spec(WIDE, 16),
             step_layout.embed_norm_launch(4, (16, VOCAB, 73.5), 16, 32, to, 7, 1e-6),

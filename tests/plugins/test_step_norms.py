@@ -84,17 +84,6 @@ def rows_of(n: int, hidden: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("run", RUNNERS)
-@pytest.mark.parametrize("shape", SHAPES, ids=NormShape.name)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_norm(run: Runner, shape: NormShape, rows: int) -> None:
-    x, w = rows_of(rows, shape.hidden), torch.rand(shape.hidden) * 3 - 0.5
-    to = Out(run, shape, rows)
-    spec = step_specs.norm_spec(shape, 4)
-    run.launch(spec, step_layout.norm_launch(run.put(x), run.put(w), to.where(), rows, EPS))
-    to.check(rms(x, w))
-
-
-@pytest.mark.parametrize("run", RUNNERS)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=NormShape.name)
 def test_embed_norm(run: Runner, shape: NormShape) -> None:
     """Ids at both ends and outside of the vocabulary."""

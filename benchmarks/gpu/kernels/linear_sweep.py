@@ -211,13 +211,10 @@ class Problem:
         out = torch.empty(tokens, shape.n, dtype=getattr(torch, shape.out), device=device)
         partials = torch.empty(partials_bytes(shape, config, tokens) // 4, device=device)
         counters = torch.zeros(config.tiles(shape, tokens), dtype=torch.int32, device=device)
-        blocks = config.blocks(shape) if shape.argmax else 0
-        best = torch.empty(2, blocks * tokens, dtype=torch.int32, device=device)
 
         def launcher(w: Any) -> Callable[[], None]:
-            at = LinearArrays(
-                *(0 if t is None else t.data_ptr() for t in self._arrays(w, out, partials, counters, best))
-            )
+            arrays = self.x, w, out, self.w_scale, self.x_scale, partials, counters
+            at = LinearArrays(*(0 if t is None else t.data_ptr() for t in arrays))
             call: Launch = linear_launch(shape, config, at, tokens)
             return lambda: SHARED_LAUNCHER.launch(kernel, call, torch.cuda.current_stream().cuda_stream)
 
@@ -231,9 +228,6 @@ class Problem:
         worst = float(off.max() / self.want.abs().max())
         assert worst < 2e-3, f"wrong result: off by {worst:.3g} of the largest output"  # false for NaN
         return Timing(config, took)
-
-    def _arrays(self, w: Any, out: Any, partials: Any, counters: Any, best: Any) -> tuple[Any, ...]:
-        return self.x, w, out, self.w_scale, self.x_scale, partials, counters, best[0], best[1]
 
     def library_microseconds(self) -> float:
         """cuBLAS: torch.mm for 16-bit weights, torch._scaled_mm by rows for E4M3 times E4M3 (16-bit results; gate and
