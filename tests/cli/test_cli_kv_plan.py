@@ -66,7 +66,7 @@ def test_the_figures_of_27b(capsys):
 
 
 def test_the_table_in_the_readme_is_what_the_commands_beside_it_print(capsys):
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/kv-tiers.md").read_text(encoding="utf-8")
     section = text.partition("## Size the KV tiers\n")[2].partition("\n## ")[0]
     shown = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| 2")]
     printed = []
