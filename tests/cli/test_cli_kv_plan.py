@@ -65,9 +65,9 @@ def test_the_figures_of_27b(capsys):
     assert all(count <= stored[group] < 1.04 * count for group, count in report["page_bytes"].items())
 
 
-def test_the_table_in_the_readme_is_what_the_commands_beside_it_print(capsys):
+def test_the_table_of_sizes_is_what_the_commands_beside_it_print(capsys):
     text = (Path(__file__).parents[2] / "docs/kv-tiers.md").read_text(encoding="utf-8")
-    section = text.partition("## Size the KV tiers\n")[2].partition("\n## ")[0]
+    section = text.partition("## Size the tiers\n")[2].partition("\n## ")[0]
     shown = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| 2")]
     printed = []
     for command in re.findall(r"^wicore kv plan (.*)$", section, re.M):
