@@ -158,7 +158,7 @@ def test_a_sequence_that_loads_is_not_left_behind():
     core.add(request("a", [5, 6, 7], 40, ignore_eos=True))
     core.step()
     (sequence,) = core.scheduler.running
-    plan = core._flight.plan
+    plan = core._flight.schedule
     assert core.scheduler.follow(plan, core._goes_on) is not None
     sequence.pages.load = object()
     assert core.scheduler.follow(plan, core._goes_on) is None

@@ -29,8 +29,9 @@ def elf_architecture(cubin: bytes) -> int:
     return (flags >> 8) & 0xFF if cubin[8] >= 8 else flags & 0xFF
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "target"), [(name, aot.TARGETS[n % len(aot.TARGETS)]) for n, name in enumerate(SPECS)]
+)  # the kernels of whole engines are compiled for all of them by `make test-targets`
 def test_kernel_compiles(name: str, target: str) -> None:
     spec = SPECS[name]
     kernel = aot.compile_kernel(spec, target)

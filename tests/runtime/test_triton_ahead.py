@@ -49,13 +49,13 @@ def test_unread_tokens_are_those_of_the_step_before(graphs):
     executor = executor_of(model, graphs=graphs)
     assert isinstance(executor, AheadExecutor)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=14),
-        SamplingParams(temperature=0.8, max_tokens=9, seed=5),
-        SamplingParams(temperature=0.7, top_k=8, max_tokens=5, seed=6),
-        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6),
+        SamplingParams(temperature=0.8, max_tokens=4, seed=5),
+        SamplingParams(temperature=0.7, top_k=8, max_tokens=3, seed=6),
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     ]
     requests = [
-        GenerateRequest(str(i), tuple(rng.randrange(48) for _ in range(rng.randint(1, 9))), p)
+        GenerateRequest(str(i), tuple(rng.randrange(48) for _ in range(rng.randint(1, 4))), p)
         for i, p in enumerate(params)
     ]
     eos = rng.randrange(48)
@@ -63,7 +63,7 @@ def test_unread_tokens_are_those_of_the_step_before(graphs):
     submit, leads = executor.submit, executor.leads
     executor.submit = lambda batch: (unread.append(any(-1 in s.token_ids for s in batch.slices)), submit(batch))[1]
     ahead = answers(core_of(executor, eos), requests)
-    assert sum(unread) > 4, "nothing ran ahead"
+    assert sum(unread) > 1, "nothing ran ahead"
     unread.clear()
     executor.leads = lambda batch: False
     assert answers(core_of(executor, eos), requests) == ahead and not any(unread)
@@ -87,6 +87,8 @@ def test_what_does_not_lead():
         submit = executor.submit
         executor.submit = lambda batch, submit=submit, batches=batches: (batches.append(batch), submit(batch))[1]
         core.add(GenerateRequest(name, (5, 6, 7), params))
+        core.step()
+        core.abort(name)  # what leads is said of a step, and steps are slow here
         while core.has_work:
             core.step()
         executor.submit = submit

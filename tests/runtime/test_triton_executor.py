@@ -80,7 +80,7 @@ def test_behind_the_last_attention_large_steps_go_on_with_sampled_rows(
     drivers = [Driver(mine, 1), Driver(oracle_of(model, dtype, **settings), 2)]
     sequences = [[d.new_sequence() for _ in range(7)] for d in drivers]
     errors, every = [], list(range(7))
-    for count in (1, 0, 3, 6):
+    for count in (0, random.choice((1, 3, 6))):
         sampled = random.sample(every, count)
         for chosen, lengths in ((sampled, [random.choice((1, 2, 3)) for _ in every]), (every, [1] * 7)):
             tokens = [[random.randrange(48) for _ in range(n)] for n in lengths]
