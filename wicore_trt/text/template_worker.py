@@ -2,8 +2,8 @@
 
 A template is a program from a file, and jinja2's sandbox bounds neither its time nor its memory: a loop over 10^9, a
 string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
-messages mean, or files. Protocol: on stdin a length in 8 bytes and that much JSON, `source`, `tokens` and, to render and not
-only to compile, `values`; on stdout a length, a letter and that much UTF-8: "text", "refused" when the template
+messages mean, or files. Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render
+and not only to compile, `values`. On stdout a length, a letter and that much UTF-8: "text", "refused" when the template
 called raise_exception, or "broken". Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or
 the process ends.
 """
