@@ -204,8 +204,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "        for sequence in passed_over:\n            self.waiting.push(sequence)",
-        "        for sequence in passed_over[:1]:\n            self.waiting.push(sequence)",
+        "        self.waiting.put_back(passed_over)\n",
+        "        self.waiting.put_back(passed_over[:1])\n",
     ),
     Mutant(
         "schedule/scheduler.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from fakes import greedy, make_core
@@ -78,6 +79,19 @@ def test_pages_are_given_too():
     assert len(ended) == 4
 
 
+@pytest.mark.parametrize("kwargs", VARIANTS.values(), ids=VARIANTS)
+def test_who_holds_no_place_comes_before_a_tenant_whose_sequences_lost_their_pages(kwargs):
+    """Alice's sequences take pages from each other, and each that lost its pages gave a place back."""
+    engine, found, ended = core(max_sequences=8, pages=130, **kwargs), {}, {}
+    for i in range(20):
+        ask(engine, f"a{i}", "alice", 400)
+    step = run(engine, 120, found, ended)
+    assert engine.scheduler.preemptions > 2
+    ask(engine, "b", "bob", 30, (9, 8, 7))
+    step = run(engine, 100, found, ended, step)
+    assert set(ended) == {"b"} and found["b"] == greedy([9, 8, 7], 30, ignore_eos=True)
+
+
 def test_equals_and_a_lone_tenant_take_nothing_from_each_other():
     for tenants in (["alice"] * 6, ["alice", "alice", "bob", "bob", "bob", "bob"]):
         engine, found, ended = core(), {}, {}
@@ -115,15 +129,18 @@ def test_nobody_gives_way_again_before_it_got_on(seed, monkeypatch):
     ended: dict[str, int] = {}
     wanted: dict[str, tuple[tuple[int, ...], int]] = {}
     gave: list[tuple[int, int]] = []
+    times: Counter[int] = Counter()
     preempt = engine.scheduler._preempt
 
-    def watched(victim, plan, behind=None):
-        if behind is not None:
+    def watched(victim, plan):
+        head, gives_way = engine.scheduler.waiting.first(), victim.gave_way > times[victim.seq_id]
+        times[victim.seq_id] = victim.gave_way
+        if gives_way:
             gave.append((victim.seq_id, victim.ran))
             of = [s.request.tenant for s in engine.scheduler.running]
-            assert of.count(victim.request.tenant) >= of.count(behind.request.tenant) + 2
-        refund = preempt(victim, plan, behind)
-        assert behind is None or engine.scheduler.waiting.first() is behind
+            assert of.count(victim.request.tenant) >= of.count(head.request.tenant) + 2
+        refund = preempt(victim, plan)
+        assert not gives_way or engine.scheduler.waiting.first() is head
         return refund
 
     monkeypatch.setattr(engine.scheduler, "_preempt", watched)

@@ -41,7 +41,9 @@ def test_a_polite_tenant_waits_for_one_sequence_of_a_flood():
     for i in range(200):
         queue.push(sequence(i, "flood", priority=-MAX_PRIORITY))
     for _ in range(20):
-        assert queue.pop().request.tenant == "flood"
+        one = queue.pop()
+        assert one.request.tenant == "flood"
+        queue.ended(one)
     polite = [sequence(1000 + i, "polite", priority=MAX_PRIORITY) for i in range(3)]
     for one in polite:
         queue.push(one)
@@ -63,7 +65,7 @@ def test_places_differ_by_one_between_tenants_that_wait_whatever_comes_back(seed
         assert one is not None and one not in queue
         action = rng.random()
         if action < 0.3:
-            queue.push(one)
+            queue.put_back([one])
             assert one in queue
             continue
         running.append(one)
@@ -79,6 +81,43 @@ def test_places_differ_by_one_between_tenants_that_wait_whatever_comes_back(seed
     while queue.pop() is not late:
         waited += 1
     assert waited <= 3
+
+
+def test_an_old_place_that_is_given_back_lets_nothing_else_of_its_tenant_pass():
+    queue, old = WaitingQueue(), sequence(0, "flood")
+    queue.push(old)
+    assert queue.pop() is old
+    for i in range(1, 101):
+        queue.push(sequence(i, "polite"))
+        queue.ended(queue.pop())
+    queue.push(old)  # it ran all the time, and lost its pages
+    for i in range(200, 250):
+        queue.push(sequence(i, "flood"))
+    late = sequence(300, "polite")
+    queue.push(late)
+    assert queue.pop() is old
+    queue.ended(old)
+    waited = 0
+    while (one := queue.pop()) is not late:  # there is one place
+        queue.ended(one)
+        waited += 1
+    assert waited <= 2
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_places_that_are_given_back_make_no_newcomer_wait_for_them(ran: bool):
+    queue = WaitingQueue()
+    for i in range(100):
+        queue.push(sequence(i, "flood"))
+    taken = [queue.pop() for _ in range(60)]
+    if ran:
+        for one in taken:
+            queue.push(one)
+    else:
+        queue.put_back(taken)
+    late = sequence(1000, "late")
+    queue.push(late)
+    assert drained(queue).index(late) <= 1
 
 
 def test_a_sequence_can_be_removed_from_the_middle():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 import struct
+import time
 from pathlib import Path
 
 import grpc
@@ -61,7 +63,43 @@ async def test_silent_health_calls_give_way_to_one_that_sends():
         for call in silent:
             call.cancel()
         await until(lambda: interceptor._checks.taken == 0)
-        assert not interceptor._brief._reading and not interceptor._brief._places.locked()
+        assert not interceptor._brief._reading and interceptor._brief._free == intake.READS
+
+
+class Silent:
+    """The context of a call; `raw` comes with it, or nothing ever."""
+
+    def __init__(self, raw: bytes | None = None) -> None:
+        self.raw = raw
+
+    async def read(self) -> bytes:
+        return self.raw if self.raw is not None else await asyncio.Future()
+
+
+@pytest.mark.parametrize("host", ["198.51.100.7", "203.0.113.1"], ids=["another's", "the same"])
+async def test_many_silent_health_calls_of_one_address_hold_nobody_up_for_long(host):
+    requests = intake.BriefRequests()
+    silent = [asyncio.ensure_future(requests.read(Silent(), "203.0.113.1")) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    begin = time.monotonic()
+    assert await requests.read(Silent(b"x"), host) == b"x"
+    assert time.monotonic() - begin < (1 if host == "198.51.100.7" else 1.8)
+    for task in silent:
+        task.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    assert requests._free == intake.READS and not requests._count and not requests._reading
+
+
+async def test_places_for_health_requests_outlast_cancelled_calls():
+    requests, rng = intake.BriefRequests(), random.Random(1)
+    for _ in range(20):
+        calls = [Silent(b"x") if rng.random() < 0.5 else Silent() for _ in range(20)]
+        tasks = [asyncio.ensure_future(requests.read(call, str(i % 3))) for i, call in enumerate(calls)]
+        for task in rng.sample(tasks, 20):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert requests._free == intake.READS and not requests._count and await requests.read(Silent(b"y"), "0") == b"y"
 
 
 async def test_a_lone_silent_health_call_has_its_time(monkeypatch):

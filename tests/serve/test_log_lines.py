@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -36,6 +38,27 @@ def test_lines_are_bounded_whatever_is_in_them(formatter):
 
 def test_clients_texts_are_quoted_short():
     assert len(shown(LONG)) <= 80 and shown("abc") == "'abc'" and shown(LONG) == "'" + "x" * 76 + "..."
+
+
+def test_lines_that_nobody_read_are_counted():
+    begun, reads, written = threading.Event(), threading.Event(), queue.Queue()
+
+    def write(line: bytes) -> None:
+        begun.set()
+        reads.wait(60)
+        written.put(line.decode())
+
+    handler = log.DroppingHandler(write, max_lines=5)
+    handler.setFormatter(log.LineFormatter())
+    handler.handle(record("the first"))
+    assert begun.wait(60)
+    for number in range(100):
+        handler.handle(record(f"line {number}"))
+    reads.set()
+    assert "line 4" in [written.get(timeout=60) for _ in range(6)][-1]
+    handler.handle(record("read"))
+    assert "95 lines of the log were lost" in written.get(timeout=60)
+    handler.close()
 
 
 CORE_COMPLAINS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -55,6 +56,51 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     os.kill(template_process._worker[1].pid, signal.SIGKILL)
     template_process._worker[1].wait()
     assert render("{{ 2 }}") == "2"
+
+
+def test_a_job_that_is_interrupted_leaves_its_answer_to_nobody() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    slow = "{% for a in range(60) %}{% for b in range(50000) %}{% endfor %}{% endfor %}slow"
+    assert render("{{ 1 }}") == "1"
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            template_process.run_template(slow, {}, {})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    assert render("{{ messages[0].content }}") == "hello"
+
+
+def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert render("{{ 1 }}") == "1"
+    assert template_process._worker is not None
+    worker = template_process._worker[1].pid
+    monkeypatch.setattr(template_process, "_WAIT_SECONDS", 0.2)
+    os.kill(worker, signal.SIGSTOP)
+    rescue = threading.Timer(5, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
+    rescue.start()
+    start = time.monotonic()
+    assert "broken" in template_process.run_template("{{ x }}", {}, {"x": "x" * (1 << 20)})
+    rescue.cancel()
+    assert time.monotonic() - start < 4
+    monkeypatch.undo()
+    assert render("{{ 2 }}") == "2"
+
+
+def test_a_process_that_was_forked_while_a_template_was_rendered_renders_its_own() -> None:
+    with template_process._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if template_process._lock.acquire(timeout=1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_text_that_json_would_escape_comes_whole() -> None:
+    assert template_process.run_template("{{ '\x01' * 12000000 }}", {}, {}) == {"text": "\x01" * 12_000_000}
 
 
 def test_refusals_and_odd_text_pass_through() -> None:

@@ -269,11 +269,9 @@ class EngineCore:
 
     def _unstick(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing can run: if someone waits while the pools are empty, it never will, so it ends with an error."""
-        if schedule.preempted or self.scheduler.running or not len(self.scheduler.waiting):
+        sequence = self.scheduler.waiting.first()
+        if schedule.preempted or self.scheduler.running or sequence is None:
             return []
-        sequence = self.scheduler.waiting.pop()
-        assert sequence is not None
-        self.scheduler.waiting.push(sequence)
         return [self._finish(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
     @property

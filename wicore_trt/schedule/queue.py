@@ -1,17 +1,18 @@
-"""Waiting sequences in the order they should be admitted: tenants in turn, each one's by priority with ageing.
+"""Waiting sequences in the order they should be admitted: tenants by places, each one's by priority with ageing.
 
-Between tenants that wait, the one that was given the fewest places since it began to wait is next, so a tenant with a
-thousand sequences delays another one by one sequence. Of one tenant the key is arrival + priority * AGEING_S: a
-priority level is worth AGEING_S seconds of waiting. Both terms are fixed at arrival and priorities are bounded, so a
-heap is exact and nobody is overtaken for longer than 2 * MAX_PRIORITY * AGEING_S. A preempted sequence keeps its key
-and its place is given back, so it returns ahead of later arrivals. It must not know pages or who runs. Invariant: a
-sequence is in the queue once.
+Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest
+since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one
+by one sequence. Of one tenant the key is arrival + priority * AGEING_S: a priority level is worth AGEING_S seconds of
+waiting. Both terms are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken for
+longer than 2 * MAX_PRIORITY * AGEING_S. A preempted sequence keeps its key, so it returns ahead of later arrivals. It
+must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place from `pop` until `push`,
+`put_back` or `ended`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from wicore_trt.schedule.sequence import Sequence
@@ -26,10 +27,11 @@ def order_key(sequence: Sequence) -> tuple[float, int]:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Waiting sequences of one tenant, a heap. `turns` counts the places it was given, beginning at what the others had
-    when it began to wait."""
+    """Waiting sequences of one tenant, a heap, and the places that others of it hold. `turns` counts the places it was
+    given, beginning at no fewer than any that came to their end before."""
 
     turns: int = 0
+    held: int = 0
     heap: list[tuple[tuple[float, int], Sequence]] = field(default_factory=list)
 
 
@@ -39,7 +41,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._now = 0  # turns of the tenant that was last given a place
+        self._now = 0  # most turns with which a place was given that was given up since
 
     def __len__(self) -> int:
         return len(self._members)
@@ -55,22 +57,35 @@ class WaitingQueue:
         """Members by tenant, of those that have any."""
         return {name: len(tenant.heap) for name, tenant in self._tenants.items() if tenant.heap}
 
-    def push(self, sequence: Sequence, behind: Sequence | None = None) -> None:
-        """Add a sequence; one that was taken out gives its turn back. But when it gave way to `behind`, a member of
-        another tenant, its tenant keeps the turn and comes after the other one."""
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence; one that has a place gives it up."""
         assert sequence.seq_id not in self._members
-        entry = (order_key(sequence), sequence)
         tenant = self._tenants.setdefault(sequence.request.tenant, _Tenant())
-        if behind is not None:
-            tenant.turns = max(tenant.turns, self._tenants[behind.request.tenant].turns + 1)
-            sequence.had_turn = False
-        elif sequence.had_turn:
-            sequence.had_turn = False
+        if sequence.turn is not None:
             tenant.turns -= 1
-        elif not tenant.heap:
-            tenant.turns = max(tenant.turns, self._now)
+            self.ended(sequence)
+        tenant.turns = max(tenant.turns, self._now)
+        self._add(sequence, tenant)
+
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Undo the `pop` of sequences that did not run."""
+        for sequence in sequences:
+            tenant = self._tenants[sequence.request.tenant]
+            tenant.turns -= 1
+            tenant.held -= 1
+            sequence.turn = None
+            self._add(sequence, tenant)
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence that was taken out gives its place up."""
+        assert sequence.turn is not None
+        self._tenants[sequence.request.tenant].held -= 1
+        self._now = max(self._now, sequence.turn)
+        sequence.turn = None
+
+    def _add(self, sequence: Sequence, tenant: _Tenant) -> None:
         self._members[sequence.seq_id] = sequence
-        heapq.heappush(tenant.heap, entry)
+        heapq.heappush(tenant.heap, (order_key(sequence), sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out; not being there is a bug of the caller."""
@@ -85,17 +100,17 @@ class WaitingQueue:
         return tenant.heap[0][1] if tenant is not None else None
 
     def pop(self) -> Sequence | None:
-        """Take out and return the member to admit next, or None when empty."""
+        """Take out the member to admit next and give it a place, or None when empty."""
         tenant = self._next()
         if tenant is None:
             return None
         _, sequence = heapq.heappop(tenant.heap)
         del self._members[sequence.seq_id]
-        self._now = tenant.turns
+        sequence.turn = tenant.turns
         tenant.turns += 1
-        sequence.had_turn = True
+        tenant.held += 1
         return sequence
 
     def _next(self) -> _Tenant | None:
         waiting = [tenant for tenant in self._tenants.values() if tenant.heap]
-        return min(waiting, key=lambda tenant: (tenant.turns, tenant.heap[0][0]), default=None)
+        return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0][0]), default=None)

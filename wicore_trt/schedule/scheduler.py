@@ -101,6 +101,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
+            self.waiting.ended(sequence)
             if sequence.finish_reason is not FinishReason.ERROR:
                 self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
         self._release(sequence)
@@ -243,8 +244,8 @@ class Scheduler:
         chunk = min(sequence.remaining, self.max_batch_tokens)
         return self.manager.pages_for(chunk) + 1 + len(self.running)
 
-    def _preempt(self, victim: Sequence, schedule: StepSchedule, behind: Sequence | None = None) -> int:
-        """Send `victim` back to the queue, `behind` another tenant's; returns the tokens it had in this one."""
+    def _preempt(self, victim: Sequence, schedule: StepSchedule) -> int:
+        """Send `victim` back to the queue; returns the tokens it had in this step."""
         refund = sum(count for sequence, count in schedule.slices if sequence is victim)
         schedule.slices = [entry for entry in schedule.slices if entry[0] is not victim]
         schedule.preempted.append(victim)
@@ -253,16 +254,16 @@ class Scheduler:
         if self.loader is not None and pages.load is None and victim.computed:
             self.loader.park(pages, victim.computed)
         self._release(victim)
-        self._requeue(victim, behind)
+        self._requeue(victim)
         return refund
 
-    def _requeue(self, sequence: Sequence, behind: Sequence | None = None) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
         sequence.computed = 0
         sequence.ran = 0
         sequence.requeued = True
         self.running.remove(sequence)
         sequence.move(SequenceState.WAITING)
-        self.waiting.push(sequence, behind)
+        self.waiting.push(sequence)
 
     def _admit(self, schedule: StepSchedule, budget: int) -> None:
         """Admit waiting sequences in order while budget, pages and places last.
@@ -272,7 +273,7 @@ class Scheduler:
         victim = self._in_the_way() if self._blocked() else None
         if victim is not None:
             victim.gave_way += 1
-            budget += self._preempt(victim, schedule, behind=self.waiting.first())
+            budget += self._preempt(victim, schedule)
         if self.running and self._too_few and all(map(le, self._available(), self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
@@ -298,8 +299,7 @@ class Scheduler:
             if count:
                 schedule.slices.append((sequence, count))
                 budget -= count
-        for sequence in passed_over:
-            self.waiting.push(sequence)
+        self.waiting.put_back(passed_over)
         following = self.waiting.first()
         if following is not None:
             self._prefetch(following)

@@ -17,9 +17,9 @@ from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 class Sequence:
     """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
     cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
-    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `had_turn`: the waiting queue
-    gave it a place at its tenant's expense. `ran`: steps that computed for it since its last admission; `gave_way`: how
-    often it gave its place to another tenant."""
+    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `turn`: how many places its
+    tenant had been given before the one that this sequence has; None while it has none. `ran`: steps that computed for
+    it since its last admission; `gave_way`: how often it gave its place to another tenant."""
 
     seq_id: int
     request: GenerateRequest
@@ -35,7 +35,7 @@ class Sequence:
     stop_reason: int | str | None = None
     stop_ids: tuple[int, ...] = field(default=())
     prefetched: bool = False
-    had_turn: bool = False
+    turn: int | None = None
     requeued: bool = False
     ran: int = 0
     gave_way: int = 0

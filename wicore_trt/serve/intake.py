@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,8 +21,11 @@ READ_S = 20.0
 """A call whose request has not come by then is ended."""
 READS = 4
 """Health requests that are read at the same time. gRPC unpacks each up to the message limit before we see its size."""
-HURRY_S = 0.1
-"""How long a health request may take to come while others wait for its place."""
+HURRY_S, LEAST_HURRY_S = 0.1, 0.01
+"""How long a health request may take to come while others wait for its place: less when many wait, at least the second
+number, which is enough for one that was sent with its call."""
+WAIT_S = 0.25
+"""How long silent calls may hold up who comes after them, roughly: probes give up after a second."""
 MAX_HEALTH_BYTES = 1024
 """A health request holds the name of a service."""
 
@@ -62,46 +66,73 @@ async def prompt_ones(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class BriefRequests:
-    """Reads requests of a few bytes, READS at a time, in the order of their calls.
+    """Reads requests of a few bytes, READS at a time: hosts in turn, those of one host in the order of their calls.
 
-    A call that sends nothing has its place for READ_S, and for HURRY_S while others wait: whoever sends its request
-    with its call, as clients do, comes to its turn soon however many calls are silent.
+    A call that sends nothing has its place for READ_S, and for HURRY_S or less while others wait: whoever sends its
+    request with its call, as clients do, comes to its turn soon however many calls are silent.
     """
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(READS)
-        self._waiting = 0
-        self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each has to hurry
+        self._free = READS
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by host, the next one first
+        self._count = 0  # of those that wait
+        self._reading: dict[asyncio.Timeout, float] = {}  # with the loop's time at which each began
 
-    async def read(self, context: grpc.aio.ServicerContext) -> bytes:
+    async def read(self, context: grpc.aio.ServicerContext, host: str) -> bytes:
         """Raises DeadlineError when the request does not come, InvalidRequestError for none or one that is too long."""
-        self._waiting += 1
-        try:
-            self._hurry()
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
+        await self._place(host)
         limit = asyncio.timeout(None)
         try:
             async with limit:
-                self._reading[limit] = asyncio.get_running_loop().time() + HURRY_S
+                self._reading[limit] = asyncio.get_running_loop().time()
                 self._hurry()
                 raw = await read_message(context)
         except TimeoutError:
             raise DeadlineError("No request came, and others wait for the place.") from None
         finally:
             self._reading.pop(limit, None)
-            self._places.release()
+            self._leave()
         if len(raw) > MAX_HEALTH_BYTES:
             del raw  # the traceback of the error would keep it until the call has ended
             raise InvalidRequestError(f"The request has more than {MAX_HEALTH_BYTES} bytes.", field="request")
         return raw
 
+    async def _place(self, host: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(host, deque()).append(turn)
+        self._count += 1
+        try:
+            self._hurry()
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given a place in this moment
+                self._leave()
+            raise
+        finally:
+            self._count -= 1
+
+    def _leave(self) -> None:
+        """Give a place to the next one that still waits."""
+        while self._waiting:
+            host = next(iter(self._waiting))
+            turns = self._waiting.pop(host)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[host] = turns  # behind the other hosts
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
     def _hurry(self) -> None:
-        if self._waiting and self._places.locked():
-            for limit, end in self._reading.items():
+        if self._count:
+            seconds = max(LEAST_HURRY_S, min(HURRY_S, READS * WAIT_S / self._count))
+            for limit, begun in self._reading.items():
                 if limit.when() is None:
-                    limit.reschedule(end)
+                    limit.reschedule(begun + seconds)
 
 
 def host_of(peer: str) -> str:

@@ -38,8 +38,8 @@ OWN_PREFIX = "/wicore."
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
-MAX_WATCHES = 1024
-"""Health checks need no key, so those that stay open have places of their own."""
+MAX_CHECKS = MAX_WATCHES = 1024
+"""Health checks need no key, so they have places of their own, and those that stay open too."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler | None"]]
@@ -87,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, keys: KeyRing, max_calls: int = MAX_CALLS) -> None:
         self._keys = keys
         self._calls = Gate(max_calls, "calls")
-        self._checks = Gate(max_calls, "health checks")
+        self._checks = Gate(MAX_CHECKS, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
         self._brief = BriefRequests()
         self._refused = Sparingly(log, logging.WARNING)
@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             host = host_of(context.peer())
             try:
                 with self._checks.place(host):
-                    request = parse(handler, await self._brief.read(context))
+                    request = parse(handler, await self._brief.read(context, host))
                 if not handler.response_streaming:
                     await context.write(await handler.unary_unary(request, context))
                     return

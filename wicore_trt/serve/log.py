@@ -98,11 +98,11 @@ class DroppingHandler(logging.Handler):
         try:
             line = self.format(record)
             if self._dropped:
-                count, self._dropped = self._dropped, 0
                 note = logging.LogRecord(
-                    __name__, logging.WARNING, __file__, 0, f"{count} lines of the log were lost", None, None
+                    __name__, logging.WARNING, __file__, 0, f"{self._dropped} lines of the log were lost", None, None
                 )
                 self._lines.put_nowait(self.format(note))
+                self._dropped = 0
             self._lines.put_nowait(line)
         except queue.Full:
             self._dropped += 1

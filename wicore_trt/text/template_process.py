@@ -1,15 +1,14 @@
 """The process that renders chat templates, as its owner sees it: started when it is needed, replaced when it ends.
 
 One for this process, whatever the number of tokenizers; it holds nothing that outlives a job. It knows the protocol of
-`text.template_worker` and must not know messages. Invariant: a job is answered, by its result or by why it has none,
-and no template takes more of this process than the text of its answer.
+`text.template_worker` and must not know messages. Invariant: a job is answered, by its own result or by why it has
+none, and no template takes more of this process than the text of its answer.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from wicore_trt.text import template_worker
-from wicore_trt.text.template_worker import CPU_SECONDS, MAX_TEXT, read_message, write_message
+from wicore_trt.text.template_worker import CPU_SECONDS, read_answer, write_job
 
 _WAIT_SECONDS = 60.0  # for a machine so busy that CPU_SECONDS take that long
 _COMMAND = [sys.executable, "-P", os.path.abspath(template_worker.__file__)]  # by path: no other directory has a say
@@ -33,16 +32,20 @@ def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, An
     with _lock:
         worker = _started()
         assert worker.stdin is not None and worker.stdout is not None
+        late = threading.Timer(_WAIT_SECONDS, worker.kill)  # also when it neither reads the job nor ends its answer
+        late.daemon = True
         try:
-            write_message(worker.stdin, {"source": source, "tokens": dict(tokens), "values": values})
-            ready = select.poll()
-            ready.register(worker.stdout, select.POLLIN)
-            if not ready.poll(_WAIT_SECONDS * 1000):
-                raise EOFError
-            answer: dict[str, str] = read_message(worker.stdout, 2 * MAX_TEXT)
-            return answer
+            late.start()
+            write_job(worker.stdin, {"source": source, "tokens": dict(tokens), "values": values})
+            return read_answer(worker.stdout)
         except (EOFError, OSError):
             return {"broken": _end(worker)}
+        except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
+            worker.kill()
+            _end(worker)
+            raise
+        finally:
+            late.cancel()
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -72,6 +75,14 @@ def _end(worker: subprocess.Popen[bytes]) -> str:
     if code in (-signal.SIGPROF, -signal.SIGKILL):
         return f"it takes more than {CPU_SECONDS:g} s"
     return f"its process ended with code {code}, for its memory or its recursion"
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it, which is not in the child
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @atexit.register

@@ -2,9 +2,9 @@
 
 A template is a program from a file, and jinja2's sandbox bounds neither its time nor its memory: a loop over 10^9, a
 string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
-messages mean, or files. Protocol: on stdin and stdout, a length in 8 bytes and that much JSON; a job has `source`,
-`tokens` and, to render and not only to compile, `values`; the answer is {"text"}, or {"refused"} when the template
-called raise_exception, or {"broken"}. Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or
+messages mean, or files. Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render
+and not only to compile, `values`. On stdout a length, a letter and that much UTF-8: "text", "refused" when the template
+called raise_exception, or "broken". Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or
 the process ends.
 """
 
@@ -16,6 +16,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import IO, Any, NoReturn
 
@@ -27,26 +28,45 @@ CPU_SECONDS = 2.0
 MEMORY = 1 << 30
 MAX_TEXT = 32 << 20  # bytes of an answer
 _MESSAGE = 300  # characters of what went wrong
+_KINDS = {b"t": "text", b"r": "refused", b"b": "broken"}
 
 
 class _Refusal(jinja2.TemplateError):
     """The template itself called raise_exception."""
 
 
-def read_message(stream: IO[bytes], limit: int) -> Any:
-    """One JSON value. Raises EOFError when the stream has ended, or the message is longer than `limit` bytes."""
+def read_job(stream: IO[bytes]) -> Any:
+    """One JSON value. Raises EOFError when the stream has ended, or the value is longer than MEMORY bytes."""
     head = stream.read(8)
-    size = struct.unpack("<Q", head)[0] if len(head) == 8 else limit + 1
-    data = stream.read(size) if size <= limit else b""
+    size = struct.unpack("<Q", head)[0] if len(head) == 8 else MEMORY + 1
+    data = stream.read(size) if size <= MEMORY else b""
     if len(data) != size:
         raise EOFError
     return json.loads(data)
 
 
-def write_message(stream: IO[bytes], value: Any) -> None:
-    """As `read_message` reads it."""
+def write_job(stream: IO[bytes], value: Any) -> None:
+    """As `read_job` reads it."""
     data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def read_answer(stream: IO[bytes]) -> dict[str, str]:
+    """{"text"}, {"refused"} or {"broken"}. Raises EOFError as `read_job` does, of more than MAX_TEXT bytes."""
+    head = stream.read(9)
+    size, kind = struct.unpack("<Qc", head) if len(head) == 9 else (MAX_TEXT + 1, b"")
+    data = stream.read(size) if size <= MAX_TEXT else b""
+    if len(data) != size:
+        raise EOFError
+    return {_KINDS[kind]: data.decode("utf-8", "surrogatepass")}
+
+
+def write_answer(stream: IO[bytes], answer: Mapping[str, str]) -> None:
+    """As `read_answer` reads it. Not as JSON, in which some texts are six times as long."""
+    [(name, text)] = answer.items()
+    data = text.encode("utf-8", "surrogatepass")
+    stream.write(struct.pack("<Qc", len(data), name[:1].encode()) + data)
     stream.flush()
 
 
@@ -60,13 +80,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         try:
-            job = read_message(sys.stdin.buffer, MEMORY)
+            job = read_job(sys.stdin.buffer)
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         answer = _answer(job)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_message(sys.stdout.buffer, answer)
+        write_answer(sys.stdout.buffer, answer)
 
 
 def _answer(job: dict[str, Any]) -> dict[str, str]:
