@@ -191,8 +191,8 @@ def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
     """Refuse an output that is in the way: anything but an empty directory, or with `force` a directory of the same
-    kind that holds its listed files and nothing else, and not the source; the current directory in any case, because
-    whoever works in it would be left in a deleted one. `name` is what to call it.
+    kind that holds its listed files and nothing else, and not the source; in any case a mount point, and the current
+    directory, because whoever works in it would be left in a deleted one. `name` is what to call it.
 
     Raises ConfigError, and OSError for what may not be looked at."""
     name = name or output
@@ -206,6 +206,8 @@ def check_output(
         return
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{name} is not a directory.", fix="Choose another output.")
+    if _is_mounted(output):
+        raise ConfigError(f"{name} is a mount point, which nothing can replace.", fix="Name a new directory in it.")
     if os.path.samestat(status, os.stat(".")):
         raise ConfigError(
             f"{name} is the current directory, which would be replaced.", fix="Name a new directory in it."
@@ -379,6 +381,15 @@ def _is_empty(directory: Path) -> bool:
     """Whether it is a directory, and no link to one, with nothing in it."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(directory).st_mode) and not os.listdir(directory)
+    return False
+
+
+def _is_mounted(directory: Path) -> bool:
+    """Whether something is mounted there, be it a directory of the same file system; False without /proc."""
+    with suppress(OSError):
+        points = [line.split(b" ")[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
+        name = os.fsencode(os.path.realpath(directory))
+        return name in (re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), point) for point in points)
     return False
 
 

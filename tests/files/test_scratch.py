@@ -383,6 +383,11 @@ def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     assert os.listdir() and content(tmp_path / "out") == "one"
 
 
+def test_a_mount_point_refuses_before_the_work() -> None:
+    with pytest.raises(ConfigError, match="is a mount point"), replacing(Path("/proc"), BOX, force=True):
+        raise AssertionError
+
+
 def test_an_empty_output_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o700)
     make(tmp_path / "out", "one")
