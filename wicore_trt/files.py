@@ -54,7 +54,8 @@ class Door:
     `within` is the directory that files must lie in when all links are followed (None: the user named the file itself,
     so it may lie anywhere). A snapshot of the Hugging Face cache, models--*/snapshots/COMMIT, may link into the blobs
     of its own model. `error` is raised for everything that is wrong with a file, with `fix` as its remedy. With
-    `seen` = {} the door remembers what it opened, and refuses a file that has been replaced or written to since.
+    `seen` = {} the door remembers what it opened, and refuses a file that has been replaced or written to since, or
+    given another mode or name.
     """
 
     within: Path | None = None
@@ -189,7 +190,9 @@ class Door:
 
     def _check_same(self, path: Path, status: os.stat_result) -> None:
         if self.seen is not None:
-            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            # Who writes can set mtime back, and a file that is made again may have the inode: ctime tells both. A new
+            # link or mode changes it, too, and refuses what did not change; the bytes cannot be asked.
+            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             if self.seen.setdefault(str(path), now) != now:
                 raise self.error(
                     f"{path} changed while it was being read.", fix="Run this again when nothing writes to it."

@@ -13,7 +13,7 @@ file system exchanges two names in one call, a replaced output is never missing.
                        /work     files that are needed meanwhile
                        /taken    what stood at the output, not looked at yet: goes back, is never removed unseen
                                  (just before an exchange, what is to stand there)
-                       /old      the same, when it was looked at
+                       /old      the same, when it was looked at; its listed files are removed, anything else stays
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 @dataclass(frozen=True, slots=True)
 class Product:
     """What a command makes. `listed` gives the names of all files of such a directory (POSIX, relative), or None for a
-    directory that is none; it must not raise for one that is damaged, because that is what --force is for."""
+    directory that is none; it must not raise for one that is damaged, because that is what --force is for. `manifest`
+    is the file that it reads."""
 
     name: str
+    manifest: str
     listed: Callable[[Path], Collection[str] | None]
 
 
@@ -189,8 +191,8 @@ def check_output(
     output: Path, product: Product, *, force: bool, source: Path | None = None, name: Path | None = None
 ) -> None:
     """Refuse an output that is in the way: anything but an empty directory, or with `force` a directory of the same
-    kind that holds its listed files and nothing else, and not the source; the current directory in any case, because
-    whoever works in it would be left in a deleted one. `name` is what to call it.
+    kind that holds its listed files and nothing else, and not the source; in any case a mount point, and the current
+    directory, because whoever works in it would be left in a deleted one. `name` is what to call it.
 
     Raises ConfigError, and OSError for what may not be looked at."""
     name = name or output
@@ -204,6 +206,8 @@ def check_output(
         return
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{name} is not a directory.", fix="Choose another output.")
+    if _is_mounted(output):
+        raise ConfigError(f"{name} is a mount point, which nothing can replace.", fix="Name a new directory in it.")
     if os.path.samestat(status, os.stat(".")):
         raise ConfigError(
             f"{name} is the current directory, which would be replaced.", fix="Name a new directory in it."
@@ -364,7 +368,8 @@ def _settle(folder: Path, output: Path, product: Product) -> None:
             for name in os.listdir(folder / _NEW):  # `new` itself says that nothing was published
                 _remove(folder / _NEW / name)
         return
-    for name in (_WORK, _TAKEN, _OLD, _NEW):
+    _remove_listed(folder / _OLD, product)
+    for name in (_WORK, _NEW):
         _remove(folder / name)
     with suppress(OSError):
         if os.listdir(folder) == [MARKER]:  # without its marker nobody may remove what is left
@@ -379,12 +384,35 @@ def _is_empty(directory: Path) -> bool:
     return False
 
 
+def _is_mounted(directory: Path) -> bool:
+    """Whether something is mounted there, be it a directory of the same file system; False without /proc."""
+    with suppress(OSError):
+        points = [line.split(b" ")[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
+        name = os.fsencode(os.path.realpath(directory))
+        return name in (re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), point) for point in points)
+    return False
+
+
 def _is_whole(output: Path, product: Product) -> bool:
     """Whether a product with all of its files stands at the output."""
     if os.path.islink(output) or not os.path.isdir(output):
         return False
     listed = product.listed(output)
     return listed is not None and all(present(output / name) for name in listed)
+
+
+def _remove_listed(directory: Path, product: Product) -> None:
+    """Remove the files that a product lists, its manifest last, and directories that are empty then. What came in since
+    it was looked at, from a process that works in it, stays."""
+    listed = product.listed(directory) or ()
+    for folder, folders, files in os.walk(directory, topdown=False):
+        for name in sorted((*folders, *files), key=product.manifest.__eq__):
+            path = Path(folder, name)
+            if path.relative_to(directory).as_posix() in listed:
+                with suppress(OSError):
+                    os.unlink(path)
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def _remove(path: Path) -> None:

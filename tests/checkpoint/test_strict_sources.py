@@ -12,9 +12,14 @@ import pytest
 from fuzz import models
 from fuzz.models import EMBEDDING
 
+from wicore_trt import LLM, SamplingParams
+from wicore_trt.backends.torch.calibrate import TextCalibration
+from wicore_trt.bench.perplexity import compare
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.source import open_source
-from wicore_trt.errors import CheckpointError
+from wicore_trt.engine.build import build_engine
+from wicore_trt.errors import CheckpointError, ConfigError, InvalidRequestError
+from wicore_trt.text.tokenizer import Tokenizer
 
 NORM, UP = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -148,6 +153,28 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="has the id 48, but the model has 48 tokens"):
         convert(path, tmp_path / "c")
+
+
+def test_added_tokens_without_a_row_are_noted(tmp_path: Path) -> None:
+    """Gemma 3 1B and 270M have <image_soft_token> = 262144 and 262,144 rows."""
+    path, notes = write(tmp_path / "m"), list[str]()
+    tokenizer = models.tokenizer_files()["tokenizer.json"]
+    assert len(tokenizer["model"]["vocab"]) == 48
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"].append({"id": 48, "content": "<image_soft_token>", **flags})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    convert(path, tmp_path / "c", note=notes.append)
+    assert Tokenizer.from_dir(tmp_path / "c").encode("<image_soft_token>", add_bos=False) == [48]
+    assert [note for note in notes if "1 added token " in note and "'<image_soft_token>'" in note]
+    text = tmp_path / "text"
+    text.write_text("<image_soft_token>" * 20)
+    with pytest.raises(ConfigError, match="token id 48, for which the model has no row"):
+        convert(path, tmp_path / "d", dtype="fp8", calibration=TextCalibration(text, 10))
+    engine = build_engine(tmp_path / "c", tmp_path / "e")
+    with pytest.raises(ConfigError, match="token id 48, for which the model has no row"):
+        compare([engine.path], text, tokens=10, context=8, stride=None, threads=1, progress=lambda *_: None)
+    with LLM(engine.path) as llm, pytest.raises(InvalidRequestError, match="Token id 48 is outside"):
+        llm.generate("<image_soft_token>", SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,4 @@ def test_model_id(tmp_path: Path) -> None:
     assert model_id("google/gemma-3-27b-it") == "google/gemma-3-27b-it"
     assert model_id(str(tmp_path / "gemma-3-1b.v2")) == "gemma-3-1b.v2"
     assert model_id("models/here/tiny-q4.gguf") == "tiny-q4"
+    assert model_id(f"hub/models--google--gemma-3-1b-it/snapshots/{'a' * 40}") == "google/gemma-3-1b-it"

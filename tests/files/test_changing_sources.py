@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,3 +67,19 @@ def test_a_door_that_remembers(tmp_path: Path) -> None:
             again()
     forgetful.check_unchanged()
     assert forgetful.read(file) == b"three"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["written to", "made again"])
+def test_a_time_that_is_set_back_hides_nothing(again: bool, tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"one")
+    os.utime(file, ns=(0, 0))  # as archives and images with fixed times have it
+    door = Door(tmp_path, seen={})
+    door.check(file)
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    if again:
+        file.unlink()
+    file.write_bytes(b"two")
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(CheckpointError, match="x changed while it was being read"):
+        door.check_unchanged()

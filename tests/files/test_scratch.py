@@ -23,7 +23,7 @@ def listed(path: Path) -> list[str] | None:
     return ["list.json", *json.loads(file.read_text())] if file.is_file() else None
 
 
-BOX = Product("box", listed)
+BOX = Product("box", "list.json", listed)
 
 
 def fill(directory: Path, text: str) -> None:
@@ -135,6 +135,30 @@ def test_what_appears_between_the_last_look_and_the_rename_comes_back(
     with pytest.raises(ConfigError, match="does not list: thesis"):
         make(out, "two", force=True)
     assert (out / "thesis").read_text() == "mine" and names(tmp_path) == ["out"]
+
+
+def test_what_comes_into_the_old_one_after_the_last_look_stays(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the old one open, or as current directory, still writes into it."""
+    out, sync = tmp_path / "out", scratch_module._sync
+    make(out, "one")
+    inside = os.open(out, os.O_RDONLY)
+
+    def late(path: Path) -> None:
+        sync(path)
+        if path == tmp_path:
+            with open("thesis", "w", opener=lambda name, flags: os.open(name, flags, dir_fd=inside)) as file:
+                file.write("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_module, "_sync", late)
+        make(out, "two", force=True)
+    os.close(inside)
+    make(out, "three", force=True)
+    assert content(out) == "three"
+    [thesis] = tmp_path.rglob("thesis")
+    assert thesis.read_text() == "mine" and names(thesis.parent) == ["thesis"] and len(names(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -357,6 +381,11 @@ def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="is the current directory"):
         make(tmp_path / "out", "two", force=True)
     assert os.listdir() and content(tmp_path / "out") == "one"
+
+
+def test_a_mount_point_refuses_before_the_work() -> None:
+    with pytest.raises(ConfigError, match="is a mount point"), replacing(Path("/proc"), BOX, force=True):
+        raise AssertionError
 
 
 def test_an_empty_output_keeps_its_mode(tmp_path: Path) -> None:

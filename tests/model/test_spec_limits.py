@@ -66,6 +66,8 @@ def test_patterns_and_wrappers() -> None:
             Gemma3Spec.from_hf_config(plain | {"sliding_window_pattern": wrong})
     with pytest.raises(CheckpointError, match="sliding_window_pattern is both 2 and 3"):
         Gemma3Spec.from_hf_config(plain | {"sliding_window_pattern": 2, "_sliding_window_pattern": 3})
+    with pytest.raises(CheckpointError, match="sliding_window_pattern is both 3 and 6"):  # transformers reads 6
+        Gemma3Spec.from_hf_config(plain | {"_sliding_window_pattern": 3})
     for text in ([1], "x", None):
         with pytest.raises(CheckpointError, match="text_config"):
             Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": text})

@@ -49,6 +49,7 @@ def put(*path: str | int, value: Any) -> Callable[[Value], None]:
         (put("normalizer", value={"type": "Prepend", "prepend": "x" * 10**6}), "normalizer.Prepend.prepend"),
         (put("decoder", value={"type": "Sequence", "decoders": [BOMB]}), "8 times longer by its decoder"),
         (put("decoder", value={"type": "CTC", "pad_token": "x"}), "decoder"),
+        (put("decoder", value={"type": "Strip", "content": "h", "start": 0, "stop": 1}), "decoder.Strip.stop"),
         (put("pre_tokenizer", "behavior", value="Removed"), "pre_tokenizer.Split.behavior"),
         (put("pre_tokenizer", "pattern", value={"Regex": "(x+x+)+y"}), "pre_tokenizer.Split.pattern"),
         (put("model", "type", value="Unigram"), "model"),

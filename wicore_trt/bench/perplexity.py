@@ -25,7 +25,7 @@ from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import ConfigError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.text.tokenizer import FILES, Tokenizer
+from wicore_trt.text.tokenizer import FILES, Tokenizer, check_rows
 
 ROWS = 128  # logits held at once: 128 rows of a 262,144-token vocabulary are 134 MB
 
@@ -177,6 +177,7 @@ def compare(
         engine = open_engine(path)
         tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
         token_ids = read_tokens(tokenizer, text, tokens)
+        check_rows(token_ids, engine.manifest.spec.vocab_size, text or "The text")
         if expected is not None and token_ids != expected:
             raise ConfigError(
                 f"{path} and {engines[0]} have different tokenizers.", fix="Compare engines of one model."

@@ -128,7 +128,7 @@ class _Conversion:
         self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
 
     def run(self) -> list[str]:
-        """Returns what casts lost, in sentences."""
+        """Returns what casts lost and tokens that the model lacks, in sentences."""
         free = shutil.disk_usage(self._directory).free
         needed = self._total + _SPARE_BYTES
         if free < needed:
@@ -136,13 +136,13 @@ class _Conversion:
                 f"The checkpoint needs {_size(needed)} on disk, and {_size(free)} are free there.",
                 fix="Free some space or choose another output.",
             )
-        tokenizer = self._source.write_tokenizer(self._directory)
+        tokenizer, notes = self._source.write_tokenizer(self._directory), list[str]()
         from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
 
         if self._source.chat_template is not None:  # the tokenizer is our own work, the template is not
             check_template(self._source.chat_template, self._source.name)
         elif not self._source.makes_tokenizer:
-            check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
+            notes = check_tokenizer(self._directory, self._source.name, self._source.spec.vocab_size)
         origin = Origin(printable(self._source.name), self._source.revision)
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
@@ -158,7 +158,7 @@ class _Conversion:
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
-        return self._report.lines()
+        return [*notes, *self._report.lines()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:

@@ -71,7 +71,7 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
     return target
 
 
-_MODEL = Product("model", lambda path: None)
+_MODEL = Product("model", "", lambda path: None)
 
 
 def _check_same(target: Path, size: int, sha256: str) -> None:

@@ -248,7 +248,7 @@ def _listed(path: Path) -> set[str] | None:
     return {CONFIG, *files} if isinstance(files, dict) and "architecture" in config else None
 
 
-CHECKPOINT = Product("checkpoint", _listed)
+CHECKPOINT = Product("checkpoint", CONFIG, _listed)
 """What `wicore convert --force` may replace."""
 
 

@@ -295,8 +295,14 @@ def _idle_scales(checkpoint: Checkpoint, kv_dtype: str) -> tuple[str, ...]:
 
 
 def model_id(source: str) -> str:
-    """The model's name for clients: a hub id as it is, else the file or directory name without `.gguf`."""
-    return source if is_hub_id(source) and not present(Path(source)) else Path(source).name.removesuffix(".gguf")
+    """The model's name for clients: a hub id as it is, that of a snapshot in the hub's cache, else the file or
+    directory name without `.gguf`."""
+    path = Path(source)
+    if is_hub_id(source) and not present(path):
+        return source
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name.removesuffix(".gguf")
 
 
 def _tools() -> dict[str, str]:

@@ -160,7 +160,7 @@ def _listed(path: Path) -> set[str] | None:
     return {MANIFEST_NAME, *files} if data.get("kind") == KIND and isinstance(files, dict) else None
 
 
-ENGINE = Product("engine", _listed)
+ENGINE = Product("engine", MANIFEST_NAME, _listed)
 """What `wicore build --force` may replace."""
 
 

@@ -213,9 +213,11 @@ def _layer_groups(text: _Text, place: str) -> tuple[str, ...]:
         if unknown:
             raise CheckpointError(f"{place}: layer_types names {shown(unknown)}; Gemma 3 has {', '.join(_KINDS)}.")
         return tuple(_KINDS[kind] for kind in text.layer_types)
-    patterns = {p for p in (text.sliding_window_pattern, text.old_window_pattern) if p is not None}
-    if len(patterns) > 1:
-        raise CheckpointError(f"{place}: sliding_window_pattern is both {' and '.join(map(str, sorted(patterns)))}.")
-    pattern = patterns.pop() if patterns else 6
+    pattern = 6 if text.sliding_window_pattern is None else text.sliding_window_pattern
+    old = text.old_window_pattern  # transformers writes it and never reads it
+    if old not in (None, pattern):
+        raise CheckpointError(
+            f"{place}: sliding_window_pattern is both {' and '.join(map(str, sorted([pattern, old])))}."
+        )
     check_whole("sliding_window_pattern", pattern, 1, 1 << 20)
     return tuple(LOCAL if (i + 1) % pattern else GLOBAL for i in range(text.num_hidden_layers))

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from wicore_trt.errors import EngineFormatError, InvalidRequestError, shown
+from wicore_trt.errors import ConfigError, EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 from wicore_trt.text.tokenizer_file import read_tokenizer
@@ -37,7 +37,9 @@ _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
 class Tokenizer:
-    """The tokenizer of one engine or checkpoint directory, whose ids are below `vocab_size`.
+    """The tokenizer of one engine or checkpoint directory, whose ids are below `vocab_size`, and without added tokens
+    below `model_size`. Added tokens may lie beyond the rows of the embedding, as <image_soft_token> of Gemma 3 1B does:
+    who gives ids to a model refuses those.
 
     `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
     stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
@@ -59,6 +61,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
 
@@ -153,6 +156,14 @@ class Tokenizer:
             assert self.bos_id is not None
             ids.insert(0, self.bos_id)
         return ids
+
+
+def check_rows(token_ids: Sequence[int], vocab_size: int, text: object) -> None:
+    """Raise ConfigError when `text` has an id that is no row of an embedding with `vocab_size` rows."""
+    if token_ids and max(token_ids) >= vocab_size:
+        raise ConfigError(
+            f"{text} has the token id {max(token_ids)}, for which the model has no row.", fix="Take that token out."
+        )
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:

@@ -89,7 +89,7 @@ class _Strip(_Part):
     type: Literal["Strip"]
     content: _Character
     start: Annotated[int, Field(ge=0, le=16)]
-    stop: Annotated[int, Field(ge=0, le=16)]
+    stop: Literal[0]  # the library panics on a token of fewer characters
 
 
 class _Decoders(_Part):

@@ -49,7 +49,7 @@ from wicore_trt.runtime.dtypes import E4M3
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.scratch import replacing
-from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.text.tokenizer import Tokenizer, check_rows
 
 DEFAULT_TOKENS = 2048
 PIECE = 512  # tokens of a sequence
@@ -112,7 +112,7 @@ def calibrate_checkpoint(
 def _calibrate(
     whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress | None
 ) -> StaticScales:
-    token_ids = _token_ids(calibration, tokenizer)
+    token_ids = _token_ids(calibration, tokenizer, whole.spec.vocab_size)
     amax = measure(whole, token_ids, tokenizer.bos_id, progress)
     wrong = [name for name, value in amax.items() if not np.isfinite(value)]
     if wrong:
@@ -130,7 +130,7 @@ def _calibrate(
     )
 
 
-def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer) -> list[int]:
+def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     path = calibration.text
     text = Door(error=ConfigError, fix="Give a plain text file.").text(path, limit=_TEXT_BYTES)
     token_ids = tokenizer.encode(text, add_bos=False)
@@ -139,6 +139,7 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer) -> list[int]:
             f"{path} has {len(token_ids)} tokens, not {calibration.tokens}.",
             fix="Give a longer text, or lower --calibrate-tokens.",
         )
+    check_rows(token_ids, vocab_size, path)
     return token_ids[: calibration.tokens]
 
 
