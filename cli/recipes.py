@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="List and show the packaged recipes.", rich_markup_mode=None)
+app = typer.Typer(help="List and show the packaged recipes.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """List and show the packaged recipes: settings for a model on a machine. Without a command, list them."""
+    if context.invoked_subcommand is None:
+        list_command()
 
 
 @app.command("list")

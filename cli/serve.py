@@ -1,7 +1,7 @@
 """`wicore serve`: load an engine and answer gRPC until a signal.
 
-Invariant: standard output carries one line, `listening on ADDRESS`, or what --print-config prints; the log goes to
-standard error.
+Invariant: standard output carries one line, `ready on ADDRESS` when it serves, or what --print-config prints; the log
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def command(
     if print_config:
         print(loaded.render(), end="")
         return 0
+    directory = loaded.settings.engine
+    if recipe is not None and engine is None and directory is not None and not Path(directory).exists():
+        from wicore_trt.files import quoted
+
+        fix = f"Build it: wicore build --recipe {quoted(recipe)}"
+        raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
     return serve(loaded.settings)
 
 
@@ -159,6 +165,6 @@ def serve(settings: Any) -> int:
         return TextEngine(engine.core, engine.tokenizer, engine.info, max_waiting=settings.scheduler.max_waiting)
 
     def announce(address: str) -> None:
-        print(f"listening on {address}", flush=True)
+        print(f"ready on {address}", flush=True)
 
     return run_server(settings.server, load, announce, max_context)

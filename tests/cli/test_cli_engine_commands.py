@@ -131,6 +131,9 @@ def test_inspect_checkpoint(source: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["recipes"]) == 0
+    plain = capsys.readouterr().out
+    assert run(["recipes", "list"]) == 0 and capsys.readouterr().out == plain and "gemma3-270m-cpu" in plain
     assert run(["recipes", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert "gemma3-270m-cpu" in [r["name"] for r in listed] and all(r["about"] for r in listed)
