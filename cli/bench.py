@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.errors import missing_package
+
 if TYPE_CHECKING:
     from wicore_trt.bench.report import Roof
     from wicore_trt.bench.session import Session
@@ -72,7 +74,7 @@ def latency(
 
     Figures are medians. A decode step is (time for all tokens - time for one token) / (output tokens - 1).
     """
-    _need("grpc", "serve")
+    _need("grpc")
     from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
     from wicore_trt.bench.runs import run_latency, sweep
     from wicore_trt.cli._ui import print_table, progress
@@ -130,7 +132,7 @@ def throughput(
 
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
-    _need("grpc", "serve")
+    _need("grpc")
     from wicore_trt.bench.measure import Slo
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputPlan, run_throughput
@@ -171,7 +173,7 @@ def perplexity(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of engines on the same tokens, and how much each differs from the first."""
-    _need("torch", "torch")
+    _need("torch")
     from wicore_trt.bench.perplexity import COLUMNS, compare, row
     from wicore_trt.bench.report import make_report
     from wicore_trt.cli._ui import print_json, print_table, progress
@@ -189,14 +191,10 @@ def perplexity(
     print_table("perplexity", COLUMNS, [row(result) for result in results])
 
 
-def _need(package: str, extra: str) -> None:
+def _need(package: str) -> None:
     """Raise EnvironmentUnfitError when an optional package is missing."""
-    if find_spec(package) is None:
-        from wicore_trt.errors import EnvironmentUnfitError
-
-        raise EnvironmentUnfitError(
-            f"This benchmark needs {package}, which is not installed.", fix=f"Run: pip install 'wicore-trt[{extra}]'"
-        )
+    if find_spec(package) is None and (lacking := missing_package(package)):
+        raise lacking
 
 
 def _session(

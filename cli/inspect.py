@@ -83,7 +83,10 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
 
 def _cpu_kernels(engine: EngineDir) -> str:
     """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
-    from wicore_trt.backends.torch.native_ops import unsupported
+    try:
+        from wicore_trt.backends.torch.native_ops import unsupported
+    except ModuleNotFoundError as error:
+        return f"unknown here, {error.name} is not installed"
     from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
     from wicore_trt.errors import CheckpointError
 

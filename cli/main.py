@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.errors import EnvironmentUnfitError, WicoreError, missing_package
 
 INTERRUPTED = 130
 COMPLAIN_MS = 1000
@@ -81,6 +81,9 @@ def run(args: list[str]) -> int:
             return code
         if debug:
             raise
+        if lacking := missing_package(error.name if isinstance(error, ModuleNotFoundError) else None):
+            _say(str(lacking))
+            return lacking.exit_code
         _say(f"unexpected {type(error).__name__}: {error}")
         _complain("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
         return 1

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.errors import EngineFormatError
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"
 
@@ -139,12 +139,7 @@ def serve(settings: Any) -> int:
     from wicore_trt.serve import log
 
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
-    try:
-        from wicore_trt.serve.lifecycle import run_server
-    except ImportError as error:
-        raise EnvironmentUnfitError(
-            f"Serving needs a package that is not installed ({error.name}).", fix="Run: pip install 'wicore-trt[serve]'"
-        ) from error
+    from wicore_trt.serve.lifecycle import run_server
 
     max_context = None
     if settings.engine is not None:

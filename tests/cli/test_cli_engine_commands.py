@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ def test_inspect_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["inspect", str(engine.path)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "not checked" in out and engine.manifest.fingerprint in out
+
+
+def test_inspect_without_torch(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(source, tmp_path / "engine")
+    monkeypatch.delitem(sys.modules, "wicore_trt.backends.torch.native_ops", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run(["inspect", str(engine.path)]) == 0
+    assert "unknown here, torch is not installed" in capsys.readouterr().out
 
 
 def test_inspect_names_corrupted_files_and_exits_4(

@@ -116,6 +116,16 @@ def test_known_errors_are_one_line_and_their_code(
     assert captured.err == f"error: {' '.join(str(error).split())}\n" and captured.out == ""
 
 
+@pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("grpc.aio", "serve"), ("triton", "triton")])
+def test_a_missing_extra_is_named(command: Any, capsys: pytest.CaptureFixture[str], module: str, extra: str) -> None:
+    command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
+    assert cli.run(["doctor"]) == 4
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"pip install -e '.[{extra}]'" in err and "bug" not in err
+    command(raising(ModuleNotFoundError("No module named 'wicore_trt.x'", name="wicore_trt.x")))
+    assert cli.run(["doctor"]) == 1 and "bug in wicore" in capsys.readouterr().err
+
+
 def test_interrupt_exits_130(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for error in (KeyboardInterrupt(), typer.Abort()):
         command(raising(error))

@@ -123,7 +123,7 @@ def test_without_tensorrt_it_says_what_to_install(
     make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
-    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[tensorrt\]'"):
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[tensorrt\]'"):
         build(make_source(), tmp_path / "engine")
 
 
