@@ -85,6 +85,7 @@ def latency(
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
         roof = session.roof()
+        report("measuring the machine", 1, 1)
         points, model = session.run(
             lambda server: run_latency(server, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
         )
@@ -151,8 +152,10 @@ def throughput(
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
         roof = session.roof()
+        report("measuring the machine", 1, 1)
         report("measuring requests", 0, 1)
         measured, model = session.run(lambda server: run_throughput(server, plan, warmups=warmups, slo=slo))
+        report("measuring requests", 1, 1)
     result = throughput_result(measured, plan, roof)
     if as_json:
         parameters = {"warmups": warmups, "slo_ms": limits, "threads": threads, "recipe": recipe}

@@ -35,7 +35,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Complete one prompt, without a server."""
-    from wicore_trt.llm import LLM
+    from wicore_trt.cli._ui import progress
     from wicore_trt.types import SamplingParams
 
     params = SamplingParams(
@@ -50,7 +50,13 @@ def command(
         ignore_eos=ignore_eos,
     )
     text = _read_prompt(prompt)
-    with LLM(engine, executor__threads=threads) as llm:
+    with progress(quiet=as_json) as report:
+        report(f"loading {engine}", 0, 1)
+        from wicore_trt.llm import LLM
+
+        llm = LLM(engine, executor__threads=threads)
+        report(f"loading {engine}", 1, 1)
+    with llm:
         started = time.perf_counter()
         outputs = llm.chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
         parts: list[str] = []

@@ -237,7 +237,7 @@ def test_killed_build_leaves_no_engine_and_the_next_one_cleans_up(make_source: M
 def test_progress_and_tools(make_source: MakeSource, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     engine = build_engine(make_source(), tmp_path / "engine", progress=lambda *report: seen.append(report))
-    assert [*dict.fromkeys(phase for phase, _, _ in seen)] == ["convert", "weights", "hash"]
+    assert [*dict.fromkeys(phase for phase, _, _ in seen)] == ["read", "convert", "weights"]
     assert all(0 <= done <= total for _, done, total in seen)
     assert {"python", "wicore-trt", "safetensors"} <= set(engine.manifest.tools)
     assert json.loads((engine.path / "engine.json").read_text())["kind"] == "wicore-engine"

@@ -85,6 +85,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
+        if progress:
+            progress("read", 0, 1)
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
@@ -147,6 +149,8 @@ class _Conversion:
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
+        if self._progress:
+            self._progress("read", 1, 1)
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()

@@ -23,6 +23,7 @@ from wicore_trt.engine.directory import (
     ENGINE,
     EngineDir,
     Progress,
+    counted,
     describe_files,
     open_engine,
 )
@@ -232,25 +233,24 @@ def _lay_out(
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
     kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    for rank, path in enumerate(checkpoint.rank_files):
-        _report(progress, "weights", rank, len(checkpoint.rank_files))
+    moved = counted(progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+    for path in checkpoint.rank_files:
         weights[path.name] = place_weights(
             path,
             partial / path.name,
             checkpoint.files[path.name],
             drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)),
             damaged=lambda part, name=path.name: checkpoint.damaged(name, part),  # type: ignore[misc]
+            moved=moved,
         )
     for path in checkpoint.tokenizer_files:
         (partial / path.name).write_bytes(checkpoint.read(path.name))
-    _report(progress, "hash", 0, 1)
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         write_tokenizer(partial)
     weights_hash = hash_weights(list(weights.values()))
-    files = describe_files(partial, weights)
-    _report(progress, "hash", 1, 1)
+    files = describe_files(partial, weights)  # but weights, a few MB
     computed: dict[str, Any] = {
         "spec": checkpoint.spec,
         "weights_hash": weights_hash,
@@ -307,8 +307,3 @@ def _tools() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _report(progress: Progress | None, phase: str, done: int, total: int) -> None:
-    if progress:
-        progress(phase, done, total)
