@@ -29,8 +29,10 @@ def command(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option(help="Wrap the prompt as a user turn of the model's chat template.")] = False,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-sequence tokens.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap the prompt as a user turn of the model's chat template.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _OK, _UNCHECKED = "ok", "not checked"
 _UNLISTED = "not listed"
+_MANY = 8
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -45,13 +46,24 @@ def command(
         print_table("KV cache", columns, [tuple(row.values()) for row in report["kv"]])
         if report.get("compiled"):
             print_plans(report["compiled"])
-        files = [(f["name"], human_bytes(f["bytes"]), f["state"]) for f in report["files"]]
+        files = [(name, human_bytes(size), state) for name, size, state in _gathered(report["files"])]
         print_table("files", ("name", "size", "hash"), files)
     bad = [f"{f['name']} is {f['state']}" for f in report["files"] if f["state"] not in (_OK, _UNCHECKED)]
     if verify and bad:
         from wicore_trt.errors import EngineFormatError
 
         raise EngineFormatError(f"{report['kind']} {path}: {', '.join(bad)}.", fix=again)
+
+
+def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    """(name, bytes, state) of files; the many of one directory that are alike in one row, those that are bad apart."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        folder = file["name"].rpartition("/")[0]
+        alike = [f for f in files if folder and f["name"].rpartition("/")[0] == folder and f["state"] == file["state"]]
+        together = len(alike) > _MANY and file["state"] in (_OK, _UNCHECKED)
+        rows[f"{folder}/: {len(alike)} files" if together else file["name"]] = alike if together else [file]
+    return [(name, sum(f["bytes"] for f in row), row[0]["state"]) for name, row in rows.items()]
 
 
 def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:

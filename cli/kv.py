@@ -45,12 +45,14 @@ def simulate(
         bool, typer.Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
     ] = False,
     bytes_per_token: Annotated[
-        int, typer.Option("--bytes-per-token", min=0, help="KV bytes of global layers.")
+        int, typer.Option("--bytes-per-token", min=0, metavar="N", help="KV bytes of global layers.")
     ] = 81_920,
     window_bytes: Annotated[
-        int, typer.Option("--window-bytes", min=0, help="KV bytes of sliding windows at one resume point.")
+        int, typer.Option("--window-bytes", min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Replay only the first requests.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="N", help="Replay only the first requests.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay a trace: token hit rate per tier and bytes moved between tiers."""

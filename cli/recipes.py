@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from wicore_trt.cli._complete import complete_recipes
+
 app = typer.Typer(help="List and show the packaged recipes.", rich_markup_mode=None)
 
 
@@ -34,7 +36,7 @@ def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
 @app.command("show")
 def show_command(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe name or path.", autocompletion=complete_recipes)],
     raw: Annotated[bool, typer.Option("--raw", help="Print the file itself, to copy and edit.")] = False,
 ) -> None:
     """Print the final values of a recipe and where each one came from."""

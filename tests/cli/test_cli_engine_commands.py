@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_source import write_tiny_source
 
+from wicore_trt.cli.inspect import _gathered
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
@@ -63,6 +64,26 @@ def test_build_from_a_recipe_and_flags_over_it(
     assert (manifest.page_tokens, manifest.dtype) == (4, "float16")
     assert run(["build", str(source)]) == 3
     assert "SOURCE and an OUTPUT" in capsys.readouterr().err
+
+
+def test_an_unknown_backend(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["build", str(source), str(tmp_path / "e"), "--backend", "tritn"]) == 2
+    monkeypatch.setenv("WICORE_BUILD__BACKEND", "tritn")
+    assert run(["build", str(source), str(tmp_path / "e")]) == 3
+    assert "no backend 'tritn'" in capsys.readouterr().err
+
+
+def test_many_files_of_a_directory_are_one_row() -> None:
+    files = [{"name": f"kernels/sm90/k{i}", "bytes": 2, "state": "ok"} for i in range(20)]
+    files[3]["state"] = "corrupted"
+    files.append({"name": "tokenizer.json", "bytes": 1, "state": "ok"})
+    assert _gathered(files) == [
+        ("kernels/sm90/: 19 files", 38, "ok"),
+        ("kernels/sm90/k3", 2, "corrupted"),
+        ("tokenizer.json", 1, "ok"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ from wicore_trt.cli import app as commands
 from wicore_trt.cli import main as cli
 
 HEAVY = ("torch", "grpc", "numpy", "transformers", "huggingface_hub", "safetensors", "tokenizers", "yaml")
+INNER = [
+    *(["bench", name] for name in ("latency", "throughput", "perplexity")),
+    *(["kv", name] for name in ("plan", "inspect", "verify", "purge", "simulate")),
+    *(["recipes", name] for name in ("list", "show")),
+]
 COMMANDS = [name for names in commands.PANELS.values() for name in names]
 
 
@@ -73,6 +78,22 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for args in [*([name] for name in COMMANDS), *INNER]:
+        assert cli.run([*args, "--help"]) == 0
+        assert "…" not in capsys.readouterr().out, f"{args}: something is cut"
+
+
+def test_the_shell_completes_names_of_backends_and_recipes() -> None:
+    def completed(words: str) -> list[str]:
+        environ = {"_WICORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return wicore(**environ).stdout.split()
+
+    assert completed("wicore build --backend t") == ["torch", "triton", "tensorrt", "tensorrt-llm"]
+    assert "gemma3-27b-fp8-h100" in completed("wicore build --recipe gemma3-27b")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -154,6 +175,8 @@ def test_unexpected_errors_are_short_and_say_how_to_see_more(
     monkeypatch.setenv("WICORE_DEBUG", "0")
     with pytest.raises(ZeroDivisionError):
         cli.run(["--debug", "doctor"])
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["doctor", "--debug"])
 
 
 def test_returned_and_exited_codes(command: Any) -> None:

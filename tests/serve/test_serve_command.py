@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
+from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 from serving import expected, process
 
+from wicore_trt.cli import build, serve
 from wicore_trt.cli.main import run
+from wicore_trt.config import load_settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
 
@@ -31,6 +37,40 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
     for line in ("port: 7002  # flag", "grace_s: 9.0  # env WICORE_SERVER__GRACE_S", "reflection: false  # flag"):
         assert line in out
     assert f'engine: "{tmp_path}"  # flag' in out and "hidden" not in out
+
+
+def test_settings_are_explained_without_an_engine_and_help_shows_their_defaults(capsys):
+    assert run(["serve", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "  # Which pages leave a full tier first;" in out and "  # policies on a trace. One of cost, lru, a2cr." in out
+    )
+    for module in (serve, build):
+        shown, keys = defaults_of(module), flags_of(module)
+        assert keys.keys() <= shown.keys()
+        for name, key in keys.items():
+            default = value_of(load_settings(), key)
+            if default is not None and default != ():
+                assert value_of(load_settings(None, {key: shown[name]}), key) == default, f"{name} shows {shown[name]}"
+
+
+def defaults_of(module):
+    """{parameter: what help shows as its default} of a command."""
+    hints = get_type_hints(module.command, include_extras=True)
+    return {name: hint.__metadata__[0].show_default for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def flags_of(module):
+    """{parameter: setting} of the dict that a command makes of its flags."""
+    tree = ast.parse(inspect.getsource(module.command))
+    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.Dict) and any(k.value == "engine" for k in n.keys)]
+    pairs = zip(found.keys, found.values, strict=True)
+    names = ((key.value, value.values[0] if isinstance(value, ast.BoolOp) else value) for key, value in pairs)
+    return {value.id: key for key, value in names if isinstance(value, ast.Name) and value.id != "source"}
+
+
+def value_of(settings, key):
+    return reduce(getattr, key.split("."), settings)
 
 
 @pytest.mark.parametrize(
