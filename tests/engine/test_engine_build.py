@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -183,6 +184,18 @@ def test_options_must_describe_the_checkpoint(make_source: MakeSource, tmp_path:
     for options, error in (({"dtype": "float16"}, "Convert the source with --dtype"), ({"tp_size": 2}, "--tp 2")):
         with pytest.raises(ConfigError, match=error):
             build_engine(checkpoint.path, tmp_path / "engine", **options)  # type: ignore[arg-type]
+
+
+def test_a_disk_that_holds_the_checkpoint_but_no_engine_beside_it(
+    make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source()
+    checkpoint = convert(source, tmp_path / "checkpoint", dtype="bfloat16")
+    weights = checkpoint.files["rank0.safetensors"].bytes
+    for free, origin in ((weights + (64 << 20), source), ((64 << 20) + weights // 2, checkpoint.path)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(1 << 40, 0, free))
+        with pytest.raises(EnvironmentUnfitError, match="on disk, and .* are free"):
+            build_engine(origin, tmp_path / "engine")
 
 
 @pytest.mark.parametrize("step", ["place_weights", "hash_weights", "describe_files", "open_engine"])

@@ -111,11 +111,14 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     )
     created = _created()
     _check_options(options, source)
+    if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
+        options = replace(options, dtype="bfloat16")
     compiler = find_backend(options.backend)
     with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
         checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
         _check_fit(checkpoint, options)
+        compiler.check(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
         name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else printable(str(source))
@@ -184,15 +187,20 @@ def _checkpoint_of(
     if options.dummy:
         return dummy_checkpoint(options.dummy, options.dtype)
     unified = is_unified_checkpoint(Path(source))
+    from wicore_trt.checkpoint.convert import check_room, convert
+
     if unified and not options.calibration:
-        return open_checkpoint(Path(source))
-    from wicore_trt.checkpoint.convert import convert
+        checkpoint = open_checkpoint(Path(source))
+        if checkpoint.spec.tie_word_embeddings:  # its weights are copied, not linked: an engine has one embedding
+            check_room(work.parent, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+        return checkpoint
 
     return convert(
         source,
         work,
-        dtype="bfloat16" if options.dtype == "auto" and not unified else options.dtype,
+        dtype=options.dtype,
         tp_size=options.tp_size,
+        for_engine=True,
         revision=options.revision,
         calibration=options.calibration,
         progress=progress,

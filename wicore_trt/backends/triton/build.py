@@ -41,6 +41,8 @@ class TritonBackend:
             raise ConfigError(
                 "backend 'triton' has no float32 kernels.", fix=f"Use --dtype {', '.join(DTYPES)} or fp8."
             )
+        if options.tp_size != 1:
+            raise ConfigError("backend 'triton' runs on one GPU.", fix="Leave --tp out.")
         try:
             import triton  # noqa: F401 -- imported to see that it is here
         except ImportError as error:
@@ -49,6 +51,9 @@ class TritonBackend:
 
     def default_context(self, limit: int) -> int:
         return limit
+
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        shape_of(checkpoint, options)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
