@@ -104,6 +104,17 @@ def test_every_command_is_its_own_file_and_has_help(name: str, capsys: pytest.Ca
     assert f"wicore {name}" in capsys.readouterr().out
 
 
+def test_public_names_are_there_and_cost_nothing() -> None:
+    code = (
+        "import sys, wicore_trt\n"
+        "assert not [m for m in sys.modules if m.startswith('wicore_trt.')]\n"
+        "for name in wicore_trt.__all__: assert getattr(wicore_trt, name)\n"
+        "assert issubclass(wicore_trt.ConfigError, wicore_trt.WicoreError)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_version() -> None:
     from wicore_trt import __version__
 
