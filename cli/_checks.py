@@ -112,9 +112,11 @@ def _memory() -> Row:
 
 
 def _torch() -> Row:
-    fix = "pip install 'wicore-trt[torch]'"
+    from wicore_trt.errors import install
+
+    fix = install("torch")
     if find_spec("torch") is None:
-        return Row("torch", FAIL, "not installed", fix)
+        return Row("torch", WARN, "not installed; engines are built without it, and run with it", fix)
     try:
         import torch
     except Exception as error:
@@ -165,17 +167,17 @@ def _tensorrt() -> Row:
             return Row("tensorrt", OK, f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return Row("tensorrt", OK, "not installed; builds with --backend tensorrt need pip install 'wicore-trt[tensorrt]'")
+    return Row("tensorrt", OK, "not installed; builds with --backend tensorrt need the extra tensorrt")
 
 
 def _extras() -> Row:
+    from wicore_trt.errors import install
+
     missing = [extra for extra, modules in EXTRAS.items() if any(find_spec(m) is None for m in modules)]
     have = [extra for extra in EXTRAS if extra not in missing]
     found = f"have {', '.join(have) or 'none'}"
     if missing:
-        return Row(
-            "extras", WARN, f"{found}; lack {', '.join(missing)}", f"pip install 'wicore-trt[{','.join(missing)}]'"
-        )
+        return Row("extras", WARN, f"{found}; lack {', '.join(missing)}", install(*missing))
     return Row("extras", OK, found)
 
 

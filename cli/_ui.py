@@ -67,21 +67,24 @@ def progress(*, quiet: bool = False) -> Iterator[Progress]:
 @contextmanager
 def _bars() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as display:
         tasks: dict[str, TaskID] = {}
 
         def report(phase: str, done: int, total: int) -> None:
+            whole = None if (done, total) == (0, 1) else total  # a phase without steps: the bar moves all the same
             if phase not in tasks:
-                tasks[phase] = display.add_task(phase, total=total)
-            display.update(tasks[phase], completed=done, total=total)
+                tasks[phase] = display.add_task(phase, total=whole)
+            display.update(tasks[phase], completed=done, total=whole)
 
         yield report
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.errors import missing_package
+
 if TYPE_CHECKING:
     from wicore_trt.bench.report import Roof
     from wicore_trt.bench.session import Session
@@ -72,7 +74,7 @@ def latency(
 
     Figures are medians. A decode step is (time for all tokens - time for one token) / (output tokens - 1).
     """
-    _need("grpc", "serve")
+    _need("grpc")
     from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
     from wicore_trt.bench.runs import run_latency, sweep
     from wicore_trt.cli._ui import print_table, progress
@@ -83,6 +85,7 @@ def latency(
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
         roof = session.roof()
+        report("measuring the machine", 1, 1)
         points, model = session.run(
             lambda server: run_latency(server, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
         )
@@ -130,7 +133,7 @@ def throughput(
 
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
-    _need("grpc", "serve")
+    _need("grpc")
     from wicore_trt.bench.measure import Slo
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputCase, run_throughput
@@ -149,8 +152,10 @@ def throughput(
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
         roof = session.roof()
+        report("measuring the machine", 1, 1)
         report("measuring requests", 0, 1)
         measured, model = session.run(lambda server: run_throughput(server, plan, warmups=warmups, slo=slo))
+        report("measuring requests", 1, 1)
     result = throughput_result(measured, plan, roof)
     if as_json:
         parameters = {"warmups": warmups, "slo_ms": limits, "threads": threads, "recipe": recipe}
@@ -171,7 +176,7 @@ def perplexity(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of engines on the same tokens, and how much each differs from the first."""
-    _need("torch", "torch")
+    _need("torch")
     from wicore_trt.bench.perplexity import COLUMNS, compare, row
     from wicore_trt.bench.report import make_report
     from wicore_trt.cli._ui import print_json, print_table, progress
@@ -189,14 +194,10 @@ def perplexity(
     print_table("perplexity", COLUMNS, [row(result) for result in results])
 
 
-def _need(package: str, extra: str) -> None:
+def _need(package: str) -> None:
     """Raise EnvironmentUnfitError when an optional package is missing."""
-    if find_spec(package) is None:
-        from wicore_trt.errors import EnvironmentUnfitError
-
-        raise EnvironmentUnfitError(
-            f"This benchmark needs {package}, which is not installed.", fix=f"Run: pip install 'wicore-trt[{extra}]'"
-        )
+    if find_spec(package) is None and (lacking := missing_package(package)):
+        raise lacking
 
 
 def _session(

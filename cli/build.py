@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wicore_trt.cli._complete import complete_backends, complete_recipes
+
 if TYPE_CHECKING:
     from wicore_trt.engine.options import DummyModel
 
@@ -17,30 +19,62 @@ def command(
     ] = None,
     output: Annotated[Path | None, typer.Argument(help="Engine directory to write.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe, by name or path, for everything that is not given here.")
+        str | None,
+        typer.Option(
+            autocompletion=complete_recipes, help="Recipe, by name or path, for everything that is not given here."
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or fp8.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            show_default="auto",
+            help="float32, bfloat16, float16, fp8, or auto: a checkpoint's own, bfloat16 of a source.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(show_default="auto", help="float32, bfloat16, float16, fp8, or auto: that of the activations."),
+    ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="How the engine computes: torch, triton, tensorrt or tensorrt-llm.")
+        str | None,
+        typer.Option(
+            autocompletion=complete_backends,
+            show_default="torch",
+            help="How the engine computes: torch, triton, tensorrt or tensorrt-llm.",
+        ),
     ] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="GPU architectures to compile for, such as sm89 or sm80,sm89.")
+        list[str] | None,
+        typer.Option(metavar="SM", help="GPU architectures to compile for, such as sm89 or sm80,sm89."),
     ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=64, metavar="N", show_default="1", help="GPUs to split the weights over.")
+    ] = None,
     page_tokens: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Tokens per KV page, a power of two. Default 32.")
+        int | None,
+        typer.Option(min=1, max=65536, metavar="N", show_default="32", help="Tokens per KV page, a power of two."),
     ] = None,
     max_context: Annotated[
-        int | None, typer.Option(min=1, help="Longest sequence in tokens. Default: the model's.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Longest sequence in tokens. Default: the model's; tensorrt: 8192."),
     ] = None,
-    max_batch: Annotated[int | None, typer.Option(min=1, help="Compiled engines: sequences of a decode step.")] = None,
-    max_chunk: Annotated[int | None, typer.Option(min=1, help="Compiled engines: tokens of a prefill step.")] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="8", help="Compiled engines: sequences of a decode step."),
+    ] = None,
+    max_chunk: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the text to use.")] = 2048,
-    kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
+    calibrate_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")
+    ] = 2048,
+    no_kv_scales: Annotated[
+        bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
+    ] = False,
     dummy_weights: Annotated[
         bool,
         typer.Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),
@@ -61,6 +95,7 @@ def command(
     from wicore_trt.cli._ui import human_bytes, print_json, progress
     from wicore_trt.config import load_settings
     from wicore_trt.engine.build import build_engine
+    from wicore_trt.engine.options import BACKENDS
     from wicore_trt.errors import ConfigError
 
     dummy = None
@@ -83,11 +118,16 @@ def command(
     settings = load_settings(recipe, flags)
     if settings.build.source is None or settings.engine is None:
         raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")
+    if settings.build.backend not in BACKENDS:
+        said = f"there is no backend {settings.build.backend!r}."
+        if backend is not None:
+            raise typer.BadParameter(said, param_hint="--backend")
+        raise ConfigError(said, fix=f"Known: {', '.join(BACKENDS)}.")
     calibration = None
     if calibrate is not None:
         from wicore_trt.backends.torch.calibrate import TextCalibration
 
-        calibration = TextCalibration(calibrate, calibrate_tokens, kv_scales)
+        calibration = TextCalibration(calibrate, calibrate_tokens, not no_kv_scales)
     lost: list[str] = []
     with progress(quiet=json) as report:
         engine = build_engine(

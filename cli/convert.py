@@ -14,13 +14,17 @@ def command(
     ],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8. auto: the source's.")] = "auto",
-    tp: Annotated[int, typer.Option(min=1, max=64, help="GPUs to split the weights over.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the text to use.")] = 2048,
-    kv_scales: Annotated[bool, typer.Option(help="With --calibrate: scales for an FP8 KV cache too.")] = True,
+    calibrate_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")
+    ] = 2048,
+    no_kv_scales: Annotated[
+        bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -40,7 +44,7 @@ def command(
     if calibrate is not None:
         from wicore_trt.backends.torch.calibrate import TextCalibration
 
-        calibration = TextCalibration(calibrate, calibrate_tokens, kv_scales)
+        calibration = TextCalibration(calibrate, calibrate_tokens, not no_kv_scales)
     with progress(quiet=json) as report:
         checkpoint = convert(
             source,

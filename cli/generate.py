@@ -29,13 +29,15 @@ def command(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option(help="Wrap the prompt as a user turn of the model's chat template.")] = False,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-sequence tokens.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap the prompt as a user turn of the model's chat template.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Complete one prompt, without a server."""
-    from wicore_trt.llm import LLM
+    from wicore_trt.cli._ui import progress
     from wicore_trt.types import SamplingParams
 
     params = SamplingParams(
@@ -50,7 +52,13 @@ def command(
         ignore_eos=ignore_eos,
     )
     text = _read_prompt(prompt)
-    with LLM(engine, executor__threads=threads) as llm:
+    with progress(quiet=as_json) as report:
+        report(f"loading {engine}", 0, 1)
+        from wicore_trt.llm import LLM
+
+        llm = LLM(engine, executor__threads=threads)
+        report(f"loading {engine}", 1, 1)
+    with llm:
         started = time.perf_counter()
         outputs = llm.chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
         parts: list[str] = []

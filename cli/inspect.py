@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from wicore_trt.checkpoint.records import FileRecord
-    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.model.spec import Gemma3Spec
 
 _OK, _UNCHECKED = "ok", "not checked"
 _UNLISTED = "not listed"
+_MANY = 8
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -26,11 +29,13 @@ def command(
 ) -> None:
     """Show the model, sizes, KV bytes and files of an engine or a checkpoint."""
     from wicore_trt.cli._plans import print_plans
-    from wicore_trt.cli._ui import human_bytes, print_json, print_table
+    from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
     from wicore_trt.engine.build import is_unified_checkpoint
 
     is_checkpoint = is_unified_checkpoint(path) and not (path / "engine.json").exists()
-    report = _checkpoint(path, verify=verify) if is_checkpoint else _engine(path, verify=verify)
+    with progress(quiet=json or not verify) as report_progress:
+        look = _checkpoint if is_checkpoint else _engine
+        report = look(path, verify=verify, progress=report_progress)
     again = report.pop("again")
     if json:
         print_json(report)
@@ -41,7 +46,7 @@ def command(
         print_table("KV cache", columns, [tuple(row.values()) for row in report["kv"]])
         if report.get("compiled"):
             print_plans(report["compiled"])
-        files = [(f["name"], human_bytes(f["bytes"]), f["state"]) for f in report["files"]]
+        files = [(name, human_bytes(size), state) for name, size, state in _gathered(report["files"])]
         print_table("files", ("name", "size", "hash"), files)
     bad = [f"{f['name']} is {f['state']}" for f in report["files"] if f["state"] not in (_OK, _UNCHECKED)]
     if verify and bad:
@@ -50,9 +55,20 @@ def command(
         raise EngineFormatError(f"{report['kind']} {path}: {', '.join(bad)}.", fix=again)
 
 
-def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
+def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    """(name, bytes, state) of files; the many of one directory that are alike in one row, those that are bad apart."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        folder = file["name"].rpartition("/")[0]
+        alike = [f for f in files if folder and f["name"].rpartition("/")[0] == folder and f["state"] == file["state"]]
+        together = len(alike) > _MANY and file["state"] in (_OK, _UNCHECKED)
+        rows[f"{folder}/: {len(alike)} files" if together else file["name"]] = alike if together else [file]
+    return [(name, sum(f["bytes"] for f in row), row[0]["state"]) for name, row in rows.items()]
+
+
+def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.cli._plans import plans_report
-    from wicore_trt.engine.directory import file_state, open_engine
+    from wicore_trt.engine.directory import counted, file_state, open_engine
 
     engine = open_engine(path, verify=False)
     about = engine.manifest.to_dict()
@@ -63,6 +79,7 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
     if engine.manifest.backend == "torch":
         about["cpu_kernels"] = _cpu_kernels(engine)
     plans = plans_report(engine)
+    moved = counted(progress, "verify", engine.manifest.total_bytes)
     return {
         "kind": "engine",
         "path": str(path),
@@ -72,7 +89,7 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
         "kv": _kv(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
         "files": [
             *(
-                {"name": name, **entry, "state": file_state(engine, name) if verify else _UNCHECKED}
+                {"name": name, **entry, "state": file_state(engine, name, moved) if verify else _UNCHECKED}
                 for name, entry in sorted(entries.items())
             ),
             *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.unlisted()),
@@ -83,7 +100,10 @@ def _engine(path: Path, *, verify: bool) -> dict[str, Any]:
 
 def _cpu_kernels(engine: EngineDir) -> str:
     """What runs the engine on a CPU; whether the native kernels were built here is `wicore doctor`'s to say."""
-    from wicore_trt.backends.torch.native_ops import unsupported
+    try:
+        from wicore_trt.backends.torch.native_ops import unsupported
+    except ModuleNotFoundError as error:
+        return f"unknown here, {error.name} is not installed"
     from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
     from wicore_trt.errors import CheckpointError
 
@@ -95,10 +115,12 @@ def _cpu_kernels(engine: EngineDir) -> str:
     return f"torch, not native: {reason}" if reason else "native"
 
 
-def _checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
+def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
+    from wicore_trt.engine.directory import counted
 
     checkpoint = open_checkpoint(path)
+    moved = counted(progress, "verify", sum(record.bytes for record in checkpoint.files.values()))
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -111,20 +133,21 @@ def _checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         "spec": checkpoint.spec.to_dict(),
         "kv": _kv(checkpoint.spec, 32, checkpoint.dtype),
         "files": [
-            {"name": name, "bytes": record.bytes, "state": _state(path / name, record) if verify else _UNCHECKED}
+            {"name": name, "bytes": record.bytes, "state": _state(path / name, record, moved) if verify else _UNCHECKED}
             for name, record in sorted(checkpoint.files.items())
         ],
         "again": checkpoint.again,
     }
 
 
-def _state(file: Path, record: FileRecord) -> str:
+def _state(file: Path, record: FileRecord, moved: Callable[[int], None]) -> str:
     from wicore_trt.errors import CheckpointError
 
     try:
         part = record.changed(file)
     except CheckpointError:
         part = file.name
+    moved(record.bytes)
     return _OK if part is None else "corrupted" if part == file.name else f"corrupted ({part})"
 
 

@@ -29,7 +29,15 @@ def root() -> None:
 
 @app.command()
 def simulate(
-    trace: Annotated[Path, typer.Option("--trace", help="JSON lines with hash_ids (Mooncake format).")],
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="JSON lines with hash_ids (Mooncake format).", show_default=False)
+    ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            "--generate", min=1, metavar="N", help="In place of --trace: so many made-up conversations, 5 turns each."
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option("--policy", help="cost, lru, a2cr, lfu or belady; several with commas; or all.")
     ] = "cost",
@@ -45,24 +53,34 @@ def simulate(
         bool, typer.Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
     ] = False,
     bytes_per_token: Annotated[
-        int, typer.Option("--bytes-per-token", min=0, help="KV bytes of global layers.")
+        int, typer.Option("--bytes-per-token", min=0, metavar="N", help="KV bytes of global layers.")
     ] = 81_920,
     window_bytes: Annotated[
-        int, typer.Option("--window-bytes", min=0, help="KV bytes of sliding windows at one resume point.")
+        int, typer.Option("--window-bytes", min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Replay only the first requests.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="N", help="Replay only the first requests.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Replay a trace: token hit rate per tier and bytes moved between tiers."""
+    """Replay a trace: token hit rate per tier and bytes moved between tiers.
+
+    Example:  wicore kv simulate --generate 2000 --policy all
+    """
     from functools import partial
 
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.kv.policy.by_name import POLICIES
     from wicore_trt.kv.study.simulate import KVBytes, recompute_cost
     from wicore_trt.kv.study.simulate import simulate as replay
-    from wicore_trt.kv.study.trace import load_trace, unique_blocks
+    from wicore_trt.kv.study.trace import generate_trace, load_trace, unique_blocks
 
-    requests = load_trace(trace, limit=limit)
+    if trace is not None and generate is None:
+        title, requests = trace.name, load_trace(trace, limit=limit)
+    elif generate is not None and trace is None:
+        title, requests = f"{generate} made-up conversations", generate_trace(generate)[:limit]
+    else:
+        raise typer.BadParameter("Give --trace FILE or --generate N.", param_hint="--trace")
     unique = unique_blocks(requests)
     lower = {name: _pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None}
     sizes = [_pages(text, unique, "capacity") for text in capacity.split(",")]
@@ -82,9 +100,9 @@ def simulate(
                 )
                 reports.append(result)
     if json:
-        print_json({"trace": str(trace), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
+        print_json({"trace": str(trace or title), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
     else:
-        _print(f"{trace.name}: {len(requests)} requests, {unique} unique blocks", reports)
+        _print(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
 
 
 def _pages(text: str, unique: int, option: str) -> int:

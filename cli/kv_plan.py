@@ -22,19 +22,23 @@ def plan(
     context: Annotated[
         str, typer.Option("--context", help="Tokens of a conversation (32K is 32,768); several with commas.")
     ] = "32K",
-    users: Annotated[int, typer.Option("--users", min=1, help="Conversations to keep.")] = 50,
+    users: Annotated[int, typer.Option("--users", min=1, metavar="N", help="Conversations to keep.")] = 50,
     active: Annotated[
-        int | None, typer.Option("--active", min=1, help="Of these, computed at the same time. Default: 8 at most.")
+        int | None,
+        typer.Option("--active", min=1, metavar="N", help="Of these, computed at the same time. Default: 8 at most."),
     ] = None,
-    reply_tokens: Annotated[int, typer.Option("--reply-tokens", min=0, help="Length of the latest reply.")] = 128,
+    reply_tokens: Annotated[
+        int, typer.Option("--reply-tokens", min=0, metavar="N", help="Length of the latest reply.")
+    ] = 128,
     kv_dtype: Annotated[
         str | None, typer.Option("--kv-dtype", help="float32, bfloat16, float16 or fp8. Default: the engine's.")
     ] = None,
     page_tokens: Annotated[
-        int | None, typer.Option("--page-tokens", min=1, help="Tokens per KV page. Default: the engine's, or 32.")
+        int | None,
+        typer.Option("--page-tokens", min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32."),
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option("--max-batch-tokens", min=1, help="scheduler.max_batch_tokens. Default: its default.")
+        int | None, typer.Option("--max-batch-tokens", min=1, metavar="N", help="Tokens of one step. Default: 512.")
     ] = None,
     host_bytes: Annotated[
         str | None, typer.Option("--host-bytes", help="Host memory that there is, e.g. 100GB.")
@@ -44,7 +48,8 @@ def plan(
         str | None, typer.Option("--disk-rate", help="What the disk reads per second, e.g. 4GB.")
     ] = None,
     prefill_tokens_per_s: Annotated[
-        float | None, typer.Option("--prefill-tokens-per-s", min=1e-3, help="How fast the engine computes prompts.")
+        float | None,
+        typer.Option("--prefill-tokens-per-s", min=1e-3, metavar="N", help="How fast the engine computes prompts."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -202,9 +207,9 @@ def _recipe(
 
 def _size(count: int, *, down: bool = False) -> str:
     """Bytes as a recipe writes them, rounded up (or down) to less than 1 % off."""
-    unit, name = (GIB, "GiB") if count >= 100 * GIB else (1 << 20, "MiB")
-    units = count // unit if down else div_ceil(count, unit)
-    return f"{units}{name}"
+    unit, name, part = (GIB, "GiB", 100) if count >= GIB else (1 << 20, "MiB", 1)
+    parts = count * part // unit if down else div_ceil(count * part, unit)
+    return f"{parts / part:.10g}{name}"
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
@@ -215,7 +220,7 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
         "global_bytes": "global",
         "window_bytes": "windows",
         "session_bytes": "in all",
-        "tokens_per_gb": "tokens/GB",
+        "tokens_per_gib": "tokens/GiB",
         "all_layers_bytes": "all layers",
         "saving": "saving",
         "sessions_in_host": "in host",
@@ -224,13 +229,16 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
         "break_even_disk_rate": "break-even disk",
         "disk_read_s": "disk read s",
     }
+    rows = [{**row, "tokens_per_gib": int(row["context"] * GIB / row["session_bytes"])} for row in rows]
     names = [name for name in heads if name in rows[0]]
 
     def cell(name: str, value: Any) -> str:
         if name == "break_even_disk_rate":
-            return f"{value / 1e9:.2f} GB/s"
+            return f"{human_bytes(value)}/s"
         if name.endswith("_bytes"):
             return str(human_bytes(value))
         return f"{value:.2f}x" if name == "saving" else f"{value:,}"
 
-    print_table(title, [heads[name] for name in names], [[cell(name, row[name]) for name in names] for row in rows])
+    # A column for each context, not a row: twelve figures are wider than a terminal.
+    (_, *columns), *table = [[heads[name], *(cell(name, row[name]) for row in rows)] for name in names]
+    print_table(title, ["tokens", *columns], table)

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.errors import EnvironmentUnfitError, WicoreError, missing_package
 
 INTERRUPTED = 130
 COMPLAIN_MS = 1000
@@ -50,10 +50,12 @@ def _interrupt(number: int, frame: object) -> None:
 
 def run(args: list[str]) -> int:
     """Run the command line; returns the exit code."""
-    debug = "--debug" in args[:1] or os.environ.get("WICORE_DEBUG", "0") not in ("", "0")
+    own = args[: args.index("--")] if "--" in args else args
+    debug = "--debug" in own or os.environ.get("WICORE_DEBUG", "0") not in ("", "0")
     try:
         from wicore_trt.cli.app import app
 
+        args = [arg for arg in own if arg != "--debug"] + args[len(own) :]  # it may stand behind the command too
         result = app(args, prog_name="wicore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -81,6 +83,9 @@ def run(args: list[str]) -> int:
             return code
         if debug:
             raise
+        if lacking := missing_package(error.name if isinstance(error, ModuleNotFoundError) else None):
+            _say(str(lacking))
+            return lacking.exit_code
         _say(f"unexpected {type(error).__name__}: {error}")
         _complain("This is a bug in wicore. WICORE_DEBUG=1 shows the traceback.")
         return 1

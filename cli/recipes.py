@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="List and show the packaged recipes.", rich_markup_mode=None)
+from wicore_trt.cli._complete import complete_recipes
+
+app = typer.Typer(help="List and show the packaged recipes.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """List and show the packaged recipes: settings for a model on a machine. Without a command, list them."""
+    if context.invoked_subcommand is None:
+        list_command()
 
 
 @app.command("list")
@@ -27,7 +36,7 @@ def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
 @app.command("show")
 def show_command(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe name or path.", autocompletion=complete_recipes)],
     raw: Annotated[bool, typer.Option("--raw", help="Print the file itself, to copy and edit.")] = False,
 ) -> None:
     """Print the final values of a recipe and where each one came from."""

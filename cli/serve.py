@@ -1,7 +1,7 @@
 """`wicore serve`: load an engine and answer gRPC until a signal.
 
-Invariant: standard output carries one line, `listening on ADDRESS`, or what --print-config prints; the log goes to
-standard error.
+Invariant: standard output carries one line, `ready on ADDRESS` when it serves, or what --print-config prints; the log
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -12,25 +12,40 @@ from typing import Annotated, Any
 
 import typer
 
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.cli._complete import complete_recipes
+from wicore_trt.errors import EngineFormatError
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"
 
 
 def command(
     engine_or_recipe: Annotated[
-        str, typer.Argument(metavar="ENGINE|RECIPE", help="Engine directory, or a recipe's name or file.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="ENGINE|RECIPE",
+            help="Engine directory, or a recipe's name or file.",
+            show_default=False,
+            autocompletion=complete_recipes,
+        ),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="Engine directory, with a recipe.", rich_help_panel=_ENGINE)
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model name that clients see.", rich_help_panel=_ENGINE)] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of one step.", rich_help_panel=_ENGINE)] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on, or unix:/path.", rich_help_panel=_NETWORK)
+    device: Annotated[
+        str | None, typer.Option(show_default="auto", help="auto, cpu or cuda.", rich_help_panel=_ENGINE)
     ] = None,
-    port: Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one.", rich_help_panel=_NETWORK)] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(show_default="0", help="CPU threads of one step; 0: all cores.", rich_help_panel=_ENGINE),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(show_default="127.0.0.1", help="Address to listen on, or unix:/path.", rich_help_panel=_NETWORK),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(show_default="50051", help="gRPC port; 0 takes a free one.", rich_help_panel=_NETWORK)
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(help="Key that calls must present; better set WICORE_SERVER__API_KEY.", rich_help_panel=_NETWORK),
@@ -44,17 +59,26 @@ def command(
         str | None, typer.Option(help="CA that client certificates must come from, PEM.", rich_help_panel=_NETWORK)
     ] = None,
     reflection: Annotated[
-        bool | None, typer.Option("--reflection/--no-reflection", help="gRPC reflection.", rich_help_panel=_NETWORK)
+        bool | None,
+        typer.Option(
+            "--reflection/--no-reflection", show_default="true", help="gRPC reflection.", rich_help_panel=_NETWORK
+        ),
     ] = None,
     grace: Annotated[
-        float | None, typer.Option(help="Seconds to finish requests after SIGTERM.", rich_help_panel=_LIMITS)
+        float | None,
+        typer.Option(show_default="30", help="Seconds to finish requests after SIGTERM.", rich_help_panel=_LIMITS),
     ] = None,
     max_message_mb: Annotated[int | None, typer.Option(help="Largest request, MiB.", rich_help_panel=_LIMITS)] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(help="Sequences that run at the same time.", rich_help_panel=_LIMITS)
+        int | None,
+        typer.Option(show_default="64", help="Sequences that run at the same time.", rich_help_panel=_LIMITS),
     ] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.", rich_help_panel=_LIMITS)] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Requests that may wait.", rich_help_panel=_LIMITS)] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(show_default="512", help="Tokens of one step.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(show_default="1024", help="Requests that may wait.", rich_help_panel=_LIMITS)
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="Longest prompt and output, tokens.", rich_help_panel=_LIMITS)
     ] = None,
@@ -62,32 +86,43 @@ def command(
         str | None, typer.Option(help="Device memory for KV pages, like 2GiB.", rich_help_panel=_LIMITS)
     ] = None,
     kv_host_bytes: Annotated[
-        str | None, typer.Option(help="Host memory for KV pages that left the device.", rich_help_panel=_LIMITS)
+        str | None,
+        typer.Option(show_default="0", help="Host memory for KV pages that left the device.", rich_help_panel=_LIMITS),
     ] = None,
     kv_disk: Annotated[
         str | None, typer.Option(help="Directory for KV pages on disk.", rich_help_panel=_LIMITS)
     ] = None,
     kv_disk_bytes: Annotated[
-        str | None, typer.Option(help="Bytes that the files there never pass.", rich_help_panel=_LIMITS)
+        str | None,
+        typer.Option(show_default="16GiB", help="Bytes that the files there never pass.", rich_help_panel=_LIMITS),
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error.", rich_help_panel=_OUTPUT)
+        str | None, typer.Option(show_default="info", help="debug, info, warning or error.", rich_help_panel=_OUTPUT)
     ] = None,
     log_json: Annotated[
-        bool | None, typer.Option("--log-json/--log-text", help="JSON lines.", rich_help_panel=_OUTPUT)
+        bool | None,
+        typer.Option("--log-json/--log-text", show_default="false", help="JSON lines.", rich_help_panel=_OUTPUT),
     ] = None,
     print_config: Annotated[
         bool,
-        typer.Option("--print-config", help="Print every setting and where it came from.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--print-config",
+            help="Print every setting with its meaning and where its value came from.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
 ) -> int:
     """Serve an engine over gRPC.
 
     Settings come from flags, then WICORE_* variables, then the recipe. SIGTERM lets running requests finish.
+
+    There are more settings than flags: wicore serve --print-config explains all; WICORE_KV__POLICY=lru sets kv.policy.
     """
     from wicore_trt.config import resolve_settings
 
-    recipe = engine_or_recipe if _names_recipe(engine_or_recipe) else None
+    if engine_or_recipe is None and not print_config:
+        raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
+    recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
         "model.name": name,
@@ -116,8 +151,14 @@ def command(
     }
     loaded = resolve_settings(recipe, overrides)
     if print_config:
-        print(loaded.render(), end="")
+        print(loaded.render(meanings=True), end="")
         return 0
+    directory = loaded.settings.engine
+    if recipe is not None and engine is None and directory is not None and not Path(directory).exists():
+        from wicore_trt.files import quoted
+
+        fix = f"Build it: wicore build --recipe {quoted(recipe)}"
+        raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
     return serve(loaded.settings)
 
 
@@ -133,12 +174,7 @@ def serve(settings: Any) -> int:
     from wicore_trt.serve import log
 
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
-    try:
-        from wicore_trt.serve.lifecycle import run_server
-    except ImportError as error:
-        raise EnvironmentUnfitError(
-            f"Serving needs a package that is not installed ({error.name}).", fix="Run: pip install 'wicore-trt[serve]'"
-        ) from error
+    from wicore_trt.serve.lifecycle import run_server
 
     max_context = None
     if settings.engine is not None:
@@ -159,6 +195,6 @@ def serve(settings: Any) -> int:
         return TextEngine(engine.core, engine.tokenizer, engine.info, max_waiting=settings.scheduler.max_waiting)
 
     def announce(address: str) -> None:
-        print(f"listening on {address}", flush=True)
+        print(f"ready on {address}", flush=True)
 
     return run_server(settings.server, load, announce, max_context)

@@ -6,14 +6,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wicore_trt.llm import LLM
-    from wicore_trt.types import SamplingParams
+    from wicore_trt.checkpoint.convert import convert
+    from wicore_trt.engine.build import build_engine
+    from wicore_trt.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineFormatError,
+        EnvironmentUnfitError,
+        InvalidRequestError,
+        WicoreError,
+    )
+    from wicore_trt.llm import LLM, Completion
+    from wicore_trt.types import CacheHints, SamplingParams, TextOutput
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CacheHints",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "EngineFormatError",
+    "EnvironmentUnfitError",
+    "InvalidRequestError",
+    "SamplingParams",
+    "TextOutput",
+    "WicoreError",
+    "__version__",
+    "build_engine",
+    "convert",
+]
 
-_HOMES = {"LLM": "wicore_trt.llm", "SamplingParams": "wicore_trt.types"}
+_HOMES = {
+    **dict.fromkeys(("LLM", "Completion"), "wicore_trt.llm"),
+    **dict.fromkeys(("CacheHints", "SamplingParams", "TextOutput"), "wicore_trt.types"),
+    **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "wicore_trt.errors"),
+    "build_engine": "wicore_trt.engine.build",
+    "convert": "wicore_trt.checkpoint.convert",
+}
 
 
 def __getattr__(name: str) -> Any:

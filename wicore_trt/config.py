@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from textwrap import wrap
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as settings
@@ -23,6 +24,7 @@ from wicore_trt.recipe import did_you_mean, read_recipe, resolve_recipe
 
 ENV_PREFIX = "WICORE_"
 ENV_OTHER = frozenset({"WICORE_DEBUG"})  # read by the command line itself; not settings
+_WIDTH = 80  # columns of a printed meaning
 SECRETS = frozenset({"server.api_key", "kv.salt"})
 
 _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("B", 1000), ("iB", 1024))}}
@@ -224,17 +226,30 @@ class LoadedSettings:
             found.append((key, masked, self.sources.get(key, "default")))
         return found
 
-    def render(self) -> str:
-        """The settings as a recipe, each line with the source of its value as a comment."""
-        lines, section = [], ""
+    def render(self, *, meanings: bool = False) -> str:
+        """The settings as a recipe, each line with the source of its value as a comment, and with `meanings` what it
+        means above it."""
+        lines: list[str] = []
+        section = ""
         for key, value, source in self.rows():
             head, _, leaf = key.rpartition(".")
             if head != section:
                 lines.append(f"{head}:")
                 section = head
-            text = json.dumps(list(value) if isinstance(value, tuple) else value)
-            lines.append(f"{'  ' if head else ''}{leaf}: {text}  # {source}")
+            text, indent = json.dumps(list(value) if isinstance(value, tuple) else value), "  " if head else ""
+            if meanings:
+                lines += wrap(_meaning(key), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+            lines.append(f"{indent}{leaf}: {text}  # {source}")
         return "\n".join(lines) + "\n"
+
+
+def _meaning(key: str) -> str:
+    """What a setting means, and the values that it takes where these are a list."""
+    section, _, leaf = key.rpartition(".")
+    found: Any = getattr(Settings(), section) if section else Settings()
+    about = type(found).__pydantic_fields__[leaf]
+    choices = get_args(about.annotation) if get_origin(about.annotation) is Literal else ()
+    return " ".join([about.description or "", *([f"One of {', '.join(choices)}."] if choices else [])])
 
 
 def _leaf_keys(tree: type, prefix: str = "") -> Iterator[str]:

@@ -22,6 +22,15 @@ gRPC, HTTP or torch. Invariant: a message says what is wrong, and `fix`, when gi
 from __future__ import annotations
 
 _SHOWN = 60  # characters of a value in a message
+_EXTRAS = {
+    "torch": "torch",
+    "triton": "triton",
+    "tensorrt_rtx_bindings": "tensorrt",
+    "gguf": "gguf",
+    "cuda": "cuda",
+    **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
+}
+"""Module to the extra of this package that brings it."""
 
 
 class WicoreError(Exception):
@@ -132,6 +141,20 @@ class EngineDeadError(WicoreError):
 class UnwrittenPageError(WicoreError):
     """KV of tokens that nobody computed or loaded was about to be used: a defect of ours, stopped before it is a wrong
     token. It ends the sequence that it concerns."""
+
+
+def install(*extras: str) -> str:
+    """The sentence that says how to install extras: the package is on no index, so from the clone or a wheel."""
+    names = ",".join(extras)
+    return f"Run in the clone: pip install -e '.[{names}]' (of a wheel: pip install 'FILE.whl[{names}]')."
+
+
+def missing_package(module: str | None) -> EnvironmentUnfitError | None:
+    """The error for a module that cannot be found, None for one that no extra brings."""
+    top = (module or "").partition(".")[0]
+    if top not in _EXTRAS:
+        return None
+    return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install(_EXTRAS[top]))
 
 
 def shown(value: object) -> str:

@@ -72,7 +72,7 @@ class Server:
         out = self._process.stdout
         threading.Thread(target=lambda: lines.put(out.readline()), daemon=True).start()
         line = await asyncio.to_thread(lines.get, timeout=START_S)
-        if not line.startswith(b"listening on "):
+        if not line.startswith(b"ready on "):
             raise WicoreError(f"the server did not start: {self.log.read_text(errors='replace')[-2000:]}")
         self.address = line.decode().split()[-1]
         self._channel = grpc.aio.insecure_channel(self.address)

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from functools import partial
 from math import inf
 from pathlib import Path
+from statistics import median
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, Config, Rates
@@ -176,7 +177,7 @@ class Bench:
         def measure(batch: int) -> None:
             row = served[0].measure(config, batch, repeats, self.args.case_s, say)
             self.document["ours"].append(row)
-            step = (sum(row["total_s"]) - sum(row["prefill_s"])) / len(row["total_s"]) / (row["output_tokens"] - 1)
+            step = (median(row["total_s"]) - median(row["prefill_s"])) / (row["output_tokens"] - 1)
             say(f"{config.name} batch {batch}: {1e3 * step:.2f} ms/token, graph {row['graph_ms']} ms")
 
         needed = before + sum(self._case_s(config, b) for b in batches[:1])

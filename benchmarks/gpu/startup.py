@@ -21,7 +21,7 @@ from benchmarks.gpu.peer import end_group, last_words
 
 ANSWER_TOKENS, PROMPT_TOKENS = 16, 32
 POLL_S = 0.02
-GREETING = "listening on "
+GREETING = "ready on "
 FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--max-sequences", "8", "--max-batch-tokens", "2048",
     "--max-context", "2048", "--kv-bytes", "6GiB",
@@ -60,14 +60,14 @@ def _environment() -> dict[str, str]:
 
 
 def _address(process: subprocess.Popen[bytes], deadline: float) -> str:
-    """The address that the server prints when it listens."""
+    """The address that the server prints when it serves."""
     assert process.stdout is not None
     lines: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()  # type: ignore[union-attr]
     try:
         line = lines.get(timeout=max(deadline - time.monotonic(), 0.0)).decode()
     except queue.Empty:
-        raise RuntimeError("the server does not listen") from None
+        raise RuntimeError("the server does not serve") from None
     if not line.startswith(GREETING):
         raise RuntimeError(f"the server said {line!r} in place of its address")
     return line.removeprefix(GREETING).strip()

@@ -232,7 +232,7 @@ SERVER = """
 import sys
 sys.path[:0] = PATHS
 from fake_server import main
-print("listening on ", end="")
+print("ready on ", end="")
 sys.exit(main({}))
 """
 
@@ -249,8 +249,8 @@ def test_start_up_ends_with_an_answer_over_grpc(tmp_path):
     ("code", "message", "timeout_s"),
     [
         ("raise SystemExit('no such engine')", "in place of its address; the log ends: no such engine", 30.0),
-        ("print('listening on 127.0.0.1:1', flush=True); raise SystemExit(4)", "ended with code 4", 30.0),
-        ("import time; time.sleep(60)", "does not listen", 1.0),
+        ("print('ready on 127.0.0.1:1', flush=True); raise SystemExit(4)", "ended with code 4", 30.0),
+        ("import time; time.sleep(60)", "does not serve", 1.0),
     ],
 )
 def test_a_server_that_does_not_serve_is_no_figure(code, message, timeout_s, tmp_path):

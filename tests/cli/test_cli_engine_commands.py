@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_source import write_tiny_source
 
+from wicore_trt.cli.inspect import _gathered
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
@@ -33,7 +35,7 @@ def test_build_with_flags(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["build", str(source), str(output), *flags]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(f"built {output}: source, float32")
-    assert captured.err.splitlines() == ["convert ...", "weights ...", "hash ..."], "plain lines without a terminal"
+    assert captured.err.splitlines() == ["read ...", "convert ...", "weights ..."], "plain lines without a terminal"
     manifest = open_engine(output).manifest
     assert (manifest.dtype, manifest.kv_dtype, manifest.page_tokens, manifest.max_context) == (
         "float32",
@@ -62,6 +64,26 @@ def test_build_from_a_recipe_and_flags_over_it(
     assert (manifest.page_tokens, manifest.dtype) == (4, "float16")
     assert run(["build", str(source)]) == 3
     assert "SOURCE and an OUTPUT" in capsys.readouterr().err
+
+
+def test_an_unknown_backend(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["build", str(source), str(tmp_path / "e"), "--backend", "tritn"]) == 2
+    monkeypatch.setenv("WICORE_BUILD__BACKEND", "tritn")
+    assert run(["build", str(source), str(tmp_path / "e")]) == 3
+    assert "no backend 'tritn'" in capsys.readouterr().err
+
+
+def test_many_files_of_a_directory_are_one_row() -> None:
+    files = [{"name": f"kernels/sm90/k{i}", "bytes": 2, "state": "ok"} for i in range(20)]
+    files[3]["state"] = "corrupted"
+    files.append({"name": "tokenizer.json", "bytes": 1, "state": "ok"})
+    assert _gathered(files) == [
+        ("kernels/sm90/: 19 files", 38, "ok"),
+        ("kernels/sm90/k3", 2, "corrupted"),
+        ("tokenizer.json", 1, "ok"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +125,16 @@ def test_inspect_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\x1b" not in out and "not checked" in out and engine.manifest.fingerprint in out
 
 
+def test_inspect_without_torch(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(source, tmp_path / "engine")
+    monkeypatch.delitem(sys.modules, "wicore_trt.backends.torch.native_ops", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run(["inspect", str(engine.path)]) == 0
+    assert "unknown here, torch is not installed" in capsys.readouterr().out
+
+
 def test_inspect_names_corrupted_files_and_exits_4(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +163,9 @@ def test_inspect_checkpoint(source: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["recipes"]) == 0
+    plain = capsys.readouterr().out
+    assert run(["recipes", "list"]) == 0 and capsys.readouterr().out == plain and "gemma3-270m-cpu" in plain
     assert run(["recipes", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert "gemma3-270m-cpu" in [r["name"] for r in listed] and all(r["about"] for r in listed)

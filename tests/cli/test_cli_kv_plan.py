@@ -98,6 +98,14 @@ def test_dtype_page_size_and_length_of_the_reply_count(capsys):
     assert plan_json(capsys, *base, "--page-tokens", "16")["page_bytes"]["global"] == 5 * 2 * 16 * 4 * 256 * 2
 
 
+def test_figures_fit_a_terminal_and_share_their_units(capsys):
+    options = ("--host-bytes", "100GB", "--disk-bytes", "1TB", "--disk-rate", "4GB", "--prefill-tokens-per-s", "1")
+    out = plan(capsys, "--model", "gemma3-27b", "--context", "8K,32K,128K", *options)
+    assert max(map(len, out.partition("\n\n")[0].splitlines())) <= 80
+    assert "0.00" not in out and "GB" not in out and re.search(r"break-even disk +1\d\d\.\d KiB/s", out)
+    assert re.search(r"  host_bytes: [\d.]+GiB", out)
+
+
 def test_given_tiers_bound_the_plan(capsys):
     out = plan(capsys, "--model", "gemma3-27b", "--host-bytes", "32GiB", "--disk-bytes", "64GiB", "--users", "50")
     assert re.search(r"50 conversations of 32,768 tokens: 8 on the device, 10 in host memory, 21 on disk", out)

@@ -18,6 +18,11 @@ from wicore_trt.cli import app as commands
 from wicore_trt.cli import main as cli
 
 HEAVY = ("torch", "grpc", "numpy", "transformers", "huggingface_hub", "safetensors", "tokenizers", "yaml")
+INNER = [
+    *(["bench", name] for name in ("latency", "throughput", "perplexity")),
+    *(["kv", name] for name in ("plan", "inspect", "verify", "purge", "simulate")),
+    *(["recipes", name] for name in ("list", "show")),
+]
 COMMANDS = [name for names in commands.PANELS.values() for name in names]
 
 
@@ -60,12 +65,39 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for args in [*([name] for name in COMMANDS), *INNER]:
+        assert cli.run([*args, "--help"]) == 0
+        assert "…" not in capsys.readouterr().out, f"{args}: something is cut"
+
+
+def test_the_shell_completes_names_of_backends_and_recipes() -> None:
+    def completed(words: str) -> list[str]:
+        environ = {"_WICORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return wicore(**environ).stdout.split()
+
+    assert completed("wicore build --backend t") == ["torch", "triton", "tensorrt", "tensorrt-llm"]
+    assert "gemma3-27b-fp8-h100" in completed("wicore build --recipe gemma3-27b")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_its_own_file_and_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module(f"wicore_trt.cli.{name}")
     assert hasattr(module, "command") or hasattr(module, "app")
     assert cli.run([name, "--help"]) == 0
     assert f"wicore {name}" in capsys.readouterr().out
+
+
+def test_public_names_are_there_and_cost_nothing() -> None:
+    code = (
+        "import sys, wicore_trt\n"
+        "assert not [m for m in sys.modules if m.startswith('wicore_trt.')]\n"
+        "for name in wicore_trt.__all__: assert getattr(wicore_trt, name)\n"
+        "assert issubclass(wicore_trt.ConfigError, wicore_trt.WicoreError)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_version() -> None:
@@ -101,6 +133,16 @@ def test_known_errors_are_one_line_and_their_code(
     assert captured.err == f"error: {' '.join(str(error).split())}\n" and captured.out == ""
 
 
+@pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("grpc.aio", "serve"), ("triton", "triton")])
+def test_a_missing_extra_is_named(command: Any, capsys: pytest.CaptureFixture[str], module: str, extra: str) -> None:
+    command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
+    assert cli.run(["doctor"]) == 4
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"pip install -e '.[{extra}]'" in err and "bug" not in err
+    command(raising(ModuleNotFoundError("No module named 'wicore_trt.x'", name="wicore_trt.x")))
+    assert cli.run(["doctor"]) == 1 and "bug in wicore" in capsys.readouterr().err
+
+
 def test_interrupt_exits_130(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for error in (KeyboardInterrupt(), typer.Abort()):
         command(raising(error))
@@ -129,6 +171,8 @@ def test_unexpected_errors_are_short_and_say_how_to_see_more(
     monkeypatch.setenv("WICORE_DEBUG", "0")
     with pytest.raises(ZeroDivisionError):
         cli.run(["--debug", "doctor"])
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["doctor", "--debug"])
 
 
 def test_returned_and_exited_codes(command: Any) -> None:

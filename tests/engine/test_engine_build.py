@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,6 +186,18 @@ def test_options_must_describe_the_checkpoint(make_source: MakeSource, tmp_path:
             build_engine(checkpoint.path, tmp_path / "engine", **options)  # type: ignore[arg-type]
 
 
+def test_a_disk_that_holds_the_checkpoint_but_no_engine_beside_it(
+    make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source()
+    checkpoint = convert(source, tmp_path / "checkpoint", dtype="bfloat16")
+    weights = checkpoint.files["rank0.safetensors"].bytes
+    for free, origin in ((weights + (64 << 20), source), ((64 << 20) + weights // 2, checkpoint.path)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(1 << 40, 0, free))
+        with pytest.raises(EnvironmentUnfitError, match="on disk, and .* are free"):
+            build_engine(origin, tmp_path / "engine")
+
+
 @pytest.mark.parametrize("step", ["place_weights", "hash_weights", "describe_files", "open_engine"])
 def test_failure_at_any_step_keeps_the_old_engine(
     make_source: MakeSource, engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -237,7 +250,7 @@ def test_killed_build_leaves_no_engine_and_the_next_one_cleans_up(make_source: M
 def test_progress_and_tools(make_source: MakeSource, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     engine = build_engine(make_source(), tmp_path / "engine", progress=lambda *report: seen.append(report))
-    assert [*dict.fromkeys(phase for phase, _, _ in seen)] == ["convert", "weights", "hash"]
+    assert [*dict.fromkeys(phase for phase, _, _ in seen)] == ["read", "convert", "weights"]
     assert all(0 <= done <= total for _, done, total in seen)
     assert {"python", "wicore-trt", "safetensors"} <= set(engine.manifest.tools)
     assert json.loads((engine.path / "engine.json").read_text())["kind"] == "wicore-engine"

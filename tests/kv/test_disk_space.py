@@ -271,3 +271,10 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentUnfitError):
         open_store(cache)
     assert (outside / "big").stat().st_size == 5 << 20
+
+
+def test_a_file_system_that_is_too_small_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_store(tmp_path).close()
+    assert not caplog.records
+    open_store(tmp_path, files=Full(0)).close()
+    assert "the file system has room for 0 of the" in caplog.text

@@ -114,6 +114,13 @@ def test_inspect_works_while_a_server_runs_and_does_not_disturb_it(tmp_path: Pat
     assert kept(tmp_path) == set(PAGES[:4])
 
 
+def test_inspect_of_a_cache_that_nothing_was_written_to(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    (found,) = inspect(tmp_path).namespaces
+    assert (found.problem, found.pages) == (None, 0)
+    store.close()
+
+
 def test_inspect_shows_namespaces_that_cannot_be_used(tmp_path: Path) -> None:
     fill(tmp_path)
     facts = home(tmp_path) / "namespace.json"

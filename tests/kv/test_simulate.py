@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -12,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from wicore_trt.cli.kv import app
+from wicore_trt.cli.main import run
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.policy.by_name import POLICIES
 from wicore_trt.kv.study.simulate import KVBytes, recompute_cost, simulate
-from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, load_trace, unique_blocks
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, generate_trace, load_trace, unique_blocks
 
 
 def random_trace(seed: int, count: int = 400) -> list[TraceRequest]:
@@ -25,6 +27,22 @@ def random_trace(seed: int, count: int = 400) -> list[TraceRequest]:
         chain = base[: rng.randint(0, len(base))] + [next(fresh) for _ in range(rng.randint(0, 4))]
         known.append(chain or [next(fresh)])
     return [TraceRequest(tuple(c), len(c) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)) for c in known[1:]]
+
+
+def test_made_up_conversations_are_a_trace_that_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = generate_trace(300)
+    assert requests == generate_trace(300) != generate_trace(300, seed=1)
+    assert 4 < len(requests) / 300 < 6
+    for request in requests:
+        assert len(request.blocks) == len(set(request.blocks)) == -(-request.tokens // BLOCK_TOKENS)
+    parents: dict[int, int] = {}
+    for request in requests:
+        for parent, block in itertools.pairwise((-1, *request.blocks)):
+            assert parents.setdefault(block, parent) == parent, "a block has one parent"
+    assert run(["kv", "simulate", "--generate", "50", "--capacity", "20%", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trace"] == "50 made-up conversations" and 0 < report["results"][0]["hit_rate"] < 1
+    assert run(["kv", "simulate"]) == 2 and "--generate N" in capsys.readouterr().err
 
 
 def lru_hits(requests: list[TraceRequest], capacity: int) -> int:

@@ -46,7 +46,7 @@ def main(options: dict) -> int:
     log.configure(json_lines=options.get("json", False))
     settings = ServerSettings(**{"port": 0, **options.get("server", {})})
     try:
-        return run_server(settings, load, announce=lambda address: print(address, flush=True))
+        return run_server(settings, load, bound=lambda address: print(address, flush=True))
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -59,9 +59,11 @@ async def run_latency(
         check_context(target, case.input_tokens, case.output_tokens)
     workload = Workload(target.info.vocab_size, seed=seed)
     points = []
-    for number, case in enumerate(cases):
-        progress(f"batch {case.batch}, {case.input_tokens} + {case.output_tokens} tokens", number, len(cases))
+    for case in cases:
+        phase = f"batch {case.batch}, {case.input_tokens} + {case.output_tokens} tokens"
+        progress(phase, 0, 1)
         points.append(await _latency(target, case, workload, repeats, warmups))
+        progress(phase, 1, 1)
     return points
 
 

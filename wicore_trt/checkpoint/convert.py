@@ -41,6 +41,7 @@ from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
+from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.scratch import replacing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
@@ -58,6 +59,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     *,
     dtype: str = "auto",
     tp_size: int = 1,
+    for_engine: bool = False,
     revision: str | None = None,
     calibration: Calibration | None = None,
     force: bool = False,
@@ -70,7 +72,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     (format.QUANT_FP8) and keeps embedding and head in bfloat16; norms are float32 in all of them. `calibration` adds
     static scales measured in the source's own precision: of activations to fp8, of KV to any dtype; with it the
     source may be a unified checkpoint (see Calibration.of_checkpoint). `force` replaces an existing directory at
-    the end. `note` gets a sentence for every kind of loss that a cast brought.
+    the end. `for_engine` asks for room on the disk for an engine of it too. `note` gets a sentence for every kind of
+    loss that a cast brought.
 
     Raises CheckpointError for a bad source, a model that tp_size does not divide, and a weight that is not finite or
     beyond the range of the new dtype, naming tensor and row;
@@ -85,9 +88,11 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
+        if progress:
+            progress("read", 0, 1)
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
-        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run()
+        lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine)
         opened.door.check_unchanged()
         open_checkpoint(scratch.directory)  # a checkpoint that does not open replaces none
         scratch.publish()
@@ -125,17 +130,13 @@ class _Conversion:
         ]
         vision = [(n, i.dtype, i.shape) for n, i in source.vision.items()]
         self._vision: list[tuple[str, str, tuple[int, ...]]] = vision
-        self._total = sum(prod(shape) * ITEM_BYTES[tag] for e in (*self._entries, vision) for _, tag, shape in e)
+        self._total = sum(_bytes(entries) for entries in (*self._entries, vision))
 
-    def run(self) -> list[str]:
+    def run(self, for_engine: bool) -> list[str]:
         """Returns what casts lost and tokens that the model lacks, in sentences."""
-        free = shutil.disk_usage(self._directory).free
-        needed = self._total + _SPARE_BYTES
-        if free < needed:
-            raise EnvironmentUnfitError(
-                f"The checkpoint needs {_size(needed)} on disk, and {_size(free)} are free there.",
-                fix="Free some space or choose another output.",
-            )
+        tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
+        placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
+        check_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
         tokenizer, notes = self._source.write_tokenizer(self._directory), list[str]()
         from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
 
@@ -147,6 +148,8 @@ class _Conversion:
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
+        if self._progress:
+            self._progress("read", 1, 1)
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()
@@ -248,6 +251,20 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
         raise ConfigError(
             f"{checkpoint.path} is a checkpoint of {have} for tp {checkpoint.tp_size}; it can be calibrated, not cast.",
             fix=f"Leave --dtype and --tp out, or convert {checkpoint.source}.",
+        )
+
+
+def _bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
+    return sum(prod(shape) * ITEM_BYTES[tag] for _, tag, shape in entries)
+
+
+def check_room(directory: Path, nbytes: int) -> None:
+    """Raises EnvironmentUnfitError where weights of so many bytes, and what goes with them, do not fit on the disk."""
+    free, needed = shutil.disk_usage(directory).free, nbytes + _SPARE_BYTES
+    if free < needed:
+        raise EnvironmentUnfitError(
+            f"This needs {_size(needed)} on disk, and {_size(free)} are free there.",
+            fix="Free some space or choose another output.",
         )
 
 

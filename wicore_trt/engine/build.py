@@ -23,6 +23,7 @@ from wicore_trt.engine.directory import (
     ENGINE,
     EngineDir,
     Progress,
+    counted,
     describe_files,
     open_engine,
 )
@@ -110,11 +111,14 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     )
     created = _created()
     _check_options(options, source)
+    if options.dtype == "auto" and not (dummy or is_unified_checkpoint(Path(source))):
+        options = replace(options, dtype="bfloat16")
     compiler = find_backend(options.backend)
     with replacing(output, ENGINE, force=force, source=None if dummy else source) as scratch:
         options = replace(options, targets=tuple(compiler.targets(options)))
         checkpoint = _checkpoint_of(source, scratch.work / "checkpoint", options, progress, note)
         _check_fit(checkpoint, options)
+        compiler.check(checkpoint, options)
         limit = checkpoint.spec.max_position_embeddings
         options = replace(options, max_context=options.max_context or compiler.default_context(limit))
         name = f"{DUMMY_SOURCE}{dummy.name}" if dummy else printable(str(source))
@@ -183,15 +187,20 @@ def _checkpoint_of(
     if options.dummy:
         return dummy_checkpoint(options.dummy, options.dtype)
     unified = is_unified_checkpoint(Path(source))
+    from wicore_trt.checkpoint.convert import check_room, convert
+
     if unified and not options.calibration:
-        return open_checkpoint(Path(source))
-    from wicore_trt.checkpoint.convert import convert
+        checkpoint = open_checkpoint(Path(source))
+        if checkpoint.spec.tie_word_embeddings:  # its weights are copied, not linked: an engine has one embedding
+            check_room(work.parent, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+        return checkpoint
 
     return convert(
         source,
         work,
-        dtype="bfloat16" if options.dtype == "auto" and not unified else options.dtype,
+        dtype=options.dtype,
         tp_size=options.tp_size,
+        for_engine=True,
         revision=options.revision,
         calibration=options.calibration,
         progress=progress,
@@ -232,25 +241,24 @@ def _lay_out(
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
     kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    for rank, path in enumerate(checkpoint.rank_files):
-        _report(progress, "weights", rank, len(checkpoint.rank_files))
+    moved = counted(progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+    for path in checkpoint.rank_files:
         weights[path.name] = place_weights(
             path,
             partial / path.name,
             checkpoint.files[path.name],
             drop=(*_tied_head(checkpoint, path), *_idle_scales(checkpoint, kv_dtype)),
             damaged=lambda part, name=path.name: checkpoint.damaged(name, part),  # type: ignore[misc]
+            moved=moved,
         )
     for path in checkpoint.tokenizer_files:
         (partial / path.name).write_bytes(checkpoint.read(path.name))
-    _report(progress, "hash", 0, 1)
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
         write_tokenizer(partial)
     weights_hash = hash_weights(list(weights.values()))
-    files = describe_files(partial, weights)
-    _report(progress, "hash", 1, 1)
+    files = describe_files(partial, weights)  # but weights, a few MB
     computed: dict[str, Any] = {
         "spec": checkpoint.spec,
         "weights_hash": weights_hash,
@@ -313,8 +321,3 @@ def _tools() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _report(progress: Progress | None, phase: str, done: int, total: int) -> None:
-    if progress:
-        progress(phase, done, total)

@@ -23,6 +23,21 @@ from wicore_trt.scratch import Product, unlisted
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
 
+
+def counted(progress: Progress | None, phase: str, total: int) -> Callable[[int], None]:
+    """A function that takes how many more of `total` are done, and reports the sum."""
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(phase, done, total)
+
+    moved(0)
+    return moved
+
+
 _SYSTEM = "lost+found"
 """What file systems put into a directory, beside names that begin with a dot."""
 
@@ -102,26 +117,21 @@ def open_engine(path: Path, *, verify: bool = True, progress: Progress | None = 
             f"engine {path} holds {extra[0]}{more}, which it was not built with.",
             fix=f"Move what is not the engine's elsewhere. {engine.rebuild}",
         )
-    done, total = 0, engine.manifest.total_bytes
+    moved = counted(progress, "verify", engine.manifest.total_bytes)
     weights: dict[str, WeightFile] = {}
     for name, entry in engine.manifest.files.items():
-        if progress:
-            progress("verify", done, total)
-        if _digest(engine, name, weights) != entry.blake2b:
+        if _digest(engine, name, weights, moved) != entry.blake2b:
             raise engine.damaged(_corrupted(name))
-        done += entry.bytes
     if not engine.manifest.dummy_weights:
         ranks = [weights[file.name] for file in engine.rank_files]
         if hash_weights(ranks) != engine.manifest.weights_hash:
             raise engine.damaged(f"the weights are not those that weights_hash in {MANIFEST_NAME} names")
-    if progress:
-        progress("verify", total, total)
     return engine
 
 
-def file_state(engine: EngineDir, name: str) -> str:
-    """ "ok" or "corrupted": the named file's content against the manifest."""
-    return "ok" if _digest(engine, name, {}) == engine.manifest.files[name].blake2b else "corrupted"
+def file_state(engine: EngineDir, name: str, moved: Callable[[int], None]) -> str:
+    """ "ok" or "corrupted": the named file's content against the manifest. `moved` is told how many bytes are done."""
+    return "ok" if _digest(engine, name, {}, moved) == engine.manifest.files[name].blake2b else "corrupted"
 
 
 def _is_weights(name: str) -> bool:
@@ -139,12 +149,14 @@ def _check_size(engine: EngineDir, name: str) -> None:
         raise engine.damaged(f"{name} is {state}: {size} bytes, built with {expected}")
 
 
-def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile]) -> str:
+def _digest(engine: EngineDir, name: str, weights: dict[str, WeightFile], moved: Callable[[int], None]) -> str:
     """Of a listed file; what a weight file holds goes into `weights`. Of a weight file without a header it is ""."""
     try:
         if not _is_weights(name):
-            return record_of(engine.path / name, engine.door).blake2b
-        weights[name] = read_weights(engine.path / name, engine.door)
+            record = record_of(engine.path / name, engine.door)
+            moved(record.bytes)
+            return record.blake2b
+        weights[name] = read_weights(engine.path / name, engine.door, moved)
         return weights[name].digest
     except CheckpointError:
         return ""

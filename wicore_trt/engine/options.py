@@ -61,6 +61,10 @@ class Backend(Protocol):
         """max_context of an engine for which none is given; `limit` is the model's."""
         ...
 
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        """Raises ConfigError for a checkpoint that this backend does not build, before anything is copied."""
+        ...
+
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
     ) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, Sa
 from wicore_trt.errors import CheckpointError
 from wicore_trt.files import Door
 
+Moved = Callable[[int], None]
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
@@ -37,10 +39,11 @@ class WeightFile:
         return combined(self.parts)
 
 
-def read_weights(path: Path, door: Door = ANYWHERE) -> WeightFile:
-    """Hash a weight file. Raises the door's error when it cannot be read, CheckpointError for a damaged header."""
+def read_weights(path: Path, door: Door = ANYWHERE, moved: Moved = lambda count: None) -> WeightFile:
+    """Hash a weight file. `moved` is told how many bytes more are done. Raises the door's error when it cannot be read,
+    CheckpointError for a damaged header."""
     size, file = door.check(path), SafetensorsFile(path)
-    return WeightFile(size, file.tensors, hash_parts(path, file.parts(), door))
+    return WeightFile(size, file.tensors, hash_parts(path, file.parts(), door, moved))
 
 
 def hash_weights(ranks: Sequence[WeightFile]) -> str:
@@ -59,11 +62,13 @@ def place_weights(
     *,
     drop: Collection[str] = (),
     damaged: Callable[[str], CheckpointError],
+    moved: Moved = lambda count: None,
 ) -> WeightFile:
     """Put `source` at `target` without the tensors named in `drop`, compared with `record` while it is read.
 
     With nothing to drop the file is hard-linked, or copied where the file system cannot link. Raises `damaged` of the
-    first part that is not as recorded, dropped ones included: what is wrong with a checkpoint is said at once.
+    first part that is not as recorded, dropped ones included: what is wrong with a checkpoint is said at once. `moved`
+    is told how many bytes more are done.
     """
     file = SafetensorsFile(source)
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
@@ -72,16 +77,16 @@ def place_weights(
             os.link(source.resolve(), target)
         except OSError:
             shutil.copyfile(source, target)
-        placed = read_weights(target)
+        placed = read_weights(target, moved=moved)
         if part := record.changed_part(placed.parts):
             raise damaged(part)
         return placed
     spans = {name: span for name, span in file.parts().items() if name == HEADER or name in drop}
-    found = hash_parts(source, spans)
+    found = hash_parts(source, spans, moved=moved)
     with SafetensorsWriter(target, kept) as writer:
         for name, _, _ in kept:
             for block in _blocks(file, name):
-                writer.write(name, block)
+                moved(writer.write(name, block))
             if writer.digests[name] != record.parts.get(name):
                 raise damaged(name)
     if part := record.changed_part({**writer.digests, **found}):

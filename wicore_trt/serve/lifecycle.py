@@ -39,16 +39,17 @@ def run_server(
     engine_factory: Callable[[], TextEngine],
     announce: Callable[[str], None] = lambda address: None,
     max_context: int | None = None,
+    bound: Callable[[str], None] = lambda address: None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
-    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the bound address. The largest
-    message follows from `max_context`, the engine's, unless the settings say. Raises
-    EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when the engine
-    breaks while serving.
+    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the address when it serves,
+    `bound` when the port is taken. The largest message follows from `max_context`, the engine's, unless the settings
+    say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when the
+    engine breaks while serving.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, engine_factory, announce, max_context))
+        return runner.run(_serve(settings, engine_factory, announce, max_context, bound))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -65,13 +66,14 @@ async def _serve(
     engine_factory: Callable[[], TextEngine],
     announce: Callable[[str], None],
     max_context: int | None,
+    bound: Callable[[str], None],
 ) -> int:
     stop = _stop_on_signals()
     server = GrpcServer(settings, max_context)
     try:
         address = await server.start()
-        announce(address)
-        log.info("listening on %s, loading the engine", address)
+        bound(address)
+        log.info("loading the engine for %s", address)
         _warn_of_strangers(settings)
         started = time.monotonic()
         engine = await _unless(stop, on_daemon_thread(engine_factory))
@@ -81,7 +83,8 @@ async def _serve(
         await engine.start()
         server.service.attach(engine)
         await server.set_serving()
-        log.info("serving %s on %s after %.1f s", engine.info.model_id, address, time.monotonic() - started)
+        log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
+        announce(address)
         death = await _unless(stop, asyncio.ensure_future(_death(engine)))
         if death is not None:
             await server.set_draining()

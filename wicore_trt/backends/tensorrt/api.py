@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
 
 RTX, FULL = "tensorrt-rtx", "tensorrt"
 OLDEST = (10, 15)
-INSTALL = "pip install 'wicore-trt[tensorrt]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def find_tensorrt() -> TensorRT:
     try:
         import tensorrt_rtx_bindings as rtx
     except (ImportError, OSError) as error:
-        raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=f"Install it: {INSTALL}.") from None
+        raise EnvironmentUnfitError(f"TensorRT is not installed ({error}).", fix=install("tensorrt")) from None
     names = [name for name in dir(rtx.ComputeCapability) if name.startswith("SM")]
     names.sort(key=lambda name: int(name[2:]))
     return TensorRT(rtx, RTX, _wheel_version(), {name.lower(): getattr(rtx.ComputeCapability, name) for name in names})

@@ -69,6 +69,15 @@ class TensorRTBackend:
     def default_context(self, limit: int) -> int:
         return min(limit, DEFAULT_CONTEXT)
 
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+        if kv_dtype not in (checkpoint.dtype, "fp8"):
+            raise ConfigError(
+                f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
+                fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
+            )
+        check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
+
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
     ) -> dict[str, Any]:
@@ -96,14 +105,8 @@ class TensorRTBackend:
 
 
 def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
-    """One request per target and phase. Raises ConfigError for a dtype that a target cannot compute in."""
+    """One request per target and phase."""
     spec, kv_dtype = checkpoint.spec, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    if kv_dtype not in (checkpoint.dtype, "fp8"):
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
-            fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
-        )
-    check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wicore_trt.backends.tensorrt.api import INSTALL, RTX
+from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
 from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
@@ -26,7 +26,7 @@ from wicore_trt.backends.tensorrt.session import Session, activation_bytes
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
 from wicore_trt.checkpoint.names import kv_scale_name
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, install
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
@@ -178,7 +178,7 @@ def _module(engine: EngineDir) -> Any:
     except (ImportError, OSError) as error:
         raise EnvironmentUnfitError(
             f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
-            fix=f"Install it: {INSTALL}.",
+            fix=install("tensorrt"),
         ) from None
 
 

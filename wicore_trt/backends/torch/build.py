@@ -26,6 +26,9 @@ class TorchBackend:
     def default_context(self, limit: int) -> int:
         return limit
 
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        pass
+
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
     ) -> dict[str, Any]:

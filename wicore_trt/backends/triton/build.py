@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.backends.triton.index import write_kernels
 from wicore_trt.backends.triton.table import EngineShape
 from wicore_trt.engine.options import BuildOptions
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
 from wicore_trt.model.spec import Gemma3Spec
 
 if TYPE_CHECKING:
@@ -41,14 +41,19 @@ class TritonBackend:
             raise ConfigError(
                 "backend 'triton' has no float32 kernels.", fix=f"Use --dtype {', '.join(DTYPES)} or fp8."
             )
+        if options.tp_size != 1:
+            raise ConfigError("backend 'triton' runs on one GPU.", fix="Leave --tp out.")
         try:
             import triton  # noqa: F401 -- imported to see that it is here
         except ImportError as error:
-            raise EnvironmentUnfitError("Triton is not installed.", fix="pip install wicore-trt[triton]") from error
+            raise EnvironmentUnfitError("Triton is not installed.", fix=install("triton")) from error
         return list(options.targets)
 
     def default_context(self, limit: int) -> int:
         return limit
+
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        shape_of(checkpoint, options)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None

@@ -69,6 +69,9 @@ class TensorRTLLMBackend:
         """The model's own limit: its KV cache is paged."""
         return limit
 
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        _check(checkpoint, options)
+
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
     ) -> dict[str, Any]:

@@ -120,6 +120,10 @@ class DiskSpace:
             count = div_ceil(self.allocated, self._space.slab_slots)
             for number in range(count):
                 self._slabs.append(files.open_slab(self._slab(number)))
+            room = self.allocated + self._space.slots_within(files.free_bytes(path) - free_bytes)
+            if room < self.num_slots:
+                said = "disk tier at %s: the file system has room for %d of the %d slots that the limit allows"
+                _log.warning(said, path, room, self.num_slots)
         except BaseException:
             self.close()
             raise

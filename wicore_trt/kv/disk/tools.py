@@ -125,7 +125,8 @@ class StoredNamespace:
         try:
             nbytes = self._files.fstat(fd).st_size // RECORD_BYTES * RECORD_BYTES
             buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
-            read_all(self._files, fd, [buffer], 0)
+            if nbytes:  # a server that has not written yet has an index without records
+                read_all(self._files, fd, [buffer], 0)
         finally:
             self._files.close(fd)
         return np.frombuffer(buffer, dtype=RECORD)

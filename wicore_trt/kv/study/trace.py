@@ -7,7 +7,9 @@ tiers. Invariant: requests are in the order of arrival and a block has one paren
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,35 @@ def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
     if not requests:
         raise ConfigError(f"trace {path} has no requests.")
     return requests
+
+
+def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
+    """A made-up trace, the same for the same arguments.
+
+    The model: a conversation begins with one of 20 system prompts of 1 to 8 blocks, the k-th with a probability in
+    proportion to 1/k. It has 1 + geometric turns, 5 on average; each adds a question and the answer before it, 0.25 to
+    8 blocks in all, log-uniform. Conversations begin at a rate of one a second; the time to the next turn is
+    log-normal with a median of a minute, so that about a hundred are open at a time.
+    """
+    rng, fresh = random.Random(seed), itertools.count()
+    systems = [[next(fresh) for _ in range(rng.randint(1, 8))] for _ in range(20)]
+    shares = [1 / rank for rank in range(1, 21)]
+    found: list[tuple[float, int, TraceRequest]] = []
+    now = 0.0
+    for _ in range(conversations):
+        now += rng.expovariate(1.0)
+        at, (blocks,) = now, rng.choices(systems, shares)
+        tokens, done = len(blocks) * BLOCK_TOKENS, len(blocks)
+        while True:
+            tokens += int(BLOCK_TOKENS * 2 ** rng.uniform(-2, 3))
+            # A block that the prompt fills in part has a name of its own: the next turn's is another one.
+            blocks = blocks[:done] + [next(fresh) for _ in range(-(-tokens // BLOCK_TOKENS) - done)]
+            found.append((at, len(found), TraceRequest(tuple(blocks), tokens)))
+            done = tokens // BLOCK_TOKENS
+            if rng.random() < 0.2:
+                break
+            at += 60 * rng.lognormvariate(0, 1)
+    return [request for _, _, request in sorted(found)]
 
 
 def _request(line: str, where: str) -> TraceRequest:

@@ -1,0 +1,20 @@
+"""What the shell completes in place of values: names of backends and recipes.
+
+Must not import anything heavy before the shell asks. Invariant: a name is offered only when it exists.
+"""
+
+from __future__ import annotations
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Backends whose name begins so."""
+    from wicore_trt.engine.options import BACKENDS
+
+    return [name for name in BACKENDS if name.startswith(incomplete)]
+
+
+def complete_recipes(incomplete: str) -> list[str]:
+    """Packaged recipes whose name begins so."""
+    from wicore_trt.recipe import list_recipes
+
+    return [name for name in list_recipes() if name.startswith(incomplete)]
