@@ -20,6 +20,7 @@ from wicore_trt.files import Door
 
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
+_LISTED = 20  # names at most; only settings are more
 
 
 def list_recipes() -> list[str]:
@@ -42,10 +43,12 @@ def resolve_recipe(recipe: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest known names, or with all of them when nothing is near."""
+    """A sentence with the nearest known names; when nothing is near with all of them, or where all settings are."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}."
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"Known: {', '.join(known)}." if len(known) <= _LISTED else "wicore serve --print-config shows all settings."
 
 
 def read_recipe(path: Path, keys: Collection[str]) -> dict[str, tuple[Any, str]]:

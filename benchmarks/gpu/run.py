@@ -25,12 +25,11 @@ from datetime import UTC, datetime
 from functools import partial
 from math import inf
 from pathlib import Path
-from statistics import median
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, Config, Rates
 from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_rates, rates_json
-from benchmarks.gpu.report import Document, load, markdown, new_document, save, svg
+from benchmarks.gpu.report import Document, decode_ms, load, markdown, new_document, save, svg
 from wicore_trt.bench.report import machine, versions
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
@@ -177,8 +176,7 @@ class Bench:
         def measure(batch: int) -> None:
             row = served[0].measure(config, batch, repeats, self.args.case_s, say)
             self.document["ours"].append(row)
-            step = (median(row["total_s"]) - median(row["prefill_s"])) / (row["output_tokens"] - 1)
-            say(f"{config.name} batch {batch}: {1e3 * step:.2f} ms/token, graph {row['graph_ms']} ms")
+            say(f"{config.name} batch {batch}: {decode_ms(row) or 0:.2f} ms/token, graph {row['graph_ms']} ms")
 
         needed = before + sum(self._case_s(config, b) for b in batches[:1])
         if not batches or not self._step("ours", config.name, needed, open_engine):
