@@ -266,5 +266,5 @@ def test_missing_extra_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.Mo
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_gguf)
-    with pytest.raises(EnvironmentUnfitError, match=r"pip install 'wicore-trt\[gguf\]'"):
+    with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '.\[gguf\]'"):
         open_source(path)

