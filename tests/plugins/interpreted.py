@@ -94,7 +94,7 @@ def _patched(**functions: Any) -> Iterator[None]:
 
 def _bfloat16() -> dict[str, Any]:
     """Conversions and products of bfloat16 as GPUs do them."""
-    cast, dot = interpreter.interpreter_builder.cast_impl, interpreter.interpreter_builder.create_dot
+    cast = interpreter.interpreter_builder.cast_impl
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -109,8 +109,15 @@ def _bfloat16() -> dict[str, Any]:
             return widened(x)
         return cast(x, to)
 
-    def right_dot(a: Any, b: Any, *rest: Any) -> Any:
-        return dot(widened(a), widened(b), *rest)
+    def factor(x: Any) -> Any:
+        if x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating():
+            return interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16).astype(np.float64)
+        return widened(x).data.astype(np.float64)
+
+    def right_dot(a: Any, b: Any, d: Any, *_: Any) -> Any:
+        # Not numpy's matmul: on some processors its library rounds a row otherwise in another place, as no kernel does.
+        total = np.einsum("...mk,...kn->...mn", factor(a), factor(b)).astype(d.data.dtype)
+        return TensorHandle(total + d.data, d.dtype.scalar)
 
     return {"cast_impl": right_cast, "create_dot": right_dot}
 
