@@ -95,6 +95,7 @@ def _lines() -> Progress:
     def report(phase: str, done: int, total: int) -> None:
         if phase not in seen:
             seen.add(phase)
-            print(f"{phase} ...", file=sys.stderr, flush=True)
+            if phase != "read":  # a source that is refused gets one line, the error
+                print(f"{phase} ...", file=sys.stderr, flush=True)
 
     return report

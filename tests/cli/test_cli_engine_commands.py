@@ -35,7 +35,7 @@ def test_build_with_flags(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["build", str(source), str(output), *flags]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(f"built {output}: source, float32")
-    assert captured.err.splitlines() == ["read ...", "convert ...", "weights ..."], "plain lines without a terminal"
+    assert captured.err.splitlines() == ["convert ...", "weights ..."], "plain lines without a terminal"
     manifest = open_engine(output).manifest
     assert (manifest.dtype, manifest.kv_dtype, manifest.page_tokens, manifest.max_context) == (
         "float32",

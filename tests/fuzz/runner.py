@@ -205,7 +205,7 @@ def _verdict(code: int | None, err: str, place: str) -> tuple[str, str] | None:
         return TRACEBACK, err
     if code == 0:
         return None
-    lines = [line for line in err.splitlines() if line.strip() and line not in ("read ...", "convert ...")]
+    lines = [line for line in err.splitlines() if line.strip() and line != "convert ..."]
     if len(lines) != 1 or len(lines[0]) > 1500 or not lines[0].isprintable():
         return TRACEBACK, f"not one line of text: {err!r}"
     if place not in lines[0]:
