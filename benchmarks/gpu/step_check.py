@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 
 from benchmarks.gpu.step_overlap import overlapping, replay_problems
+from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
@@ -188,7 +189,7 @@ class _Comparison:
         return self._problems
 
     def _slice(self, seq: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:
-        low = max(0, start - self._mine.spec.sliding_window + 1) // PAGE_TOKENS
+        low = first_visible_page(start, self._mine.spec.sliding_window, PAGE_TOKENS)
         mapping: Mapping[str, list[int]] = {GLOBAL: pages, LOCAL: [-1] * low + pages[low:]}
         return SequenceSlice(seq, token_ids, start, mapping, sample=True, params=GREEDY, history=token_ids)
 

@@ -53,6 +53,7 @@ from benchmarks.kv.workload import (
     replay,
     text_tokens,
 )
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.bench.perplexity import read_tokens
 from wicore_trt.bench.report import make_report
 from wicore_trt.checkpoint.demo import fetch
@@ -62,7 +63,6 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
-from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
         text = read_tokens(tokenizer, None, max(50_000, text_tokens(shape, shape.turns + 1)))
-        itemsize = TORCH_DTYPES[manifest.kv_dtype].itemsize
+        itemsize = ITEM_BYTES[manifest.kv_dtype]
         sizes = plan_sizes(shape, manifest.spec, manifest.page_tokens, itemsize)
         bench = Bench(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads, args.write_policy)
         print(

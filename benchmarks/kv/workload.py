@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import WicoreError
@@ -64,7 +64,7 @@ def working_set_bytes(
     """
     pages = (shape.length(turns) - 1) // page_tokens
     shared = shape.system_tokens // page_tokens
-    window_pages = pages - max(0, pages * page_tokens - window + 1) // page_tokens
+    window_pages = pages - first_visible_page(pages * page_tokens, window, page_tokens)
     counts = {
         GLOBAL: shape.sessions * (pages - shared) + min(shape.sessions, shape.system_prompts) * shared,
         LOCAL: shape.sessions * window_pages,
@@ -93,7 +93,7 @@ def plan_sizes(shape: Shape, spec: Gemma3Spec, page_tokens: int, itemsize: int) 
     longest = shape.length(shape.turns + 1)
     whole = pages_per_sequence(spec, GLOBAL, page_tokens, longest)
     window = pages_per_sequence(spec, LOCAL, page_tokens, longest)
-    windows = -(-shape.sessions * whole // window) + shape.in_flight
+    windows = div_ceil(shape.sessions * whole, window) + shape.in_flight
     each = min(whole, TYPICAL_WINDOWS * window) * page_bytes[GLOBAL] + window * page_bytes[LOCAL]
     chunk = min(div_ceil(BATCH_TOKENS, page_tokens), whole - window)
     device = working_set // SET_TIMES

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.arguments import spec_of
 from wicore_trt.plugins.kernels.attention import paged_attention
 from wicore_trt.plugins.kernels.kv_write import kv_write
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
-from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, ITEM_BYTES, PoolShape
+from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 
 
 def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:

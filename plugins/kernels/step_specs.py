@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels import norm, qk_rope, sample
@@ -179,8 +180,8 @@ def sample_specs(
     """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
-    chunks = -(-vocab // chunk.block)
-    groups = -(-vocab // sample.GROUP)
+    chunks = div_ceil(vocab, chunk.block)
+    groups = div_ceil(vocab, sample.GROUP)
     if vocab > 2 * candidates:
         candidates = min(candidates, groups // 2)
     else:  # all of it is a candidate

@@ -36,7 +36,7 @@ from wicore_trt.checkpoint.format import (
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
-from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -221,7 +221,7 @@ class _Conversion:
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, shape in self._vision:
-                size = prod(shape) * ITEM_BYTES[tag]
+                size = prod(shape) * TAG_BYTES[tag]
                 place = self._source.place_of(name)
                 for start in range(0, size, _BLOCK_ITEMS * 4):
                     block = self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4))
@@ -255,7 +255,7 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
 
 
 def _bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
-    return sum(prod(shape) * ITEM_BYTES[tag] for _, tag, shape in entries)
+    return sum(prod(shape) * TAG_BYTES[tag] for _, tag, shape in entries)
 
 
 def check_room(directory: Path, nbytes: int) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.plugins import step_layout
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels import sample, step_specs
 from wicore_trt.plugins.kernels.step_specs import Config, NormShape
-from wicore_trt.plugins.layout import ITEM_BYTES, Launch, Pool, PoolShape, Tables
+from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.step_layout import Logits, NormOut, QkNorms, RopeTable, SampleArrays, StepTokens
 
 EPS, POSITIONS, CONTEXT = 1e-6, 4096, 1024
