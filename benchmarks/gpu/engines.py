@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import PAGE_TOKENS, Config
+from benchmarks.gpu.cases import PAGE_TOKENS, EngineConfig
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.index import read_table, write_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
@@ -42,7 +42,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def build(config: Config, output: Path, target: str) -> dict[str, Any]:
+def build(config: EngineConfig, output: Path, target: str) -> dict[str, Any]:
     """Build the engine of `config` at `output` as `wicore build --dummy-weights` does; returns its record."""
     begun = time.monotonic()
     engine = build_engine(
@@ -74,11 +74,11 @@ class Engines:
             else:
                 self._prebuilt = prebuilt
 
-    def has(self, config: Config) -> bool:
+    def has(self, config: EngineConfig) -> bool:
         """Whether `config` takes no building any more."""
         return self._at(config) is not None
 
-    def engine(self, config: Config) -> tuple[Path, dict[str, Any] | None]:
+    def engine(self, config: EngineConfig) -> tuple[Path, dict[str, Any] | None]:
         """The engine's directory, and the record of its build where this call is the first to ask for it."""
         path = self._scratch / config.name
         if path.exists():
@@ -92,7 +92,7 @@ class Engines:
         self._say(f"built {config.name}: {record['kernels']} kernels in {record['seconds']:.1f} s")
         return path, record
 
-    def _at(self, config: Config) -> Path | None:
+    def _at(self, config: EngineConfig) -> Path | None:
         if (self._scratch / config.name).exists():
             return self._scratch / config.name
         known = self._prebuilt is not None and config.name in self._index["engines"]
@@ -124,7 +124,7 @@ def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
     return index, ""
 
 
-def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) -> None:
+def prebuild(configs: Sequence[EngineConfig], directory: Path, target: str, say: Say) -> None:
     """Build all engines of `configs` and the kernels of the check into `directory`; needs no GPU."""
     from benchmarks.gpu.step_check import CASES, case_shape
     from wicore_trt.backends.triton.compile import compile_listed

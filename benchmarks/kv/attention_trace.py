@@ -48,7 +48,7 @@ class _Session:
     """The session's prompts so far with their answers, longest last."""
 
 
-class Workload:
+class QuestionSessions:
     """Prompts as token ids. Tell each answer with `answered` before the session goes on."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, max_tokens: int) -> None:
@@ -143,7 +143,7 @@ class PageNames:
 
 def record(
     core: EngineCore,
-    workload: Workload,
+    workload: QuestionSessions,
     *,
     requests: int,
     together: int,

@@ -275,7 +275,7 @@ def faked(monkeypatch, tmp_path):
     calls: list[str] = []
     bad: dict[str, str] = {}
 
-    class Served:
+    class BatchRunner:
         load_s = 1.0
 
         @classmethod
@@ -330,7 +330,7 @@ def faked(monkeypatch, tmp_path):
     monkeypatch.setattr(
         gpu_step_check, "check", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()
     )
-    monkeypatch.setattr(gpu_ours, "Served", Served)
+    monkeypatch.setattr(gpu_ours, "BatchRunner", BatchRunner)
     monkeypatch.setattr("benchmarks.gpu.engines.Engines", Engines)
     monkeypatch.setattr(gpu_peer, "run_peer", run_peer)
     monkeypatch.setattr(gpu_startup, "measure_startup", measure_startup)

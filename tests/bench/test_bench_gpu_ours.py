@@ -15,7 +15,7 @@ from fakes import FakeExecutor
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
 from benchmarks.gpu.engines import Engines, prebuild, read_index, source_digest
-from benchmarks.gpu.ours import Served, decode_batch, settings_for
+from benchmarks.gpu.ours import BatchRunner, decode_batch, settings_for
 from benchmarks.gpu.step_check import CASES, case_shape
 from wicore_trt.backends.triton import compile as triton_compile
 from wicore_trt.core.assemble import load_engine
@@ -55,11 +55,11 @@ def no_compiler(monkeypatch):
     return asked
 
 
-def served(config, path, batch) -> Served:
+def served(config, path, batch) -> BatchRunner:
     gpu_engines.build(config, path, "sm90")
     settings = settings_for(config, path, batch)
     assert not settings.kv.prefix_cache and settings.executor.device == "cuda"
-    return Served(load_engine(settings, Idle(config, settings)).core)
+    return BatchRunner(load_engine(settings, Idle(config, settings)).core)
 
 
 @pytest.mark.parametrize(("name", "batch"), [("bf16", 32), ("fp8", 1), ("fp8kv", 128)])
@@ -145,11 +145,11 @@ class Core:
 
 
 def test_a_run_that_gives_other_tokens_is_no_figure():
-    assert Served(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
+    assert BatchRunner(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
     with pytest.raises(RuntimeError, match="5 tokens were asked for"):
-        Served(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
+        BatchRunner(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
     with pytest.raises(RuntimeError, match="bad logits"):
-        Served(Core(5, FinishReason.ERROR)).run(3, 8, 5)
+        BatchRunner(Core(5, FinishReason.ERROR)).run(3, 8, 5)
 
 
 def test_engines_without_a_source_can_be_loaded(tmp_path, no_compiler):

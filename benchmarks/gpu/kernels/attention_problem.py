@@ -20,7 +20,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Model:
+class AttentionSizes:
     name: str
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Model:
 class Point:
     """`rows` sequences of `context` keys; the last `tokens` of them are queries (0: decode)."""
 
-    model: Model
+    model: AttentionSizes
     rows: int
     context: int
     window: int = 0
@@ -57,7 +57,7 @@ class Point:
         return 2.0 * self.rows * low * m.kv_heads * m.head_dim * item, 4.0 * m.heads * m.head_dim * self.rows * pairs
 
 
-class Problem:
+class AttentionProblem:
     """A pool of `layers` layers with tables in random order. Slots that nobody sees hold NaN when `poison` is set."""
 
     def __init__(self, point: Point, lengths: list[int], layers: int, device: str, poison: bool = False) -> None:

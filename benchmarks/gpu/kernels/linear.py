@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.gpu.kernels.linear_cases import check_case, draw
 from benchmarks.gpu.kernels.linear_sweep import (
     PEAK_BYTES_PER_S,
-    Problem,
-    Timing,
+    ConfigTiming,
+    LinearProblem,
     Weights,
     candidates,
     compile_one,
@@ -74,7 +74,7 @@ class Sweep:
     target: str
     quick: bool
     deadline: float
-    best: dict[Row, Timing] = field(default_factory=dict)
+    best: dict[Row, ConfigTiming] = field(default_factory=dict)
     library: dict[Row, float] = field(default_factory=dict)
     all: list[dict[str, Any]] = field(default_factory=list)
     kernels: dict[tuple[LinearShape, LinearConfig], CompiledKernel] = field(default_factory=dict)
@@ -150,7 +150,7 @@ def sweep_layer(
             for future in (f for _, _, rest in queue for f in rest.values()):
                 future.cancel()
             return
-        problem = Problem(shape, row[2], weights)
+        problem = LinearProblem(shape, row[2], weights)
         for config, future in futures.items():
             _time_one(sweep, row, problem, config, future.result())
         sweep.library[row] = problem.library_microseconds()
@@ -158,22 +158,24 @@ def sweep_layer(
             print(_line(row, shape, sweep), flush=True)
 
 
-def _time_one(sweep: Sweep, row: Row, problem: Problem, config: LinearConfig, kernel: CompiledKernel | str) -> None:
+def _time_one(
+    sweep: Sweep, row: Row, problem: LinearProblem, config: LinearConfig, kernel: CompiledKernel | str
+) -> None:
     if isinstance(kernel, str):
-        timing = Timing(config, error=kernel)
+        timing = ConfigTiming(config, error=kernel)
     else:
         try:
             timing = problem.time(config, kernel)
             sweep.kernels[problem.shape, config] = kernel
         except AssertionError as error:
-            timing = Timing(config, error=f"WRONG: {error}")
+            timing = ConfigTiming(config, error=f"WRONG: {error}")
             sweep.wrong.append(f"{row} {config.name()}: {error}")
         except RuntimeError as error:
-            timing = Timing(config, error=str(error)[:200])
+            timing = ConfigTiming(config, error=str(error)[:200])
     if timing.error:
         print(f"  left out: {row} {config.name()}: {timing.error}")
     sweep.all.append({"row": row, "config": asdict(config), "us": timing.microseconds, "error": timing.error})
-    if timing.microseconds < sweep.best.get(row, Timing(config)).microseconds:
+    if timing.microseconds < sweep.best.get(row, ConfigTiming(config)).microseconds:
         sweep.best[row] = timing
 
 
@@ -199,7 +201,7 @@ def more_rows(sweep: Sweep, weights: Weights, shapes: dict[tuple[str, str], Line
             known, row = sweep.best.get((kind, layer, bucket)), (kind, layer, rows)
             if sweep.late() or (known is None and kind == "w8"):
                 continue
-            problem = Problem(shape, rows, weights)
+            problem = LinearProblem(shape, rows, weights)
             if known is not None:
                 _time_one(sweep, row, problem, known.config, sweep.kernels[shape, known.config])
             sweep.library[row] = problem.library_microseconds()

@@ -22,7 +22,7 @@ from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_i
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
-from wicore_trt.backends.tensorrt.session import Session, activation_bytes
+from wicore_trt.backends.tensorrt.session import PlanSession, activation_bytes
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
 from wicore_trt.checkpoint.names import kv_scale_name
@@ -76,7 +76,7 @@ class TensorRTExecutor:
                 for phase, plan in plans.items()
             }
             by_layer = memory.by_layer(caches)
-            self._session = Session(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
+            self._session = PlanSession(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
             scales = _kv_scales(self.spec, constants, device)
             self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
