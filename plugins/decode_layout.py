@@ -147,7 +147,7 @@ def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: 
     return parts * pool.head_dim, parts * 2, rows * (pool.kv_heads // config.heads)
 
 
-def splits_of(config: DecodeConfig, window: int, page_tokens: int) -> int:
+def splits_used(config: DecodeConfig, window: int, page_tokens: int) -> int:
     """The most splits that sequences use in a launch: a window has only so many blocks (from a page's first key on,
     where masses are measured)."""
     if not window:
@@ -165,7 +165,7 @@ def decode_launch(
     """
     shape = pool.shape
     row = rows.heads * shape.head_dim
-    splits = splits_of(config, rows.window, shape.page_tokens)
+    splits = splits_used(config, rows.window, shape.page_tokens)
     return Launch(
         (shape.kv_heads // config.heads, splits, tables.rows),
         {
@@ -195,7 +195,7 @@ def combine_launch(
     config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace, mass: MassArrays | None = None
 ) -> Launch:
     """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
-    splits = splits_of(config, rows.window, pool.shape.page_tokens)
+    splits = splits_used(config, rows.window, pool.shape.page_tokens)
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
         {

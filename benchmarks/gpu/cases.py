@@ -108,7 +108,7 @@ EXPECTED = Rates(3.0e12, 3.1e12, 8.0e14, 1.4e15)
 """Of an H100, for estimates of time when nothing was measured."""
 
 
-def decode_bound_s(config: EngineConfig, batch: int, rates: Rates) -> float:
+def _decode_s(config: EngineConfig, batch: int, rates: Rates) -> float:
     """Shortest mean time of the steps behind the first token."""
     cost, spec = config.cost(), config.spec
     moved = cost.decode_bytes(batch, CONTEXT, OUTPUT) + batch * spec.vocab_size * LOGIT_BYTES
@@ -117,7 +117,7 @@ def decode_bound_s(config: EngineConfig, batch: int, rates: Rates) -> float:
     return max(moved / rates.copy_bytes_per_s, _flop_seconds(config, linear, rest, rates))
 
 
-def prefill_bound_s(config: EngineConfig, batch: int, rates: Rates) -> float:
+def _prefill_s(config: EngineConfig, batch: int, rates: Rates) -> float:
     """Shortest time from `batch` prompts to the first token of all."""
     cost = config.cost()
     linear = 2 * batch * CONTEXT * cost.linear_parameters
@@ -126,7 +126,7 @@ def prefill_bound_s(config: EngineConfig, batch: int, rates: Rates) -> float:
 
 
 def bound_s(config: EngineConfig, phase: str, batch: int, rates: Rates) -> float:
-    return (decode_bound_s if phase == DECODE else prefill_bound_s)(config, batch, rates)
+    return (_decode_s if phase == DECODE else _prefill_s)(config, batch, rates)
 
 
 def _flop_seconds(config: EngineConfig, linear: float, rest: float, rates: Rates) -> float:
@@ -159,7 +159,7 @@ CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0
 
 def case_estimate_s(config: EngineConfig, batch: int, runs: int, rates: Rates, case_s: float = inf) -> float:
     """Seconds that `runs` pairs of a short and a long run take; none begins behind `case_s` seconds."""
-    prefill, step = prefill_bound_s(config, batch, rates), decode_bound_s(config, batch, rates)
+    prefill, step = _prefill_s(config, batch, rates), _decode_s(config, batch, rates)
     pair = 2 * 1.8 * prefill + (OUTPUT - 1) * 1.4 * step
     return pair * min(runs, floor(min(case_s / pair, runs)) + 1)
 

@@ -42,7 +42,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def build(config: EngineConfig, output: Path, target: str) -> dict[str, Any]:
+def build_bench_engine(config: EngineConfig, output: Path, target: str) -> dict[str, Any]:
     """Build the engine of `config` at `output` as `wicore build --dummy-weights` does; returns its record."""
     begun = time.monotonic()
     engine = build_engine(
@@ -68,7 +68,7 @@ class Engines:
         self._target, self._scratch, self._say = target, scratch, say
         self._prebuilt, self._index = None, dict[str, Any]()
         if prebuilt is not None:
-            self._index, problem = read_index(prebuilt, target)
+            self._index, problem = read_prebuilt_index(prebuilt, target)
             if problem:
                 say(f"engines in {prebuilt} are not used: {problem}")
             else:
@@ -88,7 +88,7 @@ class Engines:
             path.symlink_to(found.resolve())
             return path, self._index["engines"][config.name] | {"prebuilt": True}
         self._say(f"building {config.name} for {self._target}")
-        record = build(config, path, self._target) | {"prebuilt": False}
+        record = build_bench_engine(config, path, self._target) | {"prebuilt": False}
         self._say(f"built {config.name}: {record['kernels']} kernels in {record['seconds']:.1f} s")
         return path, record
 
@@ -106,7 +106,7 @@ class Engines:
         return read_table(lambda name: (folder / name).read_bytes(), folder, target)
 
 
-def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
+def read_prebuilt_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
     """(`built.json`, why it cannot be used or "")."""
     try:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def prebuild(configs: Sequence[EngineConfig], directory: Path, target: str, say:
     (directory / INDEX).unlink(missing_ok=True)
     index: dict[str, Any] = {"digest": source_digest(), "target": target, "engines": {}, "checks": []}
     for config in configs:
-        index["engines"][config.name] = build(config, directory / config.name, target)
+        index["engines"][config.name] = build_bench_engine(config, directory / config.name, target)
         say(f"{config.name}: {index['engines'][config.name]}")
     for shape in dict.fromkeys(case_shape(case) for case in CASES):
         folder = directory / f"check-{len(index['checks'])}"

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, EngineConfig, Rates
-from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_rates, rates_json
-from benchmarks.gpu.report import Document, decode_ms, load, markdown, new_document, save, svg
+from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_gpu_rates, rates_json
+from benchmarks.gpu.report import Document, decode_ms, load_document, markdown, new_document, save, svg
 from wicore_trt.bench.report import machine, versions
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
@@ -112,7 +112,7 @@ class GpuRun:
     def _bounds(self) -> None:
         from benchmarks.gpu.ours import free_device_memory
 
-        self.document["bounds"] = rates_json(measure_rates())
+        self.document["bounds"] = rates_json(measure_gpu_rates())
         free_device_memory()
         say(f"rates {self.document['bounds']}")
 
@@ -304,7 +304,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case-s", type=float, default=inf, help="no new pair of runs behind so many seconds of a figure"
     )
-    parser.add_argument("--engines", type=Path, help="engines made by `prebuild`; others are built now")
+    parser.add_argument("--engines", type=Path, help="engines made by `prebuild_command`; others are built now")
     parser.add_argument("--vllm-site", type=_path, help="directory with vLLM and what it needs, for PYTHONPATH")
     parser.add_argument("--vbench", type=_path, help="script that measures vLLM; see benchmarks/gpu/peer.py")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
@@ -343,19 +343,19 @@ def measure(argv: Sequence[str]) -> int:
     return exit_code(document)
 
 
-def report(argv: Sequence[str]) -> int:
+def report_command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run report")
     parser.add_argument("document", type=Path)
     path = parser.parse_args(argv).document
     try:
-        print(render(load(path), path))
+        print(render(load_document(path), path))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def prebuild(argv: Sequence[str]) -> int:
+def prebuild_command(argv: Sequence[str]) -> int:
     from benchmarks.gpu import engines as gpu_engines
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run prebuild")
@@ -367,7 +367,7 @@ def prebuild(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"report": report, "prebuild": prebuild}
+COMMANDS = {"report": report_command, "prebuild": prebuild_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -192,7 +192,7 @@ def _mean_masses(samples: Sequence[Sequence[float]], pages: int) -> list[float] 
     return means
 
 
-def replay(
+def replay_policy(
     trace: Sequence[TouchedChain], policy: str, capacity: int, page_tokens: int, interval: int | None = None
 ) -> float:
     """Token hit rate of a policy (a name of `kv.policies`, or "belady") in one tier of `capacity` pages. With an

@@ -14,7 +14,7 @@ from fakes import FakeExecutor
 
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
-from benchmarks.gpu.engines import Engines, prebuild, read_index, source_digest
+from benchmarks.gpu.engines import Engines, prebuild, read_prebuilt_index, source_digest
 from benchmarks.gpu.ours import BatchRunner, decode_batch, settings_for
 from benchmarks.gpu.step_check import CASES, case_shape
 from wicore_trt.backends.triton import compile as triton_compile
@@ -56,7 +56,7 @@ def no_compiler(monkeypatch):
 
 
 def served(config, path, batch) -> BatchRunner:
-    gpu_engines.build(config, path, "sm90")
+    gpu_engines.build_bench_engine(config, path, "sm90")
     settings = settings_for(config, path, batch)
     assert not settings.kv.prefix_cache and settings.executor.device == "cuda"
     return BatchRunner(load_engine(settings, Idle(config, settings)).core)
@@ -153,7 +153,7 @@ def test_a_run_that_gives_other_tokens_is_no_figure():
 
 
 def test_engines_without_a_source_can_be_loaded(tmp_path, no_compiler):
-    record = gpu_engines.build(CONFIGS["fp8kv"], tmp_path / "e", "sm90")
+    record = gpu_engines.build_bench_engine(CONFIGS["fp8kv"], tmp_path / "e", "sm90")
     assert record["seconds"] > 0 and record["kernels"] == 0
     manifest = open_engine(tmp_path / "e").manifest
     assert (manifest.dtype, manifest.kv_dtype, manifest.targets) == ("fp8", "fp8", ["sm90"])
@@ -190,7 +190,7 @@ def test_prebuilt_engines_are_used_and_the_rest_is_built(prebuilt, tmp_path, no_
 @pytest.mark.parametrize("how", ["target", "sources", "missing", "broken", "absent"])
 def test_prebuilt_engines_that_do_not_fit_are_refused(how, prebuilt, tmp_path, monkeypatch):
     """Kernels and launches change together: an engine of other sources would compute nonsense, or crash."""
-    assert read_index(prebuilt, "sm90")[1] == ""
+    assert read_prebuilt_index(prebuilt, "sm90")[1] == ""
     if how == "sources":
         monkeypatch.setattr(gpu_engines, "source_digest", lambda: "another")
     elif how == "missing":

@@ -78,7 +78,7 @@ def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
     return max(0, unclaimed - max(RESERVE_BYTES, int((1.0 - fraction) * total)))
 
 
-def check_room(layout: KVLayout, free_bytes: int) -> None:
+def check_pool_room(layout: KVLayout, free_bytes: int) -> None:
     """Raises ConfigError where the pools do not fit into `free_bytes` and leave RESERVE_BYTES."""
     needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
     room = max(free_bytes - RESERVE_BYTES, 0)

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.kernels.attention_problem import AttentionProblem, AttentionSizes, Point, address
+from benchmarks.gpu.kernels.attention_problem import AttentionProblem, AttentionSizes, Point, pointer
 from wicore_trt.arithmetic import div_ceil
 
 BANDWIDTH, FLOPS = 3.0e12, 800e12
@@ -69,7 +69,7 @@ def kernels_of(model: AttentionSizes, kv: str, prefill: bool) -> list[dict[str, 
     return [dict(zip(names, c, strict=True)) for c in wide]
 
 
-def compile_all(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]) -> Any:
+def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]) -> Any:
     """In a worker: {role: CompiledKernel} of one configuration, or the error's text."""
     from wicore_trt.plugins.aot import compile_kernels
     from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -117,9 +117,9 @@ class Kernel:
         from wicore_trt.plugins.layout import Slices, attention_launch
 
         m, scale = p.point.model, p.point.model.head_dim**-0.5
-        slices = Slices(address(p.cu), address(p.first), p.bounds[-1])
+        slices = Slices(pointer(p.cu), pointer(p.first), p.bounds[-1])
         constants, window = self.roles["main"].constants, p.point.window
-        q, out = address(p.q), address(p.out)
+        q, out = pointer(p.q), pointer(p.out)
         if not self.fields:
             calls = [
                 [("main", attention_launch(constants, q, out, x, p.table, slices, scale, window))] for x in p.pools
@@ -139,10 +139,10 @@ class Kernel:
             if mass:
                 forms = ((n, m.heads, columns), (n, m.heads), (n, columns))
                 buffers += [torch.full(form, torch.nan, device=p.device) for form in forms]
-                arrays = layout.MassArrays(*map(address, buffers[3:]))
+                arrays = layout.MassArrays(*map(pointer, buffers[3:]))
             p.keep = buffers
-            work = layout.Workspace(*map(address, buffers[:3]))
-            rows = layout.DecodeRows(q, out, address(p.kv_lengths), m.heads, scale, window)
+            work = layout.Workspace(*map(pointer, buffers[:3]))
+            rows = layout.DecodeRows(q, out, pointer(p.kv_lengths), m.heads, scale, window)
             end = "_mass" if mass else ""
             calls = [
                 [
@@ -239,7 +239,7 @@ def sdpa(p: AttentionProblem) -> float:
     return microseconds(run, len(copies))
 
 
-def sweep(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[str, Any]:
+def sweep_point(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[str, Any]:
     """Times of all configurations that there is time for, best first."""
     item = 1 if point.kv == "fp8" else 2
     layer = point.rows * point.context * point.model.kv_heads * point.model.head_dim * 2 * item
@@ -297,7 +297,7 @@ def checked(target: str, wanted: list[tuple[AttentionSizes, str, bool]]) -> tupl
     jobs = [(target, *w, fields) for w in wanted for fields in [*kernels_of(*w), {}]]
     began = time.monotonic()
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        built = list(pool.map(compile_all, jobs))
+        built = list(pool.map(compile_attention, jobs))
     print(f"{len(jobs)} configurations compiled in {time.monotonic() - began:.1f} s")
     kernels: dict[Any, list[Kernel]] = {w: [] for w in wanted}
     wrong = 0
@@ -343,7 +343,7 @@ def main() -> int:
             lines.append(f"{point}: no time left")
             continue
         try:
-            found = sweep(
+            found = sweep_point(
                 point, kernels[point.model, point.kv, point.tokens > 0], until, properties.multi_processor_count
             )
         except Exception as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def address(tensor: torch.Tensor) -> int:
+def pointer(tensor: torch.Tensor) -> int:
     return int(tensor.data_ptr())
 
 
@@ -92,8 +92,8 @@ class AttentionProblem:
         self.scale = torch.full((1,), 0.5, device=device)
         self.unit = 0.5 if point.kv == "fp8" else 1.0
         self.raw = self.kv.view(torch.uint8) if point.kv == "fp8" else self.kv
-        self.pools = [Pool(address(self.raw[:, i:]), self.shape, address(self.scale)) for i in range(layers)]
-        self.table = Tables(address(self.tables), len(lengths), columns)
+        self.pools = [Pool(pointer(self.raw[:, i:]), self.shape, pointer(self.scale)) for i in range(layers)]
+        self.table = Tables(pointer(self.tables), len(lengths), columns)
         tokens = [min(point.tokens, n) if point.tokens else 1 for n in lengths]
         self.bounds = [sum(tokens[:i]) for i in range(len(tokens) + 1)]
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}

@@ -34,7 +34,7 @@ from benchmarks.gpu.kernels.linear_sweep import (
     LinearProblem,
     Weights,
     candidates,
-    compile_one,
+    compile_linear,
 )
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
@@ -84,7 +84,7 @@ class Sweep:
         return time.monotonic() > self.deadline
 
 
-def shape_of(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
+def linear_shape(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
     """bfloat16 activations; 16-bit results between gate_up and down, float32 elsewhere."""
     n, k, geglu, _ = size
     weights = "bfloat16" if kind == "w16" else "fp8"
@@ -114,7 +114,7 @@ def _check(pool: ProcessPoolExecutor, target: str, cases: list[tuple[LinearShape
 
     from wicore_trt.plugins.kernels.linear_specs import linear_spec
 
-    built = {(s, c): pool.submit(compile_one, s, c, target) for s, c, _ in cases}
+    built = {(s, c): pool.submit(compile_linear, s, c, target) for s, c, _ in cases}
     failed = []
     for shape, config, tokens in cases:
         spec, kernel = linear_spec(shape, config, target), built[shape, config].result()
@@ -143,7 +143,7 @@ def sweep_layer(
     queue: list[tuple[Row, LinearShape, dict[LinearConfig, Future[CompiledKernel | str]]]] = []
     for row, shape in work:
         configs = candidates(shape, row[2], sweep.quick)
-        queue.append((row, shape, {c: pool.submit(compile_one, shape, c, sweep.target) for c in configs}))
+        queue.append((row, shape, {c: pool.submit(compile_linear, shape, c, sweep.target) for c in configs}))
     for row, shape, futures in queue:
         if sweep.late():
             print(f"out of time: {row} and what follows is left out")
@@ -249,7 +249,7 @@ def measure(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
     failed = check_variants(pool, target)
     layers = LAYERS["270m" if options.small else "27b"]
     kinds = ("w16",) if options.small else ("w8", "w16", "w8x8")
-    shapes = {(k, y): shape_of(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
+    shapes = {(k, y): linear_shape(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
         k: sorted(s.weight_rows * s.k for s in shapes.values() if (s.weights == "fp8") == (k == "w8"))
         for k in ("w16", "w8")

@@ -105,7 +105,7 @@ def _fits(shape: LinearShape, config: LinearConfig) -> bool:
     return True
 
 
-def compile_one(shape: LinearShape, config: LinearConfig, target: str) -> CompiledKernel | str:
+def compile_linear(shape: LinearShape, config: LinearConfig, target: str) -> CompiledKernel | str:
     """A kernel, or why there is none; for worker processes."""
     try:
         from wicore_trt.plugins.kernels.linear_specs import linear_spec

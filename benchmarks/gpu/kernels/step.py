@@ -278,7 +278,7 @@ def timed(gpu: Gpu, one: Work, variants: dict[str, Callable[[Any], Any]], result
             results.timings.append(VariantTiming(one.kernel, one.model, rows, name, warm, cold, bound))
 
 
-def print_table(results: Results) -> None:
+def print_timings(results: Results) -> None:
     """Per kernel, model and rows: the three best variants by cold time, then torch."""
     print(f"\n{'kernel':<25}{'model':<6}{'rows':>5}{'bound':>8}  warm/cold us of the best three | torch")
     groups: dict[tuple[str, str, int], list[VariantTiming]] = {}
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results.left_out.append(f"{name}: out of time")
                 continue
             attempt(results, name, partial(timed, gpu, one, variants, results, rows))
-    print_table(results)
+    print_timings(results)
     if options.out:
         options.out.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
     print(f"{time.monotonic() - begin:.1f} s in all; {len(results.wrong)} wrong")

@@ -18,7 +18,7 @@ import torch
 from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
-from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
+from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
@@ -132,7 +132,7 @@ class TensorRTExecutor:
         waits for what TensorRT does in a first run; keep what it compiled."""
         entries = dict.fromkeys(self._table.groups, 0)
         parts = [Part(PREFILL, [Row(0, 0, [0] * max_chunk, 0, entries, last=True)])]
-        for batch in sorted({decode_batch(slot, self.slots) for slot in range(self.slots)}):
+        for batch in sorted({decode_slots(slot, self.slots) for slot in range(self.slots)}):
             parts.append(Part(DECODE, [Row(0, batch - 1, [0], 0, entries, last=True)]))
         with self._device.active(), torch.inference_mode():
             for part in parts:
