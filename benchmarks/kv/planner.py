@@ -1,6 +1,6 @@
 """Compute-or-load planner against the best split and against recomputing, over the whole grid: a table on stdout.
 
-`python -m benchmarks.kv.planner [--noise 0.08] [--seed 0]`. Times are those of `kv/study/planner_simulation.py`, no
+`python -m benchmarks.kv.planner [--noise 0.08] [--seed 0]`. Times are those of `planner_simulation.py`, no
 clock is read, so the same seed gives the same table anywhere. Exit code 1 when a cell misses a goal.
 """
 
@@ -13,8 +13,8 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+from benchmarks.kv.planner_simulation import CellResult, Noise, grid, run_cell, run_stalls
 from wicore_trt.bench.report import machine
-from wicore_trt.kv.study.planner_simulation import CellResult, Noise, grid, run_cell, run_stalls
 
 ORACLE_GOAL, RECOMPUTE_GOAL = 1.10, 1.03
 

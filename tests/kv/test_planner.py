@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.kv.planner_simulation import Noise, grid, run_cell, run_stalls
 from wicore_trt.kv.prefix.planner import (
     BAND,
     CAUTION,
@@ -19,7 +20,6 @@ from wicore_trt.kv.prefix.planner import (
     advance,
     choose,
 )
-from wicore_trt.kv.study.planner_simulation import Noise, grid, run_cell, run_stalls
 
 PAGE = 32
 LINEAR = ComputeRate(1e-3, slice_tokens=64)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wicore_trt.checkpoint.gguf_file import GgufFile, import_gguf, open_gguf
+from wicore_trt.checkpoint.gguf_file import GgufFile, MetadataKeys, import_gguf, open_gguf
 from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, check_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, to_float32
@@ -139,7 +139,7 @@ def gguf_spec(file: GgufFile) -> Gemma3Spec:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight.")
-    keys = _Keys(file)
+    keys = _ModelKeys(file)
     layers, heads = keys.whole("block_count", MAX_LAYERS), keys.whole("attention.head_count", 4096)
     hidden = keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", default=hidden // heads)
@@ -176,24 +176,22 @@ def gguf_spec(file: GgufFile) -> Gemma3Spec:
     return spec
 
 
-class _Keys:
+class _ModelKeys(MetadataKeys):
     """Typed access to the keys `gemma3.*` of a file; remembers which were asked for."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._file, self._asked = file, set(_HARMLESS)
+        super().__init__(file.metadata, str(file.path), _PREFIX)
+        self._asked = set(_HARMLESS)
 
     def get(self, key: str) -> Any:
         self._asked.add(key)
-        return self._file.metadata.get(_PREFIX + key)
-
-    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self._file.path}: {_PREFIX}{key} is {shown(value)}; it must be {expected}.")
+        return self.value(key)
 
     def whole(self, key: str, most: int = 1 << 24, default: int | None = None) -> int:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(f"{self._file.path} lacks the key {_PREFIX}{key}.")
+            raise self.missing(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most:,}")
         return value
@@ -203,7 +201,7 @@ class _Keys:
         value = self.get(key)
         if value is None:
             if default is ...:
-                raise CheckpointError(f"{self._file.path} lacks the key {_PREFIX}{key}.")
+                raise self.missing(key)
             return default
         if not isinstance(value, float):
             raise self.wrong(key, value, "a floating-point number")
@@ -216,16 +214,16 @@ class _Keys:
             raise self.wrong(key, value, f"{only!r} for Gemma 3")
 
     def refuse_others(self) -> None:
-        names = [key.removeprefix(_PREFIX) for key in self._file.metadata if key.startswith(_PREFIX)]
+        names = [key.removeprefix(_PREFIX) for key in self._metadata if key.startswith(_PREFIX)]
         others = [key for key in names if key not in self._asked and not key.startswith(_CARRIED)]
         if others:
             raise CheckpointError(
-                f"{self._file.path}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
+                f"{self._place}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
                 fix="Convert the original model with llama.cpp's convert_hf_to_gguf.py, or give that model.",
             )
 
 
-def _rope_factor(keys: _Keys) -> float:
+def _rope_factor(keys: _ModelKeys) -> float:
     """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
     converter always writes both, so such a file is not its work and refused."""
     kind = keys.get("rope.scaling.type")
@@ -245,7 +243,7 @@ def _rope_factor(keys: _Keys) -> float:
     return float(old if factor is None else factor)
 
 
-def _layer_groups(keys: _Keys, layers: int) -> tuple[str, ...]:
+def _layer_groups(keys: _ModelKeys, layers: int) -> tuple[str, ...]:
     """Kinds from a period (every pattern-th layer is global) or from one flag per layer (true: sliding)."""
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):

@@ -9,6 +9,7 @@ to hold that many bytes; an opened file's tensors lie one behind the other, alig
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -59,6 +60,23 @@ class GgufFile:
         with self.door.open(self.path, buffering=0) as file:
             offset = tensor.offset + start * tensor.row_bytes
             return read_at(file, offset, (stop - start) * tensor.row_bytes, self.path)
+
+
+class MetadataKeys:
+    """The keys of `metadata` that begin with `prefix`; errors name them, and the file as `place`."""
+
+    def __init__(self, metadata: Mapping[str, Any], place: str, prefix: str) -> None:
+        self._metadata, self._place, self._prefix = metadata, place, prefix
+
+    def value(self, key: str) -> Any:
+        """What is there, None for nothing."""
+        return self._metadata.get(self._prefix + key)
+
+    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self._place}: {self._prefix}{key} is {shown(value)}; it must be {expected}.")
+
+    def missing(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{self._place} lacks the key {self._prefix}{key}.")
 
 
 def import_gguf() -> Any:

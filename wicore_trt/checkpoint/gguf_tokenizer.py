@@ -16,6 +16,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.checkpoint.gguf_file import MetadataKeys
 from wicore_trt.errors import CheckpointError, named, shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
@@ -67,7 +68,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     End ids are eos, end of turn if named, and `<end_of_turn>` when the model has a chat template. Raises
     CheckpointError, naming the key, for another kind of tokenizer and for anything that does not fit together.
     """
-    keys = _Keys(metadata, place)
+    keys = _TokenizerKeys(metadata, place, _PREFIX)
     model = metadata.get(f"{_PREFIX}model")
     if model != "llama":
         raise CheckpointError(f"{place}: its tokenizer is {shown(model)}, not SentencePiece.")
@@ -91,7 +92,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
     if unk is None and size <= _UNK:
-        raise CheckpointError(f"{place} lacks the key {_PREFIX}unknown_token_id.")
+        raise keys.missing("unknown_token_id")
     return Vocabulary(
         place=place,
         pieces=pieces,
@@ -106,17 +107,11 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     )
 
 
-class _Keys:
+class _TokenizerKeys(MetadataKeys):
     """Typed access to the keys `tokenizer.ggml.*`."""
 
-    def __init__(self, metadata: Mapping[str, Any], place: str) -> None:
-        self._metadata, self._place = metadata, place
-
-    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self._place}: {_PREFIX}{key} is {shown(value)}; it must be {expected}.")
-
     def get(self, key: str, kind: type, expected: str) -> Any:
-        value = self._metadata.get(_PREFIX + key)
+        value = self.value(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise self.wrong(key, value, expected)
         return value
@@ -143,7 +138,7 @@ class _Keys:
         """The tokens: as many as the embedding has rows, each once, none empty or so long that merging takes ages."""
         pieces = self.get("tokens", list, "a list of tokens")
         if pieces is None:
-            raise CheckpointError(f"{self._place} lacks the key {_PREFIX}tokens.")
+            raise self.missing("tokens")
         if not all(isinstance(piece, str) for piece in pieces):
             raise self.wrong("tokens", pieces, "a list of text")
         if len(pieces) != size:
