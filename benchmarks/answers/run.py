@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.answers.data import Oracle
-
-_BEGUN = time.monotonic()
+from benchmarks.common import say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,10 +44,6 @@ def main(argv: list[str] | None = None) -> int:
         say(f"WRONG: {problem}")
     say(f"{args.command} {args.engine.name}: {'ok' if not problems else f'{len(problems)} problems'}")
     return int(bool(problems))
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}", flush=True)
 
 
 def _make(gguf: Path, out: Path) -> Oracle:

@@ -14,10 +14,8 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import measured_engine, progress
 from wicore_trt.bench.bound import ModelCost, decode_bound_s, measure_rates
 from wicore_trt.bench.perplexity import (
     ROWS,
@@ -36,8 +35,7 @@ from wicore_trt.bench.perplexity import (
 )
 from wicore_trt.bench.report import Roof, make_report, time_figure
 from wicore_trt.checkpoint.demo import fetch
-from wicore_trt.engine.build import build_engine
-from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.directory import EngineDir
 from wicore_trt.llm import LLM
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import SamplingParams
@@ -131,7 +129,7 @@ def time_steps(
             if number:
                 prefills[name].append(prefill)
                 steps[name].append((total - prefill) / (tokens - 1))
-        _say(f"batch {batch}, round {number} of {repeats}")
+        progress(f"batch {batch}, round {number} of {repeats}")
     return {n: {"prefill": statistics.median(prefills[n]), "step": statistics.median(steps[n])} for n in names}
 
 
@@ -209,20 +207,6 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-@contextmanager
-def _engine(path: Path | None, gguf: Path) -> Iterator[EngineDir]:
-    """The engine at `path`, or one built from `gguf` with every option at its default."""
-    if path is not None:
-        yield open_engine(path)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield build_engine(gguf, Path(scratch) / "engine")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.decode", description=__doc__)
     parser.add_argument("--engine", type=Path, help="engine of Gemma 3 270M; built afresh when left out")
@@ -238,11 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables and JSON; returns the exit code."""
     args = _arguments(argv)
     if (load := os.getloadavg()[0]) > QUIET_LOAD:
-        _say(f"load average {load:.1f}: other work is running here, so these figures say little")
+        progress(f"load average {load:.1f}: other work is running here, so these figures say little")
     torch.set_num_threads(args.threads)
     rates = measure_rates("cpu", threads=args.threads)
     gguf = fetch("gemma3-270m")
-    with _engine(args.engine, gguf) as engine:
+    with measured_engine(args.engine, gguf) as engine:
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
         roof = Roof(ModelCost.of(manifest.spec, manifest.dtype, manifest.base_dtype, manifest.kv_dtype), rates)
@@ -272,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(report | {"missed": missed}, indent=2))
     for sentence in missed:
-        _say(f"goal missed: {sentence}")
+        progress(f"goal missed: {sentence}")
     return 1 if missed else 0
 
 
@@ -280,7 +264,7 @@ def _quality(engine: EngineDir, text: Sequence[int], bos_id: int, reference: Any
     """Perplexities of the engine and of the reference over `text`."""
 
     def tell(name: str) -> Callable[[int, int], None]:
-        return lambda done, total: _say(f"perplexity, {name}: {done} of {total} tokens")
+        return lambda done, total: progress(f"perplexity, {name}: {done} of {total} tokens")
 
     scorer = ExecutorScorer(engine, context=1024, threads=threads, device="cpu")
     ours = perplexity(scorer, text, bos_id=bos_id, progress=tell(OURS))

@@ -26,6 +26,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
+from benchmarks.common import BEGUN, say
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, EngineConfig, Rates
 from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_gpu_rates, rates_json
@@ -36,11 +37,6 @@ STAGES = ("bounds", "check", "ours", "startup", "vllm")
 FREE_SHARE, FREE_WAIT_S = 0.9, 20.0
 PATIENCE = 1.6
 """A peer may take so many times what it is expected to take."""
-_BEGUN = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}", flush=True)
 
 
 class CheckFailed(Exception):
@@ -66,7 +62,7 @@ class GpuRun:
 
     def left_s(self) -> float:
         """Seconds until the budget is spent."""
-        return float(self.args.budget_s - (time.monotonic() - _BEGUN))
+        return float(self.args.budget_s - (time.monotonic() - BEGUN))
 
     def run(self) -> None:
         """All stages. Raises CheckFailed."""
@@ -106,7 +102,7 @@ class GpuRun:
         save(self.document, self.args.output)
 
     def _read_clocks(self, when: str) -> None:
-        self.document["clocks"].append(clocks(when, time.monotonic() - _BEGUN))
+        self.document["clocks"].append(clocks(when, time.monotonic() - BEGUN))
         self._save()
 
     def _bounds(self) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import say
 from benchmarks.gpu import step_overlap as gpu_step_overlap
 from benchmarks.gpu.step_roles import role_times
 from wicore_trt.arithmetic import div_ceil, first_visible_page
@@ -82,13 +83,6 @@ def main() -> int:
         if args.out:
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(failed)
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}", flush=True)
-
-
-_BEGUN = time.monotonic()
 
 
 def checked() -> bool:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from benchmarks.common import measured_engine, progress
 from benchmarks.kv.attention_trace import MeasuringExecutor, QuestionSessions, TouchedChain, record, replay_policy
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.report import machine, versions
-from wicore_trt.checkpoint.demo import fetch
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
-from wicore_trt.engine.build import build_engine
-from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.directory import EngineDir
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
@@ -127,7 +124,7 @@ def record_traces(engine: EngineDir, seeds: int, requests: int, threads: int) ->
             together=8,
             output_tokens=48,
             intervals=(1, INTERVAL),
-            progress=lambda done, total, seed=seed: _say(f"workload {seed}: {done} of {total} requests"),  # type: ignore[misc]
+            progress=lambda done, total, seed=seed: progress(f"workload {seed}: {done} of {total} requests"),  # type: ignore[misc]
         )
         for seed in range(seeds)
     ]
@@ -172,19 +169,6 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def _engine(path: Path | None) -> Iterator[EngineDir]:
-    if path is not None:
-        yield open_engine(path)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield build_engine(fetch("gemma3-270m"), Path(scratch) / "engine")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when measuring costs more than the goal."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.attention", description=__doc__)
@@ -201,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu = machine()
     print(f"{datetime.now(UTC).date()}, {cpu['cpu']}, {args.threads} threads, {versions()}\n")
     worst = 0.0
-    with _engine(args.engine) as engine:
+    with measured_engine(args.engine) as engine:
         if args.cost:
             table, worst = cost_table(measure_cost(engine, args.rounds, args.threads))
             print(f"{table}\n\nLargest share {100 * worst:.2f} %, goal below {100 * COST_GOAL:.0f} %.")

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import progress
 from benchmarks.cpu.decode import QUIET_LOAD, prompt_source
 from benchmarks.kv.report import (
     DEVICE,
@@ -128,7 +129,7 @@ def play(
     after = core.stats()
     run = ArmRun(arm, number, served, tier_hits(before, after), [asdict(tier) for tier in after.kv.tiers])
     result = run.throughput
-    _say(
+    progress(
         f"round {number}, {arm}: {result.duration_s:.1f} s, {result.output_tokens_per_s:.1f} generated tokens/s, "
         f"hits {dict(run.hits)} of {result.prompt_tokens} prompt tokens"
     )
@@ -186,7 +187,9 @@ def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
                 differing += sum(answers[0][turn] != answers[1][turn] for turn in answers[0])
             if number:
                 ratios.append(seconds[0] / seconds[1])
-                _say(f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers")
+                progress(
+                    f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers"
+                )
         names = [tier.tier for tier in tiered.core.stats().kv.tiers]
     return NoReuse(requests, tokens, differing, ratios, drains, names, arm)
 
@@ -211,13 +214,9 @@ def _drain(core: EngineCore) -> float:
         core.step()
         time.sleep(0.0005)
         if time.perf_counter() - started > DRAIN_S:
-            _say(f"transfers were still under way after {DRAIN_S:.0f} s")
+            progress(f"transfers were still under way after {DRAIN_S:.0f} s")
             break
     return time.perf_counter() - started
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -259,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and a line per requirement; returns the exit code."""
     args = _arguments(argv)
     if (load := os.getloadavg()[0]) > QUIET_LOAD:
-        _say(f"load average {load:.1f}: other work is running here, so these figures say little")
+        progress(f"load average {load:.1f}: other work is running here, so these figures say little")
     shape = _shape(args)
     rounds = args.rounds or (1 if args.quick else 3)
     groups = args.groups if args.groups is not None else (1 if args.quick else 20)

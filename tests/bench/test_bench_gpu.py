@@ -325,7 +325,7 @@ def faked(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "describe", lambda: H100)
     monkeypatch.setattr(gpu, "clocks", lambda when, at: {"when": when, "at_s": at, "clocks.sm": "1980 MHz"})
     monkeypatch.setattr(gpu, "measure_gpu_rates", lambda: calls.append("bounds") or EXPECTED)
-    monkeypatch.setattr(gpu, "_BEGUN", gpu.time.monotonic())
+    monkeypatch.setattr(gpu, "BEGUN", gpu.time.monotonic())
     monkeypatch.setattr(gpu_step_check, "CASES", gpu_step_check.CASES[:2])
     monkeypatch.setattr(
         gpu_step_check, "check", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()

@@ -19,7 +19,6 @@ import argparse
 import json
 import multiprocessing
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import say
 from benchmarks.gpu.kernels.linear_sweep import graph_microseconds
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.ops import quantize_rows
@@ -89,13 +89,6 @@ def main() -> int:
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(bool(wrong))
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGUN:6.1f} s] {text}", flush=True)
-
-
-_BEGUN = time.monotonic()
 
 
 def scaled(per_row: bool, fast: bool) -> Product:
