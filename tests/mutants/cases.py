@@ -128,9 +128,9 @@ MUTANTS = (
         "((LOCAL, pages.load.window),)",
     ),
     Mutant(
-        "kv/prefix/loader.py",
-        "                pool.release([table[i]])\n                table[i] = slot",
-        "                table[i] = slot",
+        "kv/manager.py",
+        "        self.pools[GLOBAL].release([table[i] for i in slots])\n",
+        "",
     ),
     Mutant(
         "kv/prefix/loader.py",
