@@ -33,7 +33,7 @@ CUDA_LIBRARIES = ("cuda", "cudart", "cublas", "nvrtc")
 PACKAGES = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "grpcio", "protobuf")
 
 
-class Row(NamedTuple):
+class Check(NamedTuple):
     """One line of the report; `fix` is empty when there is nothing to do."""
 
     name: str
@@ -42,9 +42,9 @@ class Row(NamedTuple):
     fix: str = ""
 
 
-def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Row]:
+def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Check]:
     """All checks in reading order."""
-    checks: list[tuple[str, Callable[[], Row]]] = [
+    checks: list[tuple[str, Callable[[], Check]]] = [
         ("python", _python),
         ("system", _system),
         ("cpu", _cpu),
@@ -68,127 +68,129 @@ def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Ro
     return [_guarded(name, check) for name, check in checks]
 
 
-def _guarded(name: str, check: Callable[[], Row]) -> Row:
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # a report with a hole helps more than no report
-        return Row(name, WARN, f"could not be checked: {error!r}", "Please report this as a bug.")
+        return Check(name, WARN, f"could not be checked: {error!r}", "Please report this as a bug.")
 
 
-def _python() -> Row:
+def _python() -> Check:
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < MIN_PYTHON:
-        return Row("python", FAIL, found, "Install Python 3.11 or newer.")
-    return Row("python", OK, found)
+        return Check("python", FAIL, found, "Install Python 3.11 or newer.")
+    return Check("python", OK, found)
 
 
-def _system() -> Row:
+def _system() -> Check:
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
     if platform.system() != "Linux":
-        return Row("system", WARN, found, "Linux is what WiCore is tested on.")
-    return Row("system", OK, found)
+        return Check("system", WARN, found, "Linux is what WiCore is tested on.")
+    return Check("system", OK, found)
 
 
-def _cpu() -> Row:
+def _cpu() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     lines = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
     values = {key.strip(): value.strip() for key, value in lines.items()}
     flags = set(values.get("flags", values.get("Features", "")).split())
     have = [flag for flag in ISA_FLAGS if flag in flags]
-    return Row(
+    return Check(
         "cpu", OK, f"{values.get('model name', platform.machine())}, {cores} cores, {' '.join(have) or 'no AVX'}"
     )
 
 
-def _memory() -> Row:
+def _memory() -> Check:
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
     free = kib["MemAvailable"] * 1024
     found = f"{free / GIB:.1f} GiB available of {kib['MemTotal'] / (1 << 20):.1f} GiB"
     if free < MIN_FREE_BYTES:
-        return Row("memory", WARN, found, "Close other programs; Gemma 3 270M alone needs about 2 GiB.")
-    return Row("memory", OK, found)
+        return Check("memory", WARN, found, "Close other programs; Gemma 3 270M alone needs about 2 GiB.")
+    return Check("memory", OK, found)
 
 
-def _torch() -> Row:
+def _torch() -> Check:
     from wicore_trt.errors import install
 
     fix = install("torch")
     if find_spec("torch") is None:
-        return Row("torch", WARN, "not installed; engines are built without it, and run with it", fix)
+        return Check("torch", WARN, "not installed; engines are built without it, and run with it", fix)
     try:
         import torch
     except Exception as error:
-        return Row("torch", FAIL, f"cannot be imported: {error}", fix)
+        return Check("torch", FAIL, f"cannot be imported: {error}", fix)
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Row("torch", OK, f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads")
+    return Check("torch", OK, f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads")
 
 
-def _native_kernels() -> Row:
+def _native_kernels() -> Check:
     import wicore_trt
 
     found = next((p for root in wicore_trt.__path__ for p in Path(root, "_native").glob("libwicore_cpu.*")), None)
     if found is None:
         fix = "Install a C++ compiler and reinstall wicore-trt; until then torch operators run in their place."
-        return Row("native kernels", WARN, "not built", fix)
+        return Check("native kernels", WARN, "not built", fix)
     try:
         library = ctypes.CDLL(str(found))
         library.wicore_cpu_isa.restype = ctypes.c_char_p
-        return Row("native kernels", OK, f"{found.name}, {library.wicore_cpu_isa().decode()}")
+        return Check("native kernels", OK, f"{found.name}, {library.wicore_cpu_isa().decode()}")
     except (OSError, AttributeError) as error:
-        return Row("native kernels", WARN, f"{error}", "Reinstall wicore-trt on this machine.")
+        return Check("native kernels", WARN, f"{error}", "Reinstall wicore-trt on this machine.")
 
 
-def _gpu() -> Row:
+def _gpu() -> Check:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return Row("gpu", OK, "none (no nvidia-smi); engines run on the CPU")
+        return Check("gpu", OK, "none (no nvidia-smi); engines run on the CPU")
     query = "--query-gpu=name,memory.total,driver_version,compute_cap"
     done = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
     if done.returncode or not done.stdout.strip():
         reason = (done.stdout + done.stderr).strip().splitlines()
-        return Row("gpu", WARN, reason[0] if reason else "nvidia-smi failed", "Reload or reinstall the NVIDIA driver.")
+        return Check(
+            "gpu", WARN, reason[0] if reason else "nvidia-smi failed", "Reload or reinstall the NVIDIA driver."
+        )
     found = "; ".join(done.stdout.strip().splitlines())
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
-        return Row("gpu", WARN, f"{found}; PyTorch cannot use it", "Install a CUDA build of PyTorch for this driver.")
-    return Row("gpu", OK, found)
+        return Check("gpu", WARN, f"{found}; PyTorch cannot use it", "Install a CUDA build of PyTorch for this driver.")
+    return Check("gpu", OK, found)
 
 
-def _cuda_libraries() -> Row:
+def _cuda_libraries() -> Check:
     have = [name for name in CUDA_LIBRARIES if ctypes.util.find_library(name)]
-    return Row("cuda libraries", OK, ", ".join(have) or "none on the library path")
+    return Check("cuda libraries", OK, ", ".join(have) or "none on the library path")
 
 
-def _tensorrt() -> Row:
+def _tensorrt() -> Check:
     for package in ("tensorrt", "tensorrt-rtx-cu13-bindings"):
         try:
-            return Row("tensorrt", OK, f"{package} {version(package)}")
+            return Check("tensorrt", OK, f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return Row("tensorrt", OK, "not installed; builds with --backend tensorrt need the extra tensorrt")
+    return Check("tensorrt", OK, "not installed; builds with --backend tensorrt need the extra tensorrt")
 
 
-def _extras() -> Row:
+def _extras() -> Check:
     from wicore_trt.errors import install
 
     missing = [extra for extra, modules in EXTRAS.items() if any(find_spec(m) is None for m in modules)]
     have = [extra for extra in EXTRAS if extra not in missing]
     found = f"have {', '.join(have) or 'none'}"
     if missing:
-        return Row("extras", WARN, f"{found}; lack {', '.join(missing)}", install(*missing))
-    return Row("extras", OK, found)
+        return Check("extras", WARN, f"{found}; lack {', '.join(missing)}", install(*missing))
+    return Check("extras", OK, found)
 
 
-def _versions() -> Row:
+def _versions() -> Check:
     found = []
     for package in PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"{package} -")
-    return Row("versions", OK, ", ".join(found))
+    return Check("versions", OK, ", ".join(found))
 
 
 def _existing(path: Path) -> Path:
@@ -196,81 +198,81 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def _disk(cache_dir: Path) -> Row:
+def _disk(cache_dir: Path) -> Check:
     place = _existing(cache_dir)
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free at {cache_dir}"
     if not os.access(place, os.W_OK):
-        return Row("disk", FAIL, f"{found}, not writable", "Make it writable or name another with --cache-dir.")
+        return Check("disk", FAIL, f"{found}, not writable", "Make it writable or name another with --cache-dir.")
     if free < MIN_FREE_BYTES:
-        return Row("disk", WARN, found, "Free some space or name another directory with --cache-dir.")
-    return Row("disk", OK, found)
+        return Check("disk", WARN, found, "Free some space or name another directory with --cache-dir.")
+    return Check("disk", OK, found)
 
 
-def _direct_io(cache_dir: Path) -> Row:
+def _direct_io(cache_dir: Path) -> Check:
     fix = "Put the cache on a local disk (ext4, xfs); reads and writes go through the page cache until then."
     with tempfile.TemporaryDirectory(dir=_existing(cache_dir), prefix=".wicore-doctor-") as scratch:
         try:
             descriptor = os.open(Path(scratch, "probe"), os.O_CREAT | os.O_RDWR | os.O_DIRECT)
         except OSError as error:
-            return Row("direct I/O", WARN, f"refused: {error.strerror}", fix)
+            return Check("direct I/O", WARN, f"refused: {error.strerror}", fix)
         try:
             with mmap.mmap(-1, mmap.PAGESIZE) as page:  # O_DIRECT wants aligned memory; mmap gives it
                 written = os.write(descriptor, page)
         except OSError as error:
-            return Row("direct I/O", WARN, f"refused: {error.strerror}", fix)
+            return Check("direct I/O", WARN, f"refused: {error.strerror}", fix)
         finally:
             os.close(descriptor)
-    return Row("direct I/O", OK, f"O_DIRECT works ({written} bytes written)")
+    return Check("direct I/O", OK, f"O_DIRECT works ({written} bytes written)")
 
 
-def _memlock() -> Row:
+def _memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Row("locked memory", OK, "unlimited")
+        return Check("locked memory", OK, "unlimited")
     found = f"limit {soft / GIB:.2f} GiB"
     if shutil.which("nvidia-smi") and soft < GIB:
-        return Row("locked memory", WARN, found, "ulimit -l unlimited, so that host memory can be pinned.")
-    return Row("locked memory", OK, found)
+        return Check("locked memory", WARN, found, "ulimit -l unlimited, so that host memory can be pinned.")
+    return Check("locked memory", OK, found)
 
 
-def _hugging_face() -> Row:
+def _hugging_face() -> Check:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = bool(os.environ.get("HF_TOKEN")) or (home / "token").is_file()
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     found = f"token {'present' if token else 'absent'}, {'offline' if offline else 'online'}"
     if not token and not offline:
         fix = "Gated models need it: accept the licence on the model's page, then set HF_TOKEN or run `hf auth login`."
-        return Row("hugging face", WARN, found, fix)
-    return Row("hugging face", OK, found)
+        return Check("hugging face", WARN, found, fix)
+    return Check("hugging face", OK, found)
 
 
-def _port(port: int) -> Row:
+def _port(port: int) -> Check:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            return Row("port", WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --port.")
-    return Row("port", OK, f"{port} is free")
+            return Check("port", WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --port.")
+    return Check("port", OK, f"{port} is free")
 
 
-def _clock() -> Row:
+def _clock() -> Check:
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
     newest = max((p.stat().st_mtime for p in Path(__file__).parent.glob("*.py")), default=now)
     if now + 86400 < newest:
-        return Row("clock", WARN, f"{found}, before this program was installed", "Set the clock; TLS needs it.")
-    return Row("clock", OK, found)
+        return Check("clock", WARN, f"{found}, before this program was installed", "Set the clock; TLS needs it.")
+    return Check("clock", OK, found)
 
 
-def _engine(path: Path) -> Row:
+def _engine(path: Path) -> Check:
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.errors import WicoreError
 
     try:
         engine = open_engine(path)
     except WicoreError as error:
-        return Row("engine", FAIL, error.message, error.fix or "Rebuild it.")
+        return Check("engine", FAIL, error.message, error.fix or "Rebuild it.")
     manifest = engine.manifest
-    return Row("engine", OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, all hashes match")
+    return Check("engine", OK, f"{path}: {manifest.model_id}, {manifest.backend}, {manifest.dtype}, all hashes match")

@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from wicore_trt.arithmetic import ITEM_BYTES
+
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
     from wicore_trt.runtime.tensor_specs import TensorSpec
 
-_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+_BYTES = ITEM_BYTES | {"int32": 4}
 
 
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:

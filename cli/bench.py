@@ -15,7 +15,7 @@ from wicore_trt.errors import missing_package
 
 if TYPE_CHECKING:
     from wicore_trt.bench.report import Roof
-    from wicore_trt.bench.session import Session
+    from wicore_trt.bench.session import BenchSession
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and perplexity.")
 
@@ -207,12 +207,12 @@ def _session(
     flags: dict[str, Any],
     api_key: str | None,
     tls_ca: Path | None,
-) -> Session:
-    from wicore_trt.bench.session import Session
+) -> BenchSession:
+    from wicore_trt.bench.session import BenchSession
     from wicore_trt.config import load_settings
 
     settings = load_settings(recipe, {"engine": engine and str(engine), **flags})
-    return Session(settings, target, api_key, tls_ca)
+    return BenchSession(settings, target, api_key, tls_ca)
 
 
 def _fields(plan: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _fields(plan: Any) -> dict[str, Any]:
 
 def _print_report(
     command: str,
-    session: Session,
+    session: BenchSession,
     model: dict[str, Any],
     parameters: dict[str, Any],
     roof: Roof | None,
@@ -238,7 +238,7 @@ def _print_report(
     )
 
 
-def _print_head(session: Session, model: dict[str, Any], roof: Roof | None) -> None:
+def _print_head(session: BenchSession, model: dict[str, Any], roof: Roof | None) -> None:
     """What was measured on what."""
     from wicore_trt.bench.report import machine
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.arithmetic import ITEM_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 _OK, _UNCHECKED = "ok", "not checked"
 _UNLISTED = "not listed"
 _MANY = 8
-_KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def command(
@@ -159,9 +160,9 @@ def _kv(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any
         {
             "group": group,
             "layers": len(spec.layers_of(group)),
-            "bytes_per_token": spec.page_bytes(group, 1, _KV_BYTES[kv_dtype]),
+            "bytes_per_token": spec.page_bytes(group, 1, ITEM_BYTES[kv_dtype]),
             "page_tokens": page_tokens,
-            "bytes_per_page": spec.page_bytes(group, page_tokens, _KV_BYTES[kv_dtype]),
+            "bytes_per_page": spec.page_bytes(group, page_tokens, ITEM_BYTES[kv_dtype]),
         }
         for group in GROUPS
     ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
 if TYPE_CHECKING:
     from wicore_trt.kv.sizing import Geometry, SessionSize
@@ -81,12 +81,12 @@ def plan(
 def _geometry(model: str, page_tokens: int | None, kv_dtype: str | None) -> tuple[Geometry, int]:
     """Geometry of a model's pages, and its longest context."""
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.sizing import KV_DTYPE_BYTES, Geometry
+    from wicore_trt.kv.sizing import Geometry
 
     spec, own_dtype, own_page_tokens, longest = _open(model)
     dtype = kv_dtype or own_dtype
-    if dtype not in KV_DTYPE_BYTES:
-        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(KV_DTYPE_BYTES)}.")
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"--kv-dtype {dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
     return Geometry.of(spec, page_tokens or own_page_tokens, dtype), longest
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wicore_trt.arithmetic import div_ceil
-from wicore_trt.plugins.layout import ITEM_BYTES, Launch, Pool, PoolShape, Slices, Tables
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
+from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Slices, Tables
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
 """Of the largest part of each target (A100, RTX 3090, RTX 4090, H100, B200, RTX 5090)."""
@@ -91,7 +91,7 @@ def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> Decode
     block_k = stage // (2 * pool.head_dim * ITEM_BYTES[pool.dtype])
     config = DecodeConfig(1, max(pool.page_tokens, 16, min(64, block_k)), 1)
     groups = pool.kv_heads // config.heads
-    return replace(config, splits=max(1, min(64, -(-2 * MULTIPROCESSORS[target] // (groups * rows)))))
+    return replace(config, splits=max(1, min(64, div_ceil(2 * MULTIPROCESSORS[target], groups * rows))))
 
 
 def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:
@@ -147,7 +147,7 @@ def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: 
     return parts * pool.head_dim, parts * 2, rows * (pool.kv_heads // config.heads)
 
 
-def splits_of(config: DecodeConfig, window: int, page_tokens: int) -> int:
+def splits_used(config: DecodeConfig, window: int, page_tokens: int) -> int:
     """The most splits that sequences use in a launch: a window has only so many blocks (from a page's first key on,
     where masses are measured)."""
     if not window:
@@ -165,7 +165,7 @@ def decode_launch(
     """
     shape = pool.shape
     row = rows.heads * shape.head_dim
-    splits = splits_of(config, rows.window, shape.page_tokens)
+    splits = splits_used(config, rows.window, shape.page_tokens)
     return Launch(
         (shape.kv_heads // config.heads, splits, tables.rows),
         {
@@ -195,7 +195,7 @@ def combine_launch(
     config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace, mass: MassArrays | None = None
 ) -> Launch:
     """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
-    splits = splits_of(config, rows.window, pool.shape.page_tokens)
+    splits = splits_used(config, rows.window, pool.shape.page_tokens)
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
         {

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 FLOAT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BITS_TYPES = {4: "i32", 2: "i16", 1: "u8"}
 

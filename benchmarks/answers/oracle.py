@@ -29,7 +29,7 @@ from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, pages_needed, torch_step
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import EngineTensors, load_engine
+from wicore_trt.backends.torch.weights import EngineTensors, load_engine_tensors
 from wicore_trt.checkpoint.names import weight_scale_name
 from wicore_trt.engine.build import build_engine
 from wicore_trt.model.spec import GROUPS
@@ -57,7 +57,7 @@ def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle
         def loaded(dtype: str) -> EngineTensors:
             path = Path(scratch) / dtype
             say(f"oracle: {dtype} engine")
-            return load_engine(build_engine(gguf, path, dtype=dtype))
+            return load_engine_tensors(build_engine(gguf, path, dtype=dtype))
 
         exact = loaded(FLOAT32)
         names, prompts = tokenized(Tokenizer.from_dir(Path(scratch) / FLOAT32))

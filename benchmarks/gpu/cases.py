@@ -27,7 +27,7 @@ LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class EngineConfig:
     """An engine to measure. `dtype` and `kv_dtype` are options of `wicore build`; `peer` are vLLM's quantization and
     KV dtype for the same model, None where it has none."""
 
@@ -55,11 +55,13 @@ class Config:
 CONFIGS = {
     config.name: config
     for config in (  # the most valuable first: what does not fit into the time is skipped
-        Config("bf16", "27B BF16", "gemma3-27b", "bfloat16", "auto", (1, 32), ("none", "auto")),
-        Config("fp8", "27B FP8 weights", "gemma3-27b", "fp8", "auto", (1, 8, 32, 64), ("fp8_per_channel", "auto")),
-        Config("fp8kv", "27B FP8 weights and KV", "gemma3-27b", "fp8", "fp8", (128,), ("fp8_per_channel", "fp8")),
-        Config("270m", "270M BF16", "gemma3-270m", "bfloat16", "auto", (1,), ("none", "auto")),
-        Config("fp16", "27B FP16", "gemma3-27b", "float16", "auto", (1, 32), None),
+        EngineConfig("bf16", "27B BF16", "gemma3-27b", "bfloat16", "auto", (1, 32), ("none", "auto")),
+        EngineConfig(
+            "fp8", "27B FP8 weights", "gemma3-27b", "fp8", "auto", (1, 8, 32, 64), ("fp8_per_channel", "auto")
+        ),
+        EngineConfig("fp8kv", "27B FP8 weights and KV", "gemma3-27b", "fp8", "fp8", (128,), ("fp8_per_channel", "fp8")),
+        EngineConfig("270m", "270M BF16", "gemma3-270m", "bfloat16", "auto", (1,), ("none", "auto")),
+        EngineConfig("fp16", "27B FP16", "gemma3-27b", "float16", "auto", (1, 32), None),
     )
 }
 PEER_ORDER = ("fp8", "bf16", "fp8kv", "270m")
@@ -106,7 +108,7 @@ EXPECTED = Rates(3.0e12, 3.1e12, 8.0e14, 1.4e15)
 """Of an H100, for estimates of time when nothing was measured."""
 
 
-def decode_bound_s(config: Config, batch: int, rates: Rates) -> float:
+def _decode_s(config: EngineConfig, batch: int, rates: Rates) -> float:
     """Shortest mean time of the steps behind the first token."""
     cost, spec = config.cost(), config.spec
     moved = cost.decode_bytes(batch, CONTEXT, OUTPUT) + batch * spec.vocab_size * LOGIT_BYTES
@@ -115,7 +117,7 @@ def decode_bound_s(config: Config, batch: int, rates: Rates) -> float:
     return max(moved / rates.copy_bytes_per_s, _flop_seconds(config, linear, rest, rates))
 
 
-def prefill_bound_s(config: Config, batch: int, rates: Rates) -> float:
+def _prefill_s(config: EngineConfig, batch: int, rates: Rates) -> float:
     """Shortest time from `batch` prompts to the first token of all."""
     cost = config.cost()
     linear = 2 * batch * CONTEXT * cost.linear_parameters
@@ -123,11 +125,11 @@ def prefill_bound_s(config: Config, batch: int, rates: Rates) -> float:
     return max(cost.weight_bytes / rates.copy_bytes_per_s, _flop_seconds(config, linear, rest, rates))
 
 
-def bound_s(config: Config, phase: str, batch: int, rates: Rates) -> float:
-    return (decode_bound_s if phase == DECODE else prefill_bound_s)(config, batch, rates)
+def bound_s(config: EngineConfig, phase: str, batch: int, rates: Rates) -> float:
+    return (_decode_s if phase == DECODE else _prefill_s)(config, batch, rates)
 
 
-def _flop_seconds(config: Config, linear: float, rest: float, rates: Rates) -> float:
+def _flop_seconds(config: EngineConfig, linear: float, rest: float, rates: Rates) -> float:
     """Linears of FP8 weights may be multiplied in FP8; head and attention are in 16 bits."""
     fast = rates.fp8_flops if config.dtype == "fp8" and rates.fp8_flops else rates.bf16_flops
     return linear / fast + rest / rates.bf16_flops
@@ -139,7 +141,7 @@ def places(batch: int) -> int:
     return batch + batch // 33 + 1
 
 
-def kv_budget(config: Config, sequences: int, context: int) -> int:
+def kv_budget(config: EngineConfig, sequences: int, context: int) -> int:
     """Bytes of KV pages for `sequences` sequences of `context` tokens."""
     spec = config.spec
     pages = {g: pages_per_sequence(spec, g, PAGE_TOKENS, context) for g in (GLOBAL, LOCAL)}
@@ -155,15 +157,21 @@ PEER_START_S = {"bf16": 75.0, "fp8": 105.0, "fp8kv": 110.0, "270m": 40.0}
 CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0
 
 
-def case_estimate_s(config: Config, batch: int, runs: int, rates: Rates, case_s: float = inf) -> float:
+def case_estimate_s(config: EngineConfig, batch: int, runs: int, rates: Rates, case_s: float = inf) -> float:
     """Seconds that `runs` pairs of a short and a long run take; none begins behind `case_s` seconds."""
-    prefill, step = prefill_bound_s(config, batch, rates), decode_bound_s(config, batch, rates)
+    prefill, step = _prefill_s(config, batch, rates), _decode_s(config, batch, rates)
     pair = 2 * 1.8 * prefill + (OUTPUT - 1) * 1.4 * step
     return pair * min(runs, floor(min(case_s / pair, runs)) + 1)
 
 
 def fitting(
-    config: Config, batches: Sequence[int], before_s: float, runs: int, rates: Rates, left_s: float, case_s: float = inf
+    config: EngineConfig,
+    batches: Sequence[int],
+    before_s: float,
+    runs: int,
+    rates: Rates,
+    left_s: float,
+    case_s: float = inf,
 ) -> int:
     """How many of `batches`, from the first, fit into `left_s` seconds behind `before_s` of loading."""
     needed, count = before_s, 0

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import PAGE_TOKENS, Config
+from benchmarks.gpu.cases import PAGE_TOKENS, EngineConfig
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.index import read_table, write_kernels
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
@@ -42,7 +42,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def build(config: Config, output: Path, target: str) -> dict[str, Any]:
+def build_bench_engine(config: EngineConfig, output: Path, target: str) -> dict[str, Any]:
     """Build the engine of `config` at `output` as `wicore build --dummy-weights` does; returns its record."""
     begun = time.monotonic()
     engine = build_engine(
@@ -68,17 +68,17 @@ class Engines:
         self._target, self._scratch, self._say = target, scratch, say
         self._prebuilt, self._index = None, dict[str, Any]()
         if prebuilt is not None:
-            self._index, problem = read_index(prebuilt, target)
+            self._index, problem = read_prebuilt_index(prebuilt, target)
             if problem:
                 say(f"engines in {prebuilt} are not used: {problem}")
             else:
                 self._prebuilt = prebuilt
 
-    def has(self, config: Config) -> bool:
+    def has(self, config: EngineConfig) -> bool:
         """Whether `config` takes no building any more."""
         return self._at(config) is not None
 
-    def engine(self, config: Config) -> tuple[Path, dict[str, Any] | None]:
+    def engine(self, config: EngineConfig) -> tuple[Path, dict[str, Any] | None]:
         """The engine's directory, and the record of its build where this call is the first to ask for it."""
         path = self._scratch / config.name
         if path.exists():
@@ -88,11 +88,11 @@ class Engines:
             path.symlink_to(found.resolve())
             return path, self._index["engines"][config.name] | {"prebuilt": True}
         self._say(f"building {config.name} for {self._target}")
-        record = build(config, path, self._target) | {"prebuilt": False}
+        record = build_bench_engine(config, path, self._target) | {"prebuilt": False}
         self._say(f"built {config.name}: {record['kernels']} kernels in {record['seconds']:.1f} s")
         return path, record
 
-    def _at(self, config: Config) -> Path | None:
+    def _at(self, config: EngineConfig) -> Path | None:
         if (self._scratch / config.name).exists():
             return self._scratch / config.name
         known = self._prebuilt is not None and config.name in self._index["engines"]
@@ -106,7 +106,7 @@ class Engines:
         return read_table(lambda name: (folder / name).read_bytes(), folder, target)
 
 
-def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
+def read_prebuilt_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
     """(`built.json`, why it cannot be used or "")."""
     try:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def read_index(directory: Path, target: str) -> tuple[dict[str, Any], str]:
     return index, ""
 
 
-def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) -> None:
+def prebuild(configs: Sequence[EngineConfig], directory: Path, target: str, say: Say) -> None:
     """Build all engines of `configs` and the kernels of the check into `directory`; needs no GPU."""
     from benchmarks.gpu.step_check import CASES, case_shape
     from wicore_trt.backends.triton.compile import compile_listed
@@ -133,7 +133,7 @@ def prebuild(configs: Sequence[Config], directory: Path, target: str, say: Say) 
     (directory / INDEX).unlink(missing_ok=True)
     index: dict[str, Any] = {"digest": source_digest(), "target": target, "engines": {}, "checks": []}
     for config in configs:
-        index["engines"][config.name] = build(config, directory / config.name, target)
+        index["engines"][config.name] = build_bench_engine(config, directory / config.name, target)
         say(f"{config.name}: {index['engines'][config.name]}")
     for shape in dict.fromkeys(case_shape(case) for case in CASES):
         folder = directory / f"check-{len(index['checks'])}"

@@ -59,7 +59,7 @@ def gpu_versions() -> dict[str, str]:
     return found | ({"driver": said[0]} if isinstance(said, list) else {})
 
 
-def measure_rates() -> Rates:
+def measure_gpu_rates() -> Rates:
     """Copies of 2 GiB, sums over 2 GiB, and 8192^3 products of random numbers in BF16 and, where it can, in E4M3."""
     from benchmarks.gpu.step_time import copy_rate, sum_rate
 

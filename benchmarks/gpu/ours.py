@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import BATCH_TOKENS, CONTEXT, OUTPUT, PAGE_TOKENS, Config, kv_budget, places
+from benchmarks.gpu.cases import BATCH_TOKENS, CONTEXT, OUTPUT, PAGE_TOKENS, EngineConfig, kv_budget, places
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import Settings, resolve_settings
 from wicore_trt.core.assemble import load_engine
@@ -36,7 +36,7 @@ CHEAP_S = 2.0
 Say = Callable[[str], None]
 
 
-def settings_for(config: Config, engine: Path, batch: int) -> Settings:
+def settings_for(config: EngineConfig, engine: Path, batch: int) -> Settings:
     """Room for `batch` prompts with outputs, all at once; no prefix cache, so that no run helps another."""
     sequences = places(batch)
     longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
@@ -52,7 +52,7 @@ def settings_for(config: Config, engine: Path, batch: int) -> Settings:
     return resolve_settings(None, flags, environ={}).settings
 
 
-class Served:
+class BatchRunner:
     """A loaded engine that is asked for batches. `close` frees the GPU."""
 
     def __init__(self, core: EngineCore, load_s: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class Served:
         self._rng, self._ids = random.Random(), itertools.count()
 
     @classmethod
-    def load(cls, settings: Settings) -> Served:
+    def load(cls, settings: Settings) -> BatchRunner:
         begun = time.monotonic()
         core = load_engine(settings).core
         return cls(core, time.monotonic() - begun)
@@ -93,7 +93,7 @@ class Served:
             raise RuntimeError(f"{tokens} tokens were asked for, and these came: {wrong}")
         return seconds
 
-    def measure(self, config: Config, batch: int, repeats: int, case_s: float, say: Say) -> dict[str, Any]:
+    def measure(self, config: EngineConfig, batch: int, repeats: int, case_s: float, say: Say) -> dict[str, Any]:
         """A row of the document's `ours`: `repeats` pairs of runs, but no new pair behind `case_s` seconds."""
         before = self.core.scheduler.preemptions
         self.run(min(batch, WARM_BATCH), CONTEXT, WARM_TOKENS)

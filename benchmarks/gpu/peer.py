@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import CONTEXT, OUTPUT, Config
+from benchmarks.gpu.cases import CONTEXT, OUTPUT, EngineConfig
 
 MODEL_DIRS = {"gemma3-27b": "g27", "gemma3-270m": "g270"}
 ENVIRONMENT = {
@@ -42,7 +42,7 @@ class PeerRun:
 
 
 def run_peer(
-    config: Config, batches: Sequence[int], site: Path, script: Path, scratch: Path, timeout_s: float
+    config: EngineConfig, batches: Sequence[int], site: Path, script: Path, scratch: Path, timeout_s: float
 ) -> PeerRun:
     """Measure `batches` with the packages below `site`. Waits at most `timeout_s` seconds; ends all that it started."""
     assert config.peer is not None
@@ -69,7 +69,7 @@ def run_peer(
     return PeerRun(record, what)
 
 
-def peer_command(config: Config, batches: Sequence[int], script: Path, out: Path) -> list[str]:
+def peer_command(config: EngineConfig, batches: Sequence[int], script: Path, out: Path) -> list[str]:
     assert config.peer is not None
     quantization, kv_dtype = config.peer
     model = script.resolve().parent / MODEL_DIRS[config.model]

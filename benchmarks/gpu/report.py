@@ -50,7 +50,7 @@ def save(document: Mapping[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
-def load(path: Path) -> Document:
+def load_document(path: Path) -> Document:
     """The document at `path`. Raises ValueError for a file that is none."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or document.get("kind") != KIND or document.get("schema") != SCHEMA:

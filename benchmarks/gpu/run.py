@@ -27,9 +27,9 @@ from math import inf
 from pathlib import Path
 
 from benchmarks.gpu import cases
-from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, Config, Rates
-from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_rates, rates_json
-from benchmarks.gpu.report import Document, decode_ms, load, markdown, new_document, save, svg
+from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, EngineConfig, Rates
+from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_gpu_rates, rates_json
+from benchmarks.gpu.report import Document, decode_ms, load_document, markdown, new_document, save, svg
 from wicore_trt.bench.report import machine, versions
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
@@ -47,7 +47,7 @@ class CheckFailed(Exception):
     """The kernels are wrong, so their speed says nothing."""
 
 
-class Bench:
+class GpuRun:
     """One run over one GPU; fills `document` and saves it after every step."""
 
     def __init__(self, args: argparse.Namespace, document: Document, scratch: Path) -> None:
@@ -112,7 +112,7 @@ class Bench:
     def _bounds(self) -> None:
         from benchmarks.gpu.ours import free_device_memory
 
-        self.document["bounds"] = rates_json(measure_rates())
+        self.document["bounds"] = rates_json(measure_gpu_rates())
         free_device_memory()
         say(f"rates {self.document['bounds']}")
 
@@ -137,21 +137,21 @@ class Bench:
         self.document["check"] = record
         say(f"check: {problems or 'ok'}")
 
-    def _engine(self, config: Config) -> Path:
+    def _engine(self, config: EngineConfig) -> Path:
         path, record = self._engines.engine(config)
         if record is not None:
             self.document["builds"][config.name] = record
         return path
 
-    def _case_s(self, config: Config, batch: int) -> float:
+    def _case_s(self, config: EngineConfig, batch: int) -> float:
         """Expected seconds of a figure."""
         return cases.case_estimate_s(config, batch, self.args.repeats, self.rates, self.args.case_s)
 
-    def _fitting(self, config: Config, batches: Sequence[int], before_s: float) -> int:
+    def _fitting(self, config: EngineConfig, batches: Sequence[int], before_s: float) -> int:
         args = self.args
         return cases.fitting(config, batches, before_s, args.repeats, self.rates, self.left_s(), args.case_s)
 
-    def _ready_s(self, config: Config) -> float:
+    def _ready_s(self, config: EngineConfig) -> float:
         """Expected seconds until an engine of `config` is loaded."""
         return cases.LOAD_S[config.model] + (0.0 if self._engines.has(config) else cases.BUILD_S[config.model])
 
@@ -159,18 +159,18 @@ class Bench:
         for config in self.configs:
             self._ours(config)
 
-    def _ours(self, config: Config) -> None:
-        from benchmarks.gpu.ours import Served, free_device_memory, settings_for
+    def _ours(self, config: EngineConfig) -> None:
+        from benchmarks.gpu.ours import BatchRunner, free_device_memory, settings_for
 
         batches = [b for b in config.batches if not self.args.batches or b in self.args.batches]
-        repeats, served = self.args.repeats, list[Served]()
+        repeats, served = self.args.repeats, list[BatchRunner]()
         before = self._ready_s(config)
         count = self._fitting(config, batches, before)
         most = max(batches[: max(count, 1)], default=0)
 
         def open_engine() -> None:
             free_device_memory()
-            served.append(Served.load(settings_for(config, self._engine(config), most)))
+            served.append(BatchRunner.load(settings_for(config, self._engine(config), most)))
             say(f"{config.name} loaded in {served[0].load_s:.1f} s")
 
         def measure(batch: int) -> None:
@@ -217,7 +217,7 @@ class Bench:
             if CONFIGS[name] in self.configs:
                 self._peer(CONFIGS[name])
 
-    def _peer(self, config: Config) -> None:
+    def _peer(self, config: EngineConfig) -> None:
         from benchmarks.gpu.peer import run_peer
 
         site, script = self.args.vllm_site, self.args.vbench
@@ -304,7 +304,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case-s", type=float, default=inf, help="no new pair of runs behind so many seconds of a figure"
     )
-    parser.add_argument("--engines", type=Path, help="engines made by `prebuild`; others are built now")
+    parser.add_argument("--engines", type=Path, help="engines made by `prebuild_command`; others are built now")
     parser.add_argument("--vllm-site", type=_path, help="directory with vLLM and what it needs, for PYTHONPATH")
     parser.add_argument("--vbench", type=_path, help="script that measures vLLM; see benchmarks/gpu/peer.py")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
@@ -334,7 +334,7 @@ def measure(argv: Sequence[str]) -> int:
         document["absent"].append({"stage": "vllm", "item": "*", "reason": "not measured", "failed": False})
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            Bench(args, document, Path(scratch)).run()
+            GpuRun(args, document, Path(scratch)).run()
     except CheckFailed as error:
         say(f"the check failed, so nothing is measured: {error}")
     finally:
@@ -343,19 +343,19 @@ def measure(argv: Sequence[str]) -> int:
     return exit_code(document)
 
 
-def report(argv: Sequence[str]) -> int:
+def report_command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run report")
     parser.add_argument("document", type=Path)
     path = parser.parse_args(argv).document
     try:
-        print(render(load(path), path))
+        print(render(load_document(path), path))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def prebuild(argv: Sequence[str]) -> int:
+def prebuild_command(argv: Sequence[str]) -> int:
     from benchmarks.gpu import engines as gpu_engines
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run prebuild")
@@ -367,7 +367,7 @@ def prebuild(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"report": report, "prebuild": prebuild}
+COMMANDS = {"report": report_command, "prebuild": prebuild_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 
 from benchmarks.gpu.step_overlap import overlapping, replay_problems
+from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
@@ -41,7 +42,7 @@ LOGPROBS = SamplingParams(temperature=0.0, logprobs=0)
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """`chunk`: most tokens of a slice of a prompt; small for FP8 weights, whose steps of few rows leave activations
     alone. `lengths`: tokens of the prompts. `exact8`: steps so large that E4M3 rows are multiplied, so the
     oracle quantises activations too; otherwise its weights are what the E4M3 bytes mean."""
@@ -58,13 +59,13 @@ class Case:
 
 
 CASES = (
-    Case("bfloat16", "bfloat16", 0.03),
-    Case("float16", "float16", 0.004),
-    Case("bfloat16, invariant", "bfloat16", 0.03, invariant=True),
-    Case("fp8 weights, few rows", "bfloat16", 0.03, fp8=True, chunk=5),
-    Case("fp8 weights, more rows", "bfloat16", 0.08, fp8=True, exact8=True, lengths=(60, 37, 3)),
-    Case("fp8 weights, many rows", "bfloat16", 0.08, fp8=True, exact8=True),
-    Case("fp8 weights and KV", "bfloat16", 0.08, fp8=True, kv_dtype="fp8", chunk=5),
+    StepCase("bfloat16", "bfloat16", 0.03),
+    StepCase("float16", "float16", 0.004),
+    StepCase("bfloat16, invariant", "bfloat16", 0.03, invariant=True),
+    StepCase("fp8 weights, few rows", "bfloat16", 0.03, fp8=True, chunk=5),
+    StepCase("fp8 weights, more rows", "bfloat16", 0.08, fp8=True, exact8=True, lengths=(60, 37, 3)),
+    StepCase("fp8 weights, many rows", "bfloat16", 0.08, fp8=True, exact8=True),
+    StepCase("fp8 weights and KV", "bfloat16", 0.08, fp8=True, kv_dtype="fp8", chunk=5),
 )
 
 
@@ -78,13 +79,13 @@ def small_spec() -> Gemma3Spec:
     )  # fmt: skip
 
 
-def case_shape(case: Case) -> EngineShape:
+def case_shape(case: StepCase) -> EngineShape:
     """What the kernels of a case are made for."""
     return EngineShape(small_spec(), case.dtype, case.fp8, case.kv_dtype or case.dtype, PAGE_TOKENS)
 
 
 def check(
-    case: Case,
+    case: StepCase,
     say: Callable[[str], None],
     table_of: Callable[[EngineShape, str], KernelTable | None] = lambda shape, target: None,
 ) -> list[str]:
@@ -117,7 +118,7 @@ def _table(shape: EngineShape, target: str) -> KernelTable:
     return compiled_table(shape, target)
 
 
-def _weights(spec: Gemma3Spec, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _weights(spec: Gemma3Spec, case: StepCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Random tensors of a unified checkpoint, for the engine and for the oracle."""
     engine: dict[str, torch.Tensor] = {}
     oracle: dict[str, torch.Tensor] = {}
@@ -145,7 +146,7 @@ def _weights(spec: Gemma3Spec, case: Case) -> tuple[dict[str, torch.Tensor], dic
 class _Comparison:
     """Both executors over the same steps; a sequence's pages are dealt in advance, local ones given back in time."""
 
-    def __init__(self, case: Case, mine: TritonExecutor, oracle: TorchExecutor, say: Callable[[str], None]) -> None:
+    def __init__(self, case: StepCase, mine: TritonExecutor, oracle: TorchExecutor, say: Callable[[str], None]) -> None:
         self._case, self._mine, self._oracle, self._say = case, mine, oracle, say
         self._rng = random.Random()
         self._worst = 0.0
@@ -188,7 +189,7 @@ class _Comparison:
         return self._problems
 
     def _slice(self, seq: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:
-        low = max(0, start - self._mine.spec.sliding_window + 1) // PAGE_TOKENS
+        low = first_visible_page(start, self._mine.spec.sliding_window, PAGE_TOKENS)
         mapping: Mapping[str, list[int]] = {GLOBAL: pages, LOCAL: [-1] * low + pages[low:]}
         return SequenceSlice(seq, token_ids, start, mapping, sample=True, params=GREEDY, history=token_ids)
 

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.gpu import step_overlap as gpu_step_overlap
 from benchmarks.gpu.step_roles import role_times
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.device import open_device
@@ -218,7 +218,7 @@ class Measurement:
         slices = []
         for i in range(count):
             whole = div_ceil(start + tokens, PAGE_TOKENS)
-            low = max(0, start - window + 1) // PAGE_TOKENS
+            low = first_visible_page(start, window, PAGE_TOKENS)
             pages = {}
             for group, free in slots.items():
                 gone = low if group == LOCAL else 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kv.attention_trace import MeasuringExecutor, TouchedChain, Workload, record, replay
+from benchmarks.kv.attention_trace import MeasuringExecutor, QuestionSessions, TouchedChain, record, replay_policy
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.bench.report import machine, versions
@@ -122,7 +122,7 @@ def record_traces(engine: EngineDir, seeds: int, requests: int, threads: int) ->
     traces = [
         record(
             core,
-            Workload(loaded.tokenizer, seed, max_tokens=3500),
+            QuestionSessions(loaded.tokenizer, seed, max_tokens=3500),
             requests=requests,
             together=8,
             output_tokens=48,
@@ -144,7 +144,7 @@ def ablation_table(traces: Sequence[Sequence[TouchedChain]], page_tokens: int) -
     def rates(name: str, share: float) -> list[float]:
         policy, interval = CONTESTANTS[name]
         return [
-            replay(trace, policy, max(1, int(share * pages)), page_tokens, interval)
+            replay_policy(trace, policy, max(1, int(share * pages)), page_tokens, interval)
             for trace, pages in zip(traces, unique, strict=True)
         ]
 

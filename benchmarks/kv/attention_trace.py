@@ -48,7 +48,7 @@ class _Session:
     """The session's prompts so far with their answers, longest last."""
 
 
-class Workload:
+class QuestionSessions:
     """Prompts as token ids. Tell each answer with `answered` before the session goes on."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, max_tokens: int) -> None:
@@ -143,7 +143,7 @@ class PageNames:
 
 def record(
     core: EngineCore,
-    workload: Workload,
+    workload: QuestionSessions,
     *,
     requests: int,
     together: int,
@@ -192,7 +192,7 @@ def _mean_masses(samples: Sequence[Sequence[float]], pages: int) -> list[float] 
     return means
 
 
-def replay(
+def replay_policy(
     trace: Sequence[TouchedChain], policy: str, capacity: int, page_tokens: int, interval: int | None = None
 ) -> float:
     """Token hit rate of a policy (a name of `kv.policies`, or "belady") in one tier of `capacity` pages. With an

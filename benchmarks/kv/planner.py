@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 
 from wicore_trt.bench.report import machine
-from wicore_trt.kv.study.planner_simulation import Noise, Outcome, grid, run_cell, run_stalls
+from wicore_trt.kv.study.planner_simulation import CellResult, Noise, grid, run_cell, run_stalls
 
 ORACLE_GOAL, RECOMPUTE_GOAL = 1.10, 1.03
 
 
-def row(outcome: Outcome) -> str:
+def row(outcome: CellResult) -> str:
     """One cell: times in seconds, and the planner's over the oracle's and over recomputing."""
     cell = outcome.cell
     disk = "-" if cell.placement == "host" else f"{cell.disk_rate / 1e9:g}"

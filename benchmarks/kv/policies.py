@@ -51,7 +51,7 @@ def _catalogue(rng: random.Random, pages: _Pages, capacity: int, total: float) -
     return chains
 
 
-def scan(rng: random.Random, capacity: int) -> Iterator[Chain]:
+def scan_trace(rng: random.Random, capacity: int) -> Iterator[Chain]:
     """Nothing is ever used again."""
     pages = _Pages()
     while True:
@@ -161,7 +161,7 @@ def traitor(rng: random.Random, capacity: int) -> Iterator[Chain]:
 def phases(rng: random.Random, capacity: int) -> Iterator[Chain]:
     """Other shapes in turn, each for one to eight cache-fulls, with pages of its own."""
     for first_page in count(0, 1 << 40):
-        shape = rng.choice((scan, loop(1.2), loop(0.8), zipf(0.9), stack, one_hit_wonders, shifting, sessions))
+        shape = rng.choice((scan_trace, loop(1.2), loop(0.8), zipf(0.9), stack, one_hit_wonders, shifting, sessions))
         touched, limit = 0, rng.uniform(1, 8) * capacity
         for request in shape(random.Random(rng.random()), capacity):
             yield tuple(page + first_page for page in request)
@@ -171,7 +171,7 @@ def phases(rng: random.Random, capacity: int) -> Iterator[Chain]:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "scan": scan,
+    "scan": scan_trace,
     "loop, 0.8 of the cache": loop(0.8),
     "loop, 1.1 of the cache": loop(1.1),
     "loop, twice the cache": loop(2.0),

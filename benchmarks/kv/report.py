@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
-from benchmarks.kv.workload import Served, Turn
+from benchmarks.kv.workload import FinishedRequest, Turn
 from wicore_trt.bench.measure import Throughput
 from wicore_trt.types import EngineStats
 
@@ -35,7 +35,7 @@ class ArmRun:
 
     arm: str
     round: int
-    served: Sequence[Served]
+    served: Sequence[FinishedRequest]
     hits: Mapping[str, int]
     tiers: Sequence[Mapping[str, Any]]
 

@@ -43,16 +43,17 @@ from benchmarks.kv.report import (
 from benchmarks.kv.workload import (
     BATCH_TOKENS,
     Conversations,
+    FinishedRequest,
     NewPrompts,
     Prompts,
-    Served,
-    Shape,
     Sizes,
+    TrafficShape,
     Turn,
     plan_sizes,
     replay,
     text_tokens,
 )
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.bench.perplexity import read_tokens
 from wicore_trt.bench.report import make_report
 from wicore_trt.checkpoint.demo import fetch
@@ -62,12 +63,11 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import WicoreError
-from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 
-FULL = Shape(40, 3, system_prompts=2, system_tokens=128, turn_tokens=128, output_tokens=16, in_flight=3)
-QUICK = Shape(20, 2, system_prompts=2, system_tokens=32, turn_tokens=32, output_tokens=4, in_flight=2)
+FULL = TrafficShape(40, 3, system_prompts=2, system_tokens=128, turn_tokens=128, output_tokens=16, in_flight=3)
+QUICK = TrafficShape(20, 2, system_prompts=2, system_tokens=32, turn_tokens=32, output_tokens=4, in_flight=2)
 BURST = 3
 """Requests of one turn without reuse."""
 DRAIN_S = 10.0
@@ -75,11 +75,11 @@ ARMS = {"device": DEVICE, "host": HOST, "disk": DISK, "unlimited": UNLIMITED}
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Experiment:
     """Everything that the arms have in common."""
 
     engine: Path
-    shape: Shape
+    shape: TrafficShape
     sizes: Sizes
     text: Sequence[int]
     bos_id: int
@@ -119,7 +119,9 @@ def open_core(settings: Mapping[str, Any], executor: Executor | None = None) -> 
         gc.collect()
 
 
-def play(bench: Bench, core: EngineCore, prompts: Prompts, schedule: Sequence[Turn], arm: str, number: int) -> ArmRun:
+def play(
+    bench: Experiment, core: EngineCore, prompts: Prompts, schedule: Sequence[Turn], arm: str, number: int
+) -> ArmRun:
     """Serve `schedule` and read the counters around it."""
     before = core.stats()
     served = replay(core, prompts, schedule, output_tokens=bench.shape.output_tokens, in_flight=bench.shape.in_flight)
@@ -133,7 +135,7 @@ def play(bench: Bench, core: EngineCore, prompts: Prompts, schedule: Sequence[Tu
     return run
 
 
-def play_arm(bench: Bench, arm: str, number: int) -> list[ArmRun]:
+def play_arm(bench: Experiment, arm: str, number: int) -> list[ArmRun]:
     """One arm of one round on a fresh engine; with a disk also the turn after a restart, and for the unlimited arm
     the same turn without one."""
     shape = bench.shape
@@ -151,7 +153,7 @@ def play_arm(bench: Bench, arm: str, number: int) -> list[ArmRun]:
     return runs
 
 
-def no_reuse(bench: Bench, groups: int, arm: str = DISK) -> NoReuse:
+def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
     """The same new prompts without tiers (A) and with those of `arm` (B), in turns A B B A, after one group that is not
     counted. A turn is timed to its last token; the copies that it leaves are waited for before the next one. Both
     run on one executor: two copies of the weights differ in speed by more than what is measured, because of where in
@@ -189,7 +191,7 @@ def no_reuse(bench: Bench, groups: int, arm: str = DISK) -> NoReuse:
     return NoReuse(requests, tokens, differing, ratios, drains, names, arm)
 
 
-def _burst(bench: Bench, core: EngineCore, prompts: Sequence[Sequence[int]]) -> list[Served]:
+def _burst(bench: Experiment, core: EngineCore, prompts: Sequence[Sequence[int]]) -> list[FinishedRequest]:
     served = replay(
         core,
         NewPrompts(prompts),
@@ -236,13 +238,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _shape(args: argparse.Namespace) -> Shape:
+def _shape(args: argparse.Namespace) -> TrafficShape:
     base = asdict(QUICK if args.quick else FULL)
-    return Shape(**base | ({"sessions": args.sessions} if args.sessions else {}))
+    return TrafficShape(**base | ({"sessions": args.sessions} if args.sessions else {}))
 
 
 def measure(
-    bench: Bench, arms: Sequence[str], rounds: int, groups: int, without: str = DISK
+    bench: Experiment, arms: Sequence[str], rounds: int, groups: int, without: str = DISK
 ) -> tuple[list[ArmRun], NoReuse | None]:
     """All rounds, the arms in the opposite order every other time; then traffic without reuse on the tiers of
     `without`."""
@@ -267,9 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest, tokenizer = engine.manifest, Tokenizer.from_files(engine.read_present(FILES), engine.path)
         assert tokenizer.bos_id is not None
         text = read_tokens(tokenizer, None, max(50_000, text_tokens(shape, shape.turns + 1)))
-        itemsize = TORCH_DTYPES[manifest.kv_dtype].itemsize
+        itemsize = ITEM_BYTES[manifest.kv_dtype]
         sizes = plan_sizes(shape, manifest.spec, manifest.page_tokens, itemsize)
-        bench = Bench(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads, args.write_policy)
+        bench = Experiment(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads, args.write_policy)
         print(
             f"{shape.sessions} sessions, {shape.turns} turns, {shape.length(shape.turns)} tokens each at the end: "
             f"{_mib(sizes.working_set)} of KV. Device pool {_mib(sizes.device)}, host {_mib(sizes.host)}, "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wicore_trt.arithmetic import div_ceil
+from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.errors import WicoreError
@@ -33,7 +33,7 @@ Turn = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """Lengths in tokens. A session is a system prompt, which it shares with every `system_prompts`-th other one, and
     per turn `turn_tokens` of a user and `output_tokens` of the model."""
 
@@ -55,7 +55,7 @@ class Shape:
 
 
 def working_set_bytes(
-    shape: Shape, turns: int, page_tokens: int, window: int, page_bytes: Mapping[str, int]
+    shape: TrafficShape, turns: int, page_tokens: int, window: int, page_bytes: Mapping[str, int]
 ) -> dict[str, int]:
     """Bytes per layer group that let every session continue after `turns` turns, shared pages counted once.
 
@@ -64,7 +64,7 @@ def working_set_bytes(
     """
     pages = (shape.length(turns) - 1) // page_tokens
     shared = shape.system_tokens // page_tokens
-    window_pages = pages - max(0, pages * page_tokens - window + 1) // page_tokens
+    window_pages = pages - first_visible_page(pages * page_tokens, window, page_tokens)
     counts = {
         GLOBAL: shape.sessions * (pages - shared) + min(shape.sessions, shape.system_prompts) * shared,
         LOCAL: shape.sessions * window_pages,
@@ -85,7 +85,7 @@ class Sizes:
     windows: int
 
 
-def plan_sizes(shape: Shape, spec: Gemma3Spec, page_tokens: int, itemsize: int) -> Sizes:
+def plan_sizes(shape: TrafficShape, spec: Gemma3Spec, page_tokens: int, itemsize: int) -> Sizes:
     """Sizes of the arms for `shape`. KV elements take `itemsize` bytes; the pools are divided as in
     runtime/pool_sizes.py, for sequences of one turn more than `shape` has."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in (GLOBAL, LOCAL)}
@@ -93,7 +93,7 @@ def plan_sizes(shape: Shape, spec: Gemma3Spec, page_tokens: int, itemsize: int) 
     longest = shape.length(shape.turns + 1)
     whole = pages_per_sequence(spec, GLOBAL, page_tokens, longest)
     window = pages_per_sequence(spec, LOCAL, page_tokens, longest)
-    windows = -(-shape.sessions * whole // window) + shape.in_flight
+    windows = div_ceil(shape.sessions * whole, window) + shape.in_flight
     each = min(whole, TYPICAL_WINDOWS * window) * page_bytes[GLOBAL] + window * page_bytes[LOCAL]
     chunk = min(div_ceil(BATCH_TOKENS, page_tokens), whole - window)
     device = working_set // SET_TIMES
@@ -118,7 +118,7 @@ class Prompts(Protocol):
 class Conversations:
     """The sessions of one arm: what was said so far. Equal arguments and answers give equal prompts."""
 
-    def __init__(self, shape: Shape, text: Sequence[int], bos_id: int) -> None:
+    def __init__(self, shape: TrafficShape, text: Sequence[int], bos_id: int) -> None:
         """`text` is cut into system prompts and user turns, no piece used twice: see `text_tokens`."""
         self._shape = shape
         self._users = text[shape.system_prompts * shape.system_tokens :]
@@ -138,7 +138,7 @@ class Conversations:
         self._said[turn[0]] += token_ids
 
 
-def text_tokens(shape: Shape, turns: int) -> int:
+def text_tokens(shape: TrafficShape, turns: int) -> int:
     """Tokens of text that Conversations of `turns` turns take."""
     return shape.system_prompts * shape.system_tokens + shape.sessions * turns * shape.turn_tokens
 
@@ -157,7 +157,7 @@ class NewPrompts:
 
 
 @dataclass(slots=True)
-class Served:
+class FinishedRequest:
     """One finished request."""
 
     turn: Turn
@@ -172,7 +172,7 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
-    def gain(self, output: TokenOutput, wanted: int, now: float) -> Served | None:
+    def gain(self, output: TokenOutput, wanted: int, now: float) -> FinishedRequest | None:
         """Take what one step gave; the finished request if that was its end."""
         if output.token_ids:
             self.token_ids += output.token_ids
@@ -186,7 +186,7 @@ class _Live:
         record = RequestRecord(
             self.started, now, arrivals, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
         )
-        return Served(self.turn, tuple(self.token_ids), record)
+        return FinishedRequest(self.turn, tuple(self.token_ids), record)
 
 
 def replay(
@@ -197,13 +197,13 @@ def replay(
     output_tokens: int,
     in_flight: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Served]:
+) -> list[FinishedRequest]:
     """Serve `schedule` in order, greedy, `in_flight` requests at a time; results in order of their ends.
 
     Raises WicoreError when a request fails, ends early, or no request gains a token for STALL_S seconds.
     """
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    pending, live, served = deque(schedule), dict[str, _Live](), list[Served]()
+    pending, live, served = deque(schedule), dict[str, _Live](), list[FinishedRequest]()
     progress = clock()
     while pending or live:
         busy = {request.turn[0] for request in live.values()}

@@ -31,7 +31,7 @@ TYPES = {
 ALIGNED = frozenset((*_STRIDES, "partials"))
 
 
-def spec_of(
+def kernel_spec(
     name: str,
     function: Any,
     pointers: Mapping[str, str],

@@ -6,13 +6,14 @@ on whether the target has E4M3 instructions.
 
 from __future__ import annotations
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import MASS_BLOCK, DecodeConfig, PrefillConfig
-from wicore_trt.plugins.kernels.arguments import spec_of
+from wicore_trt.plugins.kernels.arguments import kernel_spec
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, page_mass, split_decode
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
-from wicore_trt.plugins.layout import FLOAT_TYPES, ITEM_BYTES, PoolShape
+from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
 
@@ -70,7 +71,7 @@ def decode_spec(
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return spec_of(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
+    return kernel_spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
 
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: bool = False) -> KernelSpec:
@@ -81,12 +82,12 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: boo
         f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}"
         f"_k{config.block_k}_l{config.least}"
     )
-    return spec_of(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
+    return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
 
 
 def page_mass_spec(pool: PoolShape, heads: int) -> KernelSpec:
     constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "BLOCK": MASS_BLOCK}
-    return spec_of(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
+    return kernel_spec(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
 
 
 def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig) -> KernelSpec:
@@ -106,4 +107,4 @@ def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: P
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return spec_of(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+    return kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.kernels.arguments import spec_of
+from wicore_trt.plugins.kernels.arguments import kernel_spec
 from wicore_trt.plugins.kernels.attention import paged_attention
 from wicore_trt.plugins.kernels.kv_write import kv_write
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
-from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, ITEM_BYTES, PoolShape
+from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 
 
 def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:
@@ -32,7 +33,7 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
     pool_type, cache_type, fp8 = _types(pool, cache_dtype)
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": _copy_block(pool)}
     name = f"{'pages_to_slot' if to_cache else 'slot_to_pages'}_{pool.dtype}_{cache_dtype}"
-    return spec_of(
+    return kernel_spec(
         _named(name, pool),
         copy_pages,
         {"pool": pool_type, "cache": cache_type},
@@ -43,7 +44,7 @@ def copy_pages_spec(pool: PoolShape, cache_dtype: str, *, to_cache: bool) -> Ker
 def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
     """Moves within linear caches of `cache_dtype` with the heads of `pool`."""
     constants = {"D": pool.head_dim, "BLOCK": _copy_block(pool)}
-    return spec_of(
+    return kernel_spec(
         f"slide_{cache_dtype}_d{pool.head_dim}", slide, {"cache": BITS_TYPES[ITEM_BYTES[cache_dtype]]}, constants
     )
 
@@ -54,7 +55,7 @@ def kv_write_spec(pool: PoolShape, dtype: str) -> KernelSpec:
     pool_type = "u8" if fp8 else FLOAT_TYPES[pool.dtype]
     constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16, "FP8": fp8}
     pointers = {"k": FLOAT_TYPES[dtype], "v": FLOAT_TYPES[dtype], "pool": pool_type}
-    return spec_of(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
+    return kernel_spec(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
 
 
 def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int = 64) -> KernelSpec:
@@ -84,7 +85,7 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
         "FP8": fp8,
     }
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": "u8" if fp8 else FLOAT_TYPES[pool.dtype]}
-    return spec_of(
+    return kernel_spec(
         _named(f"attention_{pool.dtype}_{dtype}_r{repeat}_m{block_rows}", pool),
         paged_attention,
         pointers,
@@ -94,7 +95,7 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
     )
 
 
-def named(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
+def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
     """Specs by name, which is unique per specialisation."""
     return {spec.name: spec for spec in specs}
 

@@ -1,6 +1,6 @@
 """Specialisations of a step's small kernels: norms, query and key rotation, sampling; and their launch shapes.
 
-Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types and a `Config`
+Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types and a `StepConfig`
 only. The tables below are the only place that knows which launch shape is fast where.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels import norm, qk_rope, sample
@@ -17,7 +18,7 @@ from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 
 @dataclass(frozen=True)
-class Config:
+class StepConfig:
     """Launch shape of one kernel: `block` tokens per program for `qk_norm_rope_write`, logits per program for `scan`
     and `collect`, and without meaning for the others, whose program takes a row."""
 
@@ -25,28 +26,28 @@ class Config:
     block: int = 1
 
 
-# Per kernel: (largest number of rows, Config) in rising order; the last one holds for any number. A norm's warps change
-# the order of its sums, so two entries may round differently.
-Table = tuple[tuple[int, Config], ...]
+# Per kernel: (largest number of rows, StepConfig) in rising order; the last one holds for any number. A norm's warps
+# change the order of its sums, so two entries may round differently.
+Table = tuple[tuple[int, StepConfig], ...]
 DEFAULTS: dict[str, Table] = {
-    "norm": ((132, Config(16)), (1 << 31, Config(8))),
-    "norm_narrow": ((132, Config(4)), (1 << 31, Config(2))),  # up to 1,024 columns
-    "qk_rope": ((16, Config(1, 1)), (128, Config(4, 4)), (1 << 31, Config(4, 8))),
-    "scan": ((1 << 31, Config(4, 2048)),),
-    "choose": ((1 << 31, Config(8)),),
-    "draw": ((1 << 31, Config(16)),),
+    "norm": ((132, StepConfig(16)), (1 << 31, StepConfig(8))),
+    "norm_narrow": ((132, StepConfig(4)), (1 << 31, StepConfig(2))),  # up to 1,024 columns
+    "qk_rope": ((16, StepConfig(1, 1)), (128, StepConfig(4, 4)), (1 << 31, StepConfig(4, 8))),
+    "scan": ((1 << 31, StepConfig(4, 2048)),),
+    "choose": ((1 << 31, StepConfig(8)),),
+    "draw": ((1 << 31, StepConfig(16)),),
 }
 TABLES: dict[str, dict[str, Table]] = {}
 """By target ("sm90"), what was measured to be faster there than DEFAULTS."""
 
 
-def config(kernel: str, target: str, rows: int) -> Config:
+def config(kernel: str, target: str, rows: int) -> StepConfig:
     """Launch shape of one of DEFAULTS' kernels for `rows` tokens (of sampling: sampled rows)."""
     table = TABLES.get(target, {}).get(kernel, DEFAULTS[kernel])
     return next(entry for most, entry in table if rows <= most)
 
 
-def norm_config(target: str, rows: int, hidden: int) -> Config:
+def norm_config(target: str, rows: int, hidden: int) -> StepConfig:
     """`config` for the norms of `hidden` columns."""
     return config("norm" if hidden > 1024 else "norm_narrow", target, rows)
 
@@ -120,7 +121,7 @@ def add_norm_spec(
     return _spec(name, norm.add_norm, types, constants, num_warps)
 
 
-def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: Config) -> KernelSpec:
+def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:
     """`kernels.qk_rope.qk_norm_rope_write` into `pool`, whose type is "fp8" or any other."""
     fp8 = pool.dtype == "fp8"
     types = {
@@ -179,8 +180,8 @@ def sample_specs(
     """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
-    chunks = -(-vocab // chunk.block)
-    groups = -(-vocab // sample.GROUP)
+    chunks = div_ceil(vocab, chunk.block)
+    groups = div_ceil(vocab, sample.GROUP)
     if vocab > 2 * candidates:
         candidates = min(candidates, groups // 2)
     else:  # all of it is a candidate

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.kv import attention_trace
 from benchmarks.kv.attention import ablation_table, cost_table
-from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay
+from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay_policy
 from wicore_trt.kv.policy.a2cr import A2CRPolicy
 
 
@@ -30,8 +30,8 @@ def test_masses_are_means_over_the_samples_that_saw_the_page() -> None:
 
 def test_replay_counts_the_leading_pages_that_are_there() -> None:
     trace = [request([1, 2]), request([1, 2, 3]), request([7, 8, 9, 10]), request([1])]
-    assert replay(trace, "lru", 4, 4) == pytest.approx(2 * 4 / 40)
-    assert replay(trace, "belady", 4, 4) == pytest.approx(3 * 4 / 40)
+    assert replay_policy(trace, "lru", 4, 4) == pytest.approx(2 * 4 / 40)
+    assert replay_policy(trace, "belady", 4, 4) == pytest.approx(3 * 4 / 40)
 
 
 def test_attention_reaches_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +40,10 @@ def test_attention_reaches_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept in (0, 1):
         masses = [[0.1], [9.0]] if kept else [[9.0], [0.1]]
         trace = [request([i], masses[i]) for i in (0, 1)] + [request([5], [1.0]), request([kept], [1.0])]
-        assert replay(trace, "a2cr", 2, 4, 1) == pytest.approx(4 / 16)
-        assert replay(trace, "a2cr", 2, 4) == pytest.approx(kept * 4 / 16), "without attention the older one leaves"
+        assert replay_policy(trace, "a2cr", 2, 4, 1) == pytest.approx(4 / 16)
+        assert replay_policy(trace, "a2cr", 2, 4) == pytest.approx(kept * 4 / 16), (
+            "without attention the older one leaves"
+        )
 
 
 def test_tables() -> None:

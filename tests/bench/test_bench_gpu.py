@@ -20,7 +20,7 @@ from benchmarks.gpu import run as gpu
 from benchmarks.gpu import startup as gpu_startup
 from benchmarks.gpu import step_check as gpu_step_check
 from benchmarks.gpu.cases import CONFIGS, CONTEXT, DECODE, EXPECTED, FIGURES, GOALS, PREFILL, Rates, bound_s
-from benchmarks.gpu.report import lines, load, markdown, new_document, save, svg
+from benchmarks.gpu.report import lines, load_document, markdown, new_document, save, svg
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "target": "sm90"}
 
@@ -164,7 +164,7 @@ def test_the_plot_shows_times_over_bounds():
 def test_a_document_survives_and_others_are_refused(tmp_path, capsys):
     path = tmp_path / "deep" / "bench.json"
     save(document(ours=[row("fp8", 1, 0.06, 11.0)]), path)
-    assert [line.ours for line in lines(load(path))].count(None) == len(FIGURES) - 1
+    assert [line.ours for line in lines(load_document(path))].count(None) == len(FIGURES) - 1
     assert gpu.main(["report", str(path)]) == 0
     assert capsys.readouterr().out.strip() == path.with_suffix(".md").read_text().strip()
     assert ET.fromstring(path.with_suffix(".svg").read_text()).tag.endswith("svg")
@@ -275,7 +275,7 @@ def faked(monkeypatch, tmp_path):
     calls: list[str] = []
     bad: dict[str, str] = {}
 
-    class Served:
+    class BatchRunner:
         load_s = 1.0
 
         @classmethod
@@ -324,13 +324,13 @@ def faked(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
     monkeypatch.setattr(gpu, "describe", lambda: H100)
     monkeypatch.setattr(gpu, "clocks", lambda when, at: {"when": when, "at_s": at, "clocks.sm": "1980 MHz"})
-    monkeypatch.setattr(gpu, "measure_rates", lambda: calls.append("bounds") or EXPECTED)
+    monkeypatch.setattr(gpu, "measure_gpu_rates", lambda: calls.append("bounds") or EXPECTED)
     monkeypatch.setattr(gpu, "_BEGUN", gpu.time.monotonic())
     monkeypatch.setattr(gpu_step_check, "CASES", gpu_step_check.CASES[:2])
     monkeypatch.setattr(
         gpu_step_check, "check", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()
     )
-    monkeypatch.setattr(gpu_ours, "Served", Served)
+    monkeypatch.setattr(gpu_ours, "BatchRunner", BatchRunner)
     monkeypatch.setattr("benchmarks.gpu.engines.Engines", Engines)
     monkeypatch.setattr(gpu_peer, "run_peer", run_peer)
     monkeypatch.setattr(gpu_startup, "measure_startup", measure_startup)
@@ -340,7 +340,7 @@ def faked(monkeypatch, tmp_path):
 def bench(tmp_path: Path, *argv: str) -> tuple[int, dict]:
     path = tmp_path / "out" / "bench.json"
     code = gpu.main([*argv, "--output", str(path)])
-    return code, load(path)
+    return code, load_document(path)
 
 
 WITH_PEER = ("--vllm-site", "site", "--vbench", "v.py")
@@ -420,7 +420,7 @@ def test_an_end_from_outside_keeps_what_there_is(faked, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_startup, "measure_startup", lambda *_: sys.exit(143))
     with pytest.raises(SystemExit):
         bench(tmp_path, "--only", "bf16")
-    doc = load(tmp_path / "out" / "bench.json")
+    doc = load_document(tmp_path / "out" / "bench.json")
     assert len(doc["ours"]) == 2 and (tmp_path / "out" / "bench.md").exists()
 
 

@@ -14,8 +14,8 @@ from fakes import FakeExecutor
 
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
-from benchmarks.gpu.engines import Engines, prebuild, read_index, source_digest
-from benchmarks.gpu.ours import Served, decode_batch, settings_for
+from benchmarks.gpu.engines import Engines, prebuild, read_prebuilt_index, source_digest
+from benchmarks.gpu.ours import BatchRunner, decode_batch, settings_for
 from benchmarks.gpu.step_check import CASES, case_shape
 from wicore_trt.backends.triton import compile as triton_compile
 from wicore_trt.core.assemble import load_engine
@@ -55,11 +55,11 @@ def no_compiler(monkeypatch):
     return asked
 
 
-def served(config, path, batch) -> Served:
-    gpu_engines.build(config, path, "sm90")
+def served(config, path, batch) -> BatchRunner:
+    gpu_engines.build_bench_engine(config, path, "sm90")
     settings = settings_for(config, path, batch)
     assert not settings.kv.prefix_cache and settings.executor.device == "cuda"
-    return Served(load_engine(settings, Idle(config, settings)).core)
+    return BatchRunner(load_engine(settings, Idle(config, settings)).core)
 
 
 @pytest.mark.parametrize(("name", "batch"), [("bf16", 32), ("fp8", 1), ("fp8kv", 128)])
@@ -145,15 +145,15 @@ class Core:
 
 
 def test_a_run_that_gives_other_tokens_is_no_figure():
-    assert Served(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
+    assert BatchRunner(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
     with pytest.raises(RuntimeError, match="5 tokens were asked for"):
-        Served(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
+        BatchRunner(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
     with pytest.raises(RuntimeError, match="bad logits"):
-        Served(Core(5, FinishReason.ERROR)).run(3, 8, 5)
+        BatchRunner(Core(5, FinishReason.ERROR)).run(3, 8, 5)
 
 
 def test_engines_without_a_source_can_be_loaded(tmp_path, no_compiler):
-    record = gpu_engines.build(CONFIGS["fp8kv"], tmp_path / "e", "sm90")
+    record = gpu_engines.build_bench_engine(CONFIGS["fp8kv"], tmp_path / "e", "sm90")
     assert record["seconds"] > 0 and record["kernels"] == 0
     manifest = open_engine(tmp_path / "e").manifest
     assert (manifest.dtype, manifest.kv_dtype, manifest.targets) == ("fp8", "fp8", ["sm90"])
@@ -190,7 +190,7 @@ def test_prebuilt_engines_are_used_and_the_rest_is_built(prebuilt, tmp_path, no_
 @pytest.mark.parametrize("how", ["target", "sources", "missing", "broken", "absent"])
 def test_prebuilt_engines_that_do_not_fit_are_refused(how, prebuilt, tmp_path, monkeypatch):
     """Kernels and launches change together: an engine of other sources would compute nonsense, or crash."""
-    assert read_index(prebuilt, "sm90")[1] == ""
+    assert read_prebuilt_index(prebuilt, "sm90")[1] == ""
     if how == "sources":
         monkeypatch.setattr(gpu_engines, "source_digest", lambda: "another")
     elif how == "missing":

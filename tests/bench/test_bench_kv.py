@@ -23,10 +23,10 @@ from benchmarks.kv.report import DEVICE, DISK, HOST, NEXT, RESTART, UNLIMITED, A
 from benchmarks.kv.workload import (
     BATCH_TOKENS,
     Conversations,
+    FinishedRequest,
     NewPrompts,
-    Served,
-    Shape,
     Sizes,
+    TrafficShape,
     plan_sizes,
     replay,
     text_tokens,
@@ -42,7 +42,7 @@ from wicore_trt.types import EngineStats, KVStats, TierStats
 
 PAGE, WINDOW, VOCAB = 4, 8, 97
 SHAPES = st.builds(
-    Shape,
+    TrafficShape,
     sessions=st.integers(1, 5),
     turns=st.integers(1, 3),
     system_prompts=st.integers(1, 3),
@@ -53,12 +53,12 @@ SHAPES = st.builds(
 )
 
 
-def words(shape: Shape, turns: int, seed: int = 0) -> list[int]:
+def words(shape: TrafficShape, turns: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(2, VOCAB) for _ in range(text_tokens(shape, turns))]
 
 
-def serve(core, conversations, shape: Shape, turns, **options) -> list[Served]:
+def serve(core, conversations, shape: TrafficShape, turns, **options) -> list[FinishedRequest]:
     return replay(
         core,
         conversations,
@@ -161,7 +161,7 @@ def test_every_request_is_served_in_order_with_its_own_tokens(shape, seed):
 
 
 def test_a_request_that_fails_or_is_lost_ends_the_replay():
-    shape = Shape(3, 1, 1, 4, 6, 4, 2)
+    shape = TrafficShape(3, 1, 1, 4, 6, 4, 2)
     core = make_core()
     core.executor.poison = {1}
     with pytest.raises(WicoreError, match="1/0 ended wrongly"):
@@ -184,7 +184,7 @@ def record(started: float, ttft: float, total: float, prompt: int = 10, cached: 
 
 
 def run(arm: str, number: int, seconds: float, *, hits=None, tokens=(7, 8), turns=((0, 0), (1, 0))) -> ArmRun:
-    served = [Served(turn, tuple(tokens), record(0.0, seconds / 4, seconds)) for turn in turns]
+    served = [FinishedRequest(turn, tuple(tokens), record(0.0, seconds / 4, seconds)) for turn in turns]
     return ArmRun(arm, number, served, hits or {"device": 4}, [])
 
 
@@ -291,8 +291,8 @@ def test_hits_are_what_a_phase_added():
 
 @pytest.fixture
 def fake_bench(monkeypatch, tmp_path):
-    """A Bench over fake engines; `opened` lists the settings of every engine, `steps` gives the seconds of a step."""
-    shape = Shape(4, 2, 1, 4, 6, 3, 2)
+    """An experiment over fake engines; `opened` lists each engine's settings, `steps` gives the seconds of a step."""
+    shape = TrafficShape(4, 2, 1, 4, 6, 3, 2)
     opened: list[dict] = []
     steps: dict[bool, float] = {True: 0.0, False: 0.0}
     order: list[tuple[bool, str]] = []
@@ -311,7 +311,7 @@ def fake_bench(monkeypatch, tmp_path):
     monkeypatch.setattr(kv, "open_core", open_core)
     sizes = Sizes(1000, 100, 300, 4000, 9000, 7)
     text = random.Random(1).sample(range(2, VOCAB), VOCAB - 2)
-    bench = kv.Bench(tmp_path, shape, sizes, text, 2, tmp_path, 1)
+    bench = kv.Experiment(tmp_path, shape, sizes, text, 2, tmp_path, 1)
     return SimpleNamespace(bench=bench, opened=opened, steps=steps, order=order)
 
 
@@ -366,7 +366,7 @@ def tiny_engine(tmp_path_factory) -> Path:
 
 
 def test_the_command_on_a_tiny_engine(tiny_engine, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kv, "QUICK", Shape(60, 2, 2, 16, 16, 3, 2))
+    monkeypatch.setattr(kv, "QUICK", TrafficShape(60, 2, 2, 16, 16, 3, 2))
     output = tmp_path / "kv.json"
     options = ["--threads", "1", "--arms", "device", "unlimited", "--groups", "0", "--scratch", str(tmp_path)]
     code = kv.main(["--quick", "--engine", str(tiny_engine), *options, "--output", str(output)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from wicore_trt.checkpoint.gguf import TYPES, spec_of
+from wicore_trt.checkpoint.gguf import TYPES, gguf_spec
 from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
 from wicore_trt.checkpoint.source import open_source
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
@@ -195,7 +195,7 @@ def _file(**metadata: Any) -> GgufFile:
 
 
 def test_spec_of_27b() -> None:
-    spec = spec_of(_file())
+    spec = gguf_spec(_file())
     assert spec.query_pre_attn_scalar == 168  # hidden / heads: the 27B alone
     assert (spec.rope_theta, spec.rope_local_theta, spec.rope_scaling_factor) == (1e6, 1e4, 8.0)
     assert spec.layers_of(GLOBAL) == tuple(range(5, 62, 6))
@@ -204,13 +204,13 @@ def test_spec_of_27b() -> None:
 
 
 def test_spec_of_other_sizes_and_spellings() -> None:
-    spec = spec_of(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": "none"}))
+    spec = gguf_spec(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": "none"}))
     assert spec.query_pre_attn_scalar == 256 and spec.rope_scaling_factor == 1.0
     flags = {"block_count": 3, "attention.sliding_window_pattern": [True, False, True]}
-    assert spec_of(_file(**flags)).layer_groups == (LOCAL, GLOBAL, LOCAL)
+    assert gguf_spec(_file(**flags)).layer_groups == (LOCAL, GLOBAL, LOCAL)
     flags["attention.sliding_window_pattern"] = 2
-    assert spec_of(_file(**flags, **{"rope.freq_base_swa": 5e3})).layer_groups == (LOCAL, GLOBAL, LOCAL)
-    assert spec_of(_file(**{"rope.freq_base_swa": 5e3})).rope_local_theta == 5e3
+    assert gguf_spec(_file(**flags, **{"rope.freq_base_swa": 5e3})).layer_groups == (LOCAL, GLOBAL, LOCAL)
+    assert gguf_spec(_file(**{"rope.freq_base_swa": 5e3})).rope_local_theta == 5e3
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_spec_of_other_sizes_and_spellings() -> None:
 )
 def test_metadata_that_does_not_do(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        spec_of(_file(**change))
+        gguf_spec(_file(**change))
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tiny_gemma import PREFIXES, TEXT_CONFIG
 
 from wicore_trt.checkpoint.names import (
     Role,
-    canonical,
+    canonical_name,
     check_tensors,
     hf_shapes,
     is_vision,
@@ -31,8 +31,8 @@ def test_every_spelling_of_a_name_makes_the_round_trip(name: str, prefix: str, l
     name = name.replace("layers.1.", f"layers.{layer}.")
     body, head = PREFIXES[prefix]
     spelled = name.replace("lm_head.", head) if name.startswith("lm_head.") else name.replace("model.", body, 1)
-    assert canonical(spelled) == name
-    assert name in to_hf(to_unified(canonical(spelled)))
+    assert canonical_name(spelled) == name
+    assert name in to_hf(to_unified(canonical_name(spelled)))
 
 
 @pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])

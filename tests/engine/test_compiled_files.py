@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("triton")
 
 from parity.tiny import tiny_model
-from runtime.trt_engines import fake_engine
-from runtime.trt_fakes import FakeDevice, fake_tensorrt
+from runtime.tensorrt_engines import fake_engine
+from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 from test_triton_backend import build, source  # noqa: F401 -- `source` is a fixture
 
-from wicore_trt.backends.tensorrt import plan as trt_plan
+from wicore_trt.backends.tensorrt import plan as tensorrt_plan
 from wicore_trt.backends.tensorrt.build import INDEX as PLAN_INDEX
 from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.plan_io import PHASES
@@ -129,12 +129,12 @@ def test_a_plan_that_was_not_built_is_refused(tmp_path: Path) -> None:
         attack()
         runtime = Runtime(trt)
         with pytest.raises(EngineFormatError, match=r"corrupted|is missing|has \d+ bytes") as caught:
-            trt_plan.load_plans(trt, engine, "sm89", runtime)
+            tensorrt_plan.load_plans(trt, engine, "sm89", runtime)
             pytest.fail(f"{label}: loaded")
         assert "--backend tensorrt --target sm89,sm120 --force" in str(caught.value), label
         assert all(data in built.values() for data in runtime.given), f"{label}: TensorRT was given it"
         shutil.rmtree(engine.path)
         shutil.copytree(kept, engine.path)
     runtime = Runtime(trt)
-    trt_plan.load_plans(trt, engine, "sm89", runtime)
+    tensorrt_plan.load_plans(trt, engine, "sm89", runtime)
     assert runtime.given == list(built.values())

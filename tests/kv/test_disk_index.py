@@ -14,7 +14,7 @@ from disk_store_helpers import SPACE, make_page
 
 from benchmarks.kv.disk_index import MODELS, measure
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
-from wicore_trt.kv.disk.files import Files, write_all
+from wicore_trt.kv.disk.files import Files, write_buffers
 from wicore_trt.kv.disk.format import RECORD_BYTES, SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, adjacent
 from wicore_trt.kv.pages.page import Page
@@ -154,7 +154,7 @@ def test_a_page_ends_with_the_soonest_of_its_parts(tmp_path: Path) -> None:
     for number, ends in ((1, (0, 50)), (2, (70, 0)), (3, (90, 80)), (4, (0, 0))):
         for part, end in enumerate(ends):
             record = PLAIN.record(make_page(number), part, 2, 2 * number + part, number, end)
-            write_all(Files(), index._fd, [record], (2 * number + part) * RECORD_BYTES)
+            write_buffers(Files(), index._fd, [record], (2 * number + part) * RECORD_BYTES)
     ends = {make_page(1).key: 50, make_page(2).key: 70, make_page(3).key: 80}
     assert index.load().ending() == ends
     found = index.load(now=75.0)

@@ -46,8 +46,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "first_visible(position, self.window) // self.page_tokens",
-        "first_visible(position + 1, self.window) // self.page_tokens",
+        "first_visible_page(position, self.window, self.page_tokens)",
+        "first_visible_page(position + 1, self.window, self.page_tokens)",
     ),
     Mutant(
         "kv/manager.py",

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import Gemma3ForCausalLM
 
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import EngineTensors, load_weights
+from wicore_trt.backends.torch.weights import EngineTensors, load_tensors
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
@@ -59,7 +59,7 @@ class Gemma270M:
 def gemma(gemma_270m_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Gemma270M:
     path = tmp_path_factory.mktemp("gemma-270m")
     checkpoint = convert(gemma_270m_gguf, path / "checkpoint", dtype="float32")
-    tensors = load_weights(checkpoint.rank_files, checkpoint.spec)
+    tensors = load_tensors(checkpoint.rank_files, checkpoint.spec)
     tokenizer = Tokenizer.from_file(str(path / "checkpoint" / "tokenizer.json"))
     return Gemma270M(checkpoint.spec, tensors, transformers_model(checkpoint.spec, tensors), tokenizer)
 

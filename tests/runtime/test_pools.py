@@ -12,7 +12,7 @@ from parity.tiny import tiny_model  # noqa: E402
 
 from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions  # noqa: E402
-from wicore_trt.runtime.pools import RESERVE_BYTES, check_room, layout_of, new_pool, sized_layout, spare_bytes  # noqa: E402
+from wicore_trt.runtime.pools import RESERVE_BYTES, check_pool_room, layout_of, new_pool, sized_layout, spare_bytes  # noqa: E402
 
 GIB = 1 << 30
 
@@ -45,9 +45,9 @@ def test_pages_by_number_and_by_bytes() -> None:
 def test_pools_that_do_not_fit_are_refused() -> None:
     layout = sized_layout(tiny_model(1).spec, "bfloat16", 8, lambda group: 3)
     needed = sum(3 * count for count in layout.page_bytes.values())
-    check_room(layout, RESERVE_BYTES + needed)
+    check_pool_room(layout, RESERVE_BYTES + needed)
     with pytest.raises(ConfigError, match=r"kv\.device_bytes"):
-        check_room(layout, RESERVE_BYTES + needed - 1)
+        check_pool_room(layout, RESERVE_BYTES + needed - 1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])

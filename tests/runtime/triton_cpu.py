@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_kernels import interpreted
 from parity.paged import PagedDriver, PagedSequence
 from parity.tiny import TinyModel, cast, tiny_model
 
@@ -26,9 +25,6 @@ from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[1] / "plugins"))  # the product's package has the same name
-import interpreted
 
 POINTED = {
     **{"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16},

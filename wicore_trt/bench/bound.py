@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 7
@@ -45,7 +45,7 @@ class ModelCost:
     @classmethod
     def of(cls, spec: Gemma3Spec, dtype: str, base_dtype: str, kv_dtype: str) -> ModelCost:
         """Sizes by dtype name; an FP8 engine keeps its head in `base_dtype`."""
-        return cls(spec, BYTES[dtype], BYTES[base_dtype], BYTES[kv_dtype])
+        return cls(spec, ITEM_BYTES[dtype], ITEM_BYTES[base_dtype], ITEM_BYTES[kv_dtype])
 
     @property
     def linear_parameters(self) -> int:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class BenchSession:
     """`address` None: the engine of `settings` runs in this process. Otherwise that server is measured, and the
     engine of `settings`, if one is named, says what it runs; bounds then hold if it runs on this machine."""
 

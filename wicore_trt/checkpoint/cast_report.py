@@ -55,7 +55,7 @@ class CastReport:
         return said
 
 
-def check_finite(place: str, name: str, first_row: int, block: np.ndarray, tag: str) -> None:
+def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, tag: str) -> None:
     """Raise CheckpointError when a block of rows from `first_row` on, in the format `tag` (F32, F16 or BF16 bits),
     holds an infinity or a NaN; `place` is the file."""
     row = bad_row(block, tag)
@@ -67,11 +67,11 @@ def check_finite(place: str, name: str, first_row: int, block: np.ndarray, tag: 
 
 
 def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
-    """As check_finite for float32 `values` and what they became in the format `tag`: beyond its range is refused."""
+    """As check_finite_rows for float32 `values` and what they became in format `tag`: beyond its range is refused."""
     row = bad_row(stored, tag)
     if row is None:
         return
-    check_finite(place, name, first_row, values, "F32")
+    check_finite_rows(place, name, first_row, values, "F32")
     worst = float(np.abs(values[row]).max())
     format_name, largest = _LARGEST[tag]
     other = "bfloat16 or fp8" if tag == "F16" else "float32"

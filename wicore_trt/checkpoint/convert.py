@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from wicore_trt.checkpoint.calibration import Calibration
-from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite
+from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite_rows
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     FP8_TAG,
@@ -36,7 +36,7 @@ from wicore_trt.checkpoint.format import (
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import STORAGE, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
-from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
 from wicore_trt.checkpoint.sharding import Shard, check_tp, shard_of
 from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -136,7 +136,7 @@ class _Conversion:
         """Returns what casts lost and tokens that the model lacks, in sentences."""
         tied = self._source.spec.tie_word_embeddings  # the engine leaves the second embedding out, so it is no link
         placed = [entry for entries in self._entries for entry in entries if entry[0] != LM_HEAD]
-        check_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
+        check_disk_room(self._directory, self._total + (_bytes(placed) if for_engine and tied else 0))
         tokenizer, notes = self._source.write_tokenizer(self._directory), list[str]()
         from wicore_trt.checkpoint.tokenizer_check import check_template, check_tokenizer
 
@@ -200,11 +200,11 @@ class _Conversion:
         none, place = np.empty(0, np.float32), self._source.place_of(name)
         if tensor.role is Role.NORM:
             stored = self._source.norm(name, *rows)
-            check_finite(place, name, rows[0], stored, "F32")
+            check_finite_rows(place, name, rows[0], stored, "F32")
             return stored, none
         block, have = self._source.rows(name, *rows)
         if tag in (have, FP8_TAG):
-            check_finite(place, name, rows[0], block, have)
+            check_finite_rows(place, name, rows[0], block, have)
         if tag == have:
             return block, none
         values = to_float32(block, have)
@@ -221,12 +221,12 @@ class _Conversion:
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
             for name, tag, shape in self._vision:
-                size = prod(shape) * ITEM_BYTES[tag]
+                size = prod(shape) * TAG_BYTES[tag]
                 place = self._source.place_of(name)
                 for start in range(0, size, _BLOCK_ITEMS * 4):
                     block = self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4))
                     if tag in TEXT_TAGS:
-                        check_finite(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
+                        check_finite_rows(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
                     self._put(writer, name, block)
         return FileRecord(writer.size, writer.digest, writer.digests)
 
@@ -255,10 +255,10 @@ def _check_same(checkpoint: Checkpoint, dtype: str, tp_size: int) -> None:
 
 
 def _bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
-    return sum(prod(shape) * ITEM_BYTES[tag] for _, tag, shape in entries)
+    return sum(prod(shape) * TAG_BYTES[tag] for _, tag, shape in entries)
 
 
-def check_room(directory: Path, nbytes: int) -> None:
+def check_disk_room(directory: Path, nbytes: int) -> None:
     """Raises EnvironmentUnfitError where weights of so many bytes, and what goes with them, do not fit on the disk."""
     free, needed = shutil.disk_usage(directory).free, nbytes + _SPARE_BYTES
     if free < needed:

@@ -105,9 +105,9 @@ def _hash_piece(descriptor: int, at: int, end: int) -> bytes:
 
 def combined(parts: Mapping[str, str]) -> str:
     """One hex digest for the digests of all parts of a weight file, in whatever order."""
-    return hashlib.blake2b(canonical(dict(parts)), digest_size=DIGEST_BYTES, person=b"wicore-parts").hexdigest()
+    return hashlib.blake2b(canonical_json(dict(parts)), digest_size=DIGEST_BYTES, person=b"wicore-parts").hexdigest()
 
 
-def canonical(value: object) -> bytes:
+def canonical_json(value: object) -> bytes:
     """JSON with sorted keys and fixed separators: equal values, and no others, give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

@@ -81,7 +81,7 @@ class GgufSource(Source):
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
         self.door, self.name, self.revision = self._file.door, str(path), None
-        self.spec = spec_of(self._file)
+        self.spec = gguf_spec(self._file)
         self.config, self.vision = {}, {}
         self._names = {_hf_name(name): name for name in self._file.tensors}
         self.tensors = {
@@ -127,7 +127,7 @@ class GgufSource(Source):
         return f"{self._file.path}: {self._names[name]}"
 
 
-def spec_of(file: GgufFile) -> Gemma3Spec:
+def gguf_spec(file: GgufFile) -> Gemma3Spec:
     """The model's spec from GGUF metadata, with what llama.cpp's loader takes for a key that is absent.
 
     Raises CheckpointError for another architecture, a missing key, a value of the wrong type or range, and a key of

@@ -108,7 +108,7 @@ def is_vision(name: str) -> bool:
     return name.startswith(_VISION)
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The un-prefixed Hugging Face spelling of a text tensor's name; other names come back unchanged."""
     for prefix, plain in _TEXT_PREFIXES:
         if name.startswith(prefix):

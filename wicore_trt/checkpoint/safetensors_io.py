@@ -25,7 +25,7 @@ from wicore_trt.checkpoint.quantize import STORAGE
 from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import SMALL_BYTES, Door, size_of
 
-ITEM_BYTES = {
+TAG_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
@@ -68,7 +68,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: {name} is stored as {info.dtype}, which is not a float format.")
         row_items = prod(info.shape[1:])
         raw = self._read(
-            offset + start * row_items * ITEM_BYTES[info.dtype], (stop - start) * row_items * ITEM_BYTES[info.dtype]
+            offset + start * row_items * TAG_BYTES[info.dtype], (stop - start) * row_items * TAG_BYTES[info.dtype]
         )
         return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
 
@@ -78,7 +78,7 @@ class SafetensorsFile:
 
     def parts(self) -> dict[str, tuple[int, int]]:
         """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
-        sizes = {name: prod(info.shape) * ITEM_BYTES[info.dtype] for name, info in self.tensors.items()}
+        sizes = {name: prod(info.shape) * TAG_BYTES[info.dtype] for name, info in self.tensors.items()}
         offsets = {name: entry.offset for name, entry in self._entries.items()}
         header = min(offsets.values(), default=self.path.stat().st_size)
         return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
@@ -141,10 +141,10 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
     end = 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
         first_byte, last = item.data_offsets
-        if item.dtype not in ITEM_BYTES:
+        if item.dtype not in TAG_BYTES:
             raise door.refusal(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
         info = TensorInfo(tuple(item.shape), item.dtype)
-        expected = prod(info.shape) * ITEM_BYTES[info.dtype]
+        expected = prod(info.shape) * TAG_BYTES[info.dtype]
         if last - first_byte != expected:
             raise door.refusal(
                 path,
@@ -170,7 +170,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         self.path = path
         self.digest, self.digests = "", dict[str, str]()
-        self._pending = [(name, prod(shape) * ITEM_BYTES[tag]) for name, tag, shape in reversed(entries)]
+        self._pending = [(name, prod(shape) * TAG_BYTES[tag]) for name, tag, shape in reversed(entries)]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for (name, tag, shape), (_, size) in zip(entries, reversed(self._pending), strict=True):

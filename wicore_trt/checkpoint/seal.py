@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical_json
 
 SEAL = "seal"
 """The key under which an object carries its seal, which is not under the seal."""
@@ -48,4 +48,4 @@ def _leaves(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(value: object, size: int) -> str:
-    return hashlib.blake2b(canonical(value), digest_size=size, person=b"wicore-seal").hexdigest()
+    return hashlib.blake2b(canonical_json(value), digest_size=size, person=b"wicore-seal").hexdigest()

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint import hub
-from wicore_trt.checkpoint.names import canonical, check_tensors, is_vision
+from wicore_trt.checkpoint.names import canonical_name, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, named, shown
@@ -142,7 +142,7 @@ class HfSource(Source):
         for file in _weight_files(path, self.door):
             for raw, info in file.tensors.items():
                 kind = self.vision if is_vision(raw) else self.tensors
-                key = raw if is_vision(raw) else canonical(raw)
+                key = raw if is_vision(raw) else canonical_name(raw)
                 if key in kind:
                     raise CheckpointError(
                         f"{path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."

@@ -27,7 +27,7 @@ from wicore_trt.engine.directory import (
     describe_files,
     open_engine,
 )
-from wicore_trt.engine.dummy import dummy_checkpoint, write_tokenizer
+from wicore_trt.engine.dummy import dummy_checkpoint, write_dummy_tokenizer
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
     DUMMY_WEIGHTS,
@@ -187,12 +187,12 @@ def _checkpoint_of(
     if options.dummy:
         return dummy_checkpoint(options.dummy, options.dtype)
     unified = is_unified_checkpoint(Path(source))
-    from wicore_trt.checkpoint.convert import check_room, convert
+    from wicore_trt.checkpoint.convert import check_disk_room, convert
 
     if unified and not options.calibration:
         checkpoint = open_checkpoint(Path(source))
         if checkpoint.spec.tie_word_embeddings:  # its weights are copied, not linked: an engine has one embedding
-            check_room(work.parent, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
+            check_disk_room(work.parent, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
         return checkpoint
 
     return convert(
@@ -256,7 +256,7 @@ def _lay_out(
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
-        write_tokenizer(partial)
+        write_dummy_tokenizer(partial)
     weights_hash = hash_weights(list(weights.values()))
     files = describe_files(partial, weights)  # but weights, a few MB
     computed: dict[str, Any] = {

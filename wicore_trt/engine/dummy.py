@@ -14,7 +14,7 @@ from wicore_trt.engine.options import DummyModel
 EOS = "<eos>"
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_dummy_tokenizer(directory: Path) -> None:
     """A tokenizer of one token, so that an engine without a source can be loaded and served by token ids."""
     model = {"type": "WordLevel", "vocab": {EOS: 1}, "unk_token": EOS}
     files = {"tokenizer.json": {"version": "1.0", "model": model}, "tokenizer_config.json": {"eos_token": EOS}}

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
-from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical_json
 from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp
 from wicore_trt.errors import CheckpointError, EngineFormatError
@@ -156,7 +156,7 @@ def compute_fingerprint(
         "quantization": quantization,
         "tp_size": tp_size,
     }
-    return hashlib.blake2b(canonical(facts), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
+    return hashlib.blake2b(canonical_json(facts), digest_size=DIGEST_BYTES, person=b"wicore-engine-1").hexdigest()
 
 
 def rebuild_command(path: Path, source: str = "") -> str:

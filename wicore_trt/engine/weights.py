@@ -18,7 +18,7 @@ from pathlib import Path
 
 from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, READ_BYTES, combined, hash_parts
 from wicore_trt.checkpoint.records import FileRecord
-from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter, TensorInfo
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.files import Door
 
@@ -101,6 +101,6 @@ def has_tensor(path: Path, name: str) -> bool:
 
 def _blocks(file: SafetensorsFile, name: str) -> Iterator[bytes]:
     info = file.tensors[name]
-    size = prod(info.shape) * ITEM_BYTES[info.dtype]
+    size = prod(info.shape) * TAG_BYTES[info.dtype]
     for start in range(0, size, READ_BYTES):
         yield file.raw(name, start, min(size, start + READ_BYTES))

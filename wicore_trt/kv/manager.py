@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from wicore_trt.arithmetic import div_ceil, first_visible
+from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
@@ -100,7 +100,7 @@ class KVCacheManager:
 
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""
-        return first_visible(position, self.window) // self.page_tokens
+        return first_visible_page(position, self.window, self.page_tokens)
 
     def pages_for(self, tokens: int) -> int:
         return div_ceil(tokens, self.page_tokens)

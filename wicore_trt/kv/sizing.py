@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wicore_trt.arithmetic import div_ceil, first_visible
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 _DIRECTORY_BYTES = 64 << 10  # the disk tier's directories and its lock file count too
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 # (layers, hidden, query heads, KV heads, head size, intermediate, window, longest context), from the config.json of
 # google/gemma-3-270m, -1b-pt, -4b-pt, -12b-pt and -27b-pt.
@@ -63,7 +62,7 @@ class Geometry:
 
     @classmethod
     def of(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> Geometry:
-        size = KV_DTYPE_BYTES[kv_dtype]
+        size = ITEM_BYTES[kv_dtype]
         page_bytes = {g: spec.page_bytes(g, page_tokens, size) for g in GROUPS if spec.layers_of(g)}
         return cls(spec, page_tokens, kv_dtype, page_bytes, *slot_geometry(page_bytes))
 
@@ -74,7 +73,7 @@ class Geometry:
 
     def first_visible_page(self, tokens: int) -> int:
         """First page that the token at position `tokens` looks at in local layers."""
-        return first_visible(tokens, self.spec.sliding_window) // self.page_tokens
+        return first_visible_page(tokens, self.spec.sliding_window, self.page_tokens)
 
     def host_slots(self, nbytes: int) -> int:
         """Slots of a host tier of `nbytes`."""

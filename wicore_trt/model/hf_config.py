@@ -59,7 +59,7 @@ class _Ropes(BaseModel):
     sliding_attention: _Rope = _Rope()
 
 
-class _Text(BaseModel):
+class _TextConfig(BaseModel):
     """Keys that Gemma 3 computes with. Ranges are the spec's to check."""
 
     model_config = _STRICT
@@ -116,7 +116,7 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
         if data.get("model_type", "gemma3_text") != "gemma3_text":
             raise CheckpointError(f"{place}: model_type is {shown(data['model_type'])}, not 'gemma3_text'.")
         _refuse_others(data, place)
-    text = _parse(_Text, data, place)
+    text = _parse(_TextConfig, data, place)
     ties = {tie for tie in (text.tie_word_embeddings, outer_tie) if tie is not None}
     if len(ties) > 1:
         raise CheckpointError(f"{place}: tie_word_embeddings is both true and false; which one is meant?")
@@ -147,7 +147,7 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
 
 
 def _refuse_others(config: Mapping[str, Any], place: str) -> None:
-    ropes = [k for k, value in config.items() if k.startswith("rope") and k not in _Text.model_fields and value]
+    ropes = [k for k, value in config.items() if k.startswith("rope") and k not in _TextConfig.model_fields and value]
     if ropes:
         raise CheckpointError(f"{place}: WiCore does not know what {named(ropes[0])} asks for.")
     for key, why in _ONLY.items():
@@ -168,7 +168,7 @@ def _parse(model: type[_Model], data: Mapping[str, Any], place: str) -> _Model:
         raise CheckpointError(f"{place}: {key} is {shown(first['input'])}: {first['msg']}.") from error
 
 
-def _rope(text: _Text, place: str) -> tuple[float, float, float]:
+def _rope(text: _TextConfig, place: str) -> tuple[float, float, float]:
     """Global base, local base and linear factor, from the old keys or from rope_parameters (transformers 5)."""
     parameters = text.rope_parameters or _Ropes()
     full, sliding = parameters.full_attention, parameters.sliding_attention
@@ -206,7 +206,7 @@ def _factor(rope: _Rope, place: str) -> float:
     return float(rope.factor)
 
 
-def _layer_groups(text: _Text, place: str) -> tuple[str, ...]:
+def _layer_groups(text: _TextConfig, place: str) -> tuple[str, ...]:
     """Layer kinds from `layer_types`, or from the window pattern: every pattern-th layer is global."""
     if text.layer_types is not None:
         unknown = sorted(set(text.layer_types) - set(_KINDS))

@@ -19,7 +19,7 @@ from wicore_trt.model.gemma3 import LM_HEAD
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 MAX_LISTED = 6
 
@@ -54,7 +54,7 @@ def rope_tables(inputs: Iterable[TensorSpec], spec: Gemma3Spec, device: Device) 
     """The rope tables among `inputs`: cos and sin of position / factor * theta ** (-2 i / head_dim), in float64,
     rounded to float32. The factor stretches global layers only."""
     parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cos": torch.cos, "sin": torch.sin}
-    sources = {rope_table(group, part): (group, part) for group in GROUPS for part in parts}
+    sources = {rope_name(group, part): (group, part) for group in GROUPS for part in parts}
     tables = {}
     for tensor in inputs:
         if tensor.kind != "table":

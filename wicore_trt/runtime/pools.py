@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
@@ -33,7 +34,7 @@ def layout_of(
 
     Raises ConfigError where that does not hold one sequence of `max_context` tokens.
     """
-    itemsize = TORCH_DTYPES[kv_dtype].itemsize
+    itemsize = ITEM_BYTES[kv_dtype]
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
     pages = settings.kv_pages or pool_sizes(
@@ -52,7 +53,7 @@ def layout_of(
 def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
     """Pools of `pages(group)` pages."""
     groups = [g for g in GROUPS if spec.layers_of(g)]
-    itemsize = TORCH_DTYPES[kv_dtype].itemsize
+    itemsize = ITEM_BYTES[kv_dtype]
     page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in groups}
     return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in groups}, page_bytes)
 
@@ -77,7 +78,7 @@ def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
     return max(0, unclaimed - max(RESERVE_BYTES, int((1.0 - fraction) * total)))
 
 
-def check_room(layout: KVLayout, free_bytes: int) -> None:
+def check_pool_room(layout: KVLayout, free_bytes: int) -> None:
     """Raises ConfigError where the pools do not fit into `free_bytes` and leave RESERVE_BYTES."""
     needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
     room = max(free_bytes - RESERVE_BYTES, 0)

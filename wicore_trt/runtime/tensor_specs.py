@@ -57,7 +57,7 @@ class TensorSpec:
         return cls(**{**data, "shape": tuple(data["shape"]), "parts": tuple(data["parts"])})
 
 
-def rope_table(group: str, part: str) -> str:
+def rope_name(group: str, part: str) -> str:
     """float32[max_context, head_dim / 2]: `part` "cos" or "sin" of position times frequency."""
     return f"rope.{group}.{part}"
 

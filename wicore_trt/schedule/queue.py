@@ -26,7 +26,7 @@ def order_key(sequence: Sequence) -> tuple[float, int]:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantQueue:
     """Waiting sequences of one tenant, a heap, and the places that others of it hold. `turns` counts the places it was
     given, beginning at no fewer than any that came to their end before."""
 
@@ -40,7 +40,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
         self._now = 0  # most turns with which a place was given that was given up since
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence; one that has a place gives it up."""
         assert sequence.seq_id not in self._members
-        tenant = self._tenants.setdefault(sequence.request.tenant, _Tenant())
+        tenant = self._tenants.setdefault(sequence.request.tenant, _TenantQueue())
         if sequence.turn is not None:
             tenant.turns -= 1
             self.ended(sequence)
@@ -83,7 +83,7 @@ class WaitingQueue:
         self._now = max(self._now, sequence.turn)
         sequence.turn = None
 
-    def _add(self, sequence: Sequence, tenant: _Tenant) -> None:
+    def _add(self, sequence: Sequence, tenant: _TenantQueue) -> None:
         self._members[sequence.seq_id] = sequence
         heapq.heappush(tenant.heap, (order_key(sequence), sequence))
 
@@ -111,6 +111,6 @@ class WaitingQueue:
         tenant.held += 1
         return sequence
 
-    def _next(self) -> _Tenant | None:
+    def _next(self) -> _TenantQueue | None:
         waiting = [tenant for tenant in self._tenants.values() if tenant.heap]
         return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0][0]), default=None)

@@ -167,7 +167,7 @@ def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None,
         finish.timings.time_to_first_token.CopyFrom(duration(first_token_s))
 
 
-def model_info(info: ModelInfo) -> pb2.GetModelInfoResponse:
+def model_info_response(info: ModelInfo) -> pb2.GetModelInfoResponse:
     """The fields have the same names; None is left unset."""
     given = {name: value for name, value in dataclasses.asdict(info).items() if value is not None}
     return pb2.GetModelInfoResponse(**given)

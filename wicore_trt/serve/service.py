@@ -183,7 +183,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(
         self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb2.GetModelInfoResponse:
-        return convert.model_info(self._ready().info)
+        return convert.model_info_response(self._ready().info)
 
     async def GetServerInfo(
         self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext

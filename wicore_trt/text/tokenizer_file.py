@@ -38,7 +38,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
-class _Text(_Part):
+class _StringPattern(_Part):
     String: Annotated[str, Field(min_length=1, max_length=16)]
 
 
@@ -48,7 +48,7 @@ class _AnyText(_Part):
 
 class _Replace(_Part):
     type: Literal["Replace"]
-    pattern: _Text
+    pattern: _StringPattern
     content: _Short
 
 

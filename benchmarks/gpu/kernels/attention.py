@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.kernels.attention_problem import Model, Point, Problem, address
+from benchmarks.gpu.kernels.attention_problem import AttentionProblem, AttentionSizes, Point, pointer
 from wicore_trt.arithmetic import div_ceil
 
 BANDWIDTH, FLOPS = 3.0e12, 800e12
@@ -31,7 +31,7 @@ POOL_BYTES = 6 << 30
 WORKERS = 12
 
 
-LARGE, SMALL = Model("27B", 32, 16, 128, 32, 62), Model("270M", 4, 1, 256, 32, 18)
+LARGE, SMALL = AttentionSizes("27B", 32, 16, 128, 32, 62), AttentionSizes("270M", 4, 1, 256, 32, 18)
 
 
 def points(quick: bool) -> list[Point]:
@@ -49,7 +49,7 @@ def points(quick: bool) -> list[Point]:
     return found
 
 
-def kernels_of(model: Model, kv: str, prefill: bool) -> list[dict[str, Any]]:
+def kernels_of(model: AttentionSizes, kv: str, prefill: bool) -> list[dict[str, Any]]:
     """Fields of DecodeConfig (without splits) or PrefillConfig to compile."""
     if prefill:
         names: tuple[str, ...] = ("block_m", "block_k", "num_warps", "num_stages")
@@ -69,7 +69,7 @@ def kernels_of(model: Model, kv: str, prefill: bool) -> list[dict[str, Any]]:
     return [dict(zip(names, c, strict=True)) for c in wide]
 
 
-def compile_all(job: tuple[str, Model, str, bool, dict[str, Any]]) -> Any:
+def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]) -> Any:
     """In a worker: {role: CompiledKernel} of one configuration, or the error's text."""
     from wicore_trt.plugins.aot import compile_kernels
     from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
@@ -109,7 +109,7 @@ class Kernel:
         short = " ".join(f"{k}={int(v)}" for k, v in self.fields.items())
         return short or "kernels/attention.py"
 
-    def prepared(self, p: Problem, splits: int, mass: bool = False) -> Callable[[int], None]:
+    def prepared(self, p: AttentionProblem, splits: int, mass: bool = False) -> Callable[[int], None]:
         """A function that runs layer i; launches are made once."""
         import torch
 
@@ -117,9 +117,9 @@ class Kernel:
         from wicore_trt.plugins.layout import Slices, attention_launch
 
         m, scale = p.point.model, p.point.model.head_dim**-0.5
-        slices = Slices(address(p.cu), address(p.first), p.bounds[-1])
+        slices = Slices(pointer(p.cu), pointer(p.first), p.bounds[-1])
         constants, window = self.roles["main"].constants, p.point.window
-        q, out = address(p.q), address(p.out)
+        q, out = pointer(p.q), pointer(p.out)
         if not self.fields:
             calls = [
                 [("main", attention_launch(constants, q, out, x, p.table, slices, scale, window))] for x in p.pools
@@ -139,10 +139,10 @@ class Kernel:
             if mass:
                 forms = ((n, m.heads, columns), (n, m.heads), (n, columns))
                 buffers += [torch.full(form, torch.nan, device=p.device) for form in forms]
-                arrays = layout.MassArrays(*map(address, buffers[3:]))
+                arrays = layout.MassArrays(*map(pointer, buffers[3:]))
             p.keep = buffers
-            work = layout.Workspace(*map(address, buffers[:3]))
-            rows = layout.DecodeRows(q, out, address(p.kv_lengths), m.heads, scale, window)
+            work = layout.Workspace(*map(pointer, buffers[:3]))
+            rows = layout.DecodeRows(q, out, pointer(p.kv_lengths), m.heads, scale, window)
             end = "_mass" if mass else ""
             calls = [
                 [
@@ -160,13 +160,15 @@ class Kernel:
 
         return run
 
-    def check(self, model: Model, kv: str, prefill: bool, device: str) -> str:
+    def check(self, model: AttentionSizes, kv: str, prefill: bool, device: str) -> str:
         """What is wrong, or nothing."""
         import torch
 
         lengths = [700, 1, 130, 1000] if prefill else [0, 1, 33, 700, 1024, 1500]
         for window in (0, 512 if prefill else 1024):
-            p = Problem(Point(model, len(lengths), 0, window, kv, 300 if prefill else 0), lengths, 2, device, True)
+            p = AttentionProblem(
+                Point(model, len(lengths), 0, window, kv, 300 if prefill else 0), lengths, 2, device, True
+            )
             for splits in (1,) if prefill else (1, 3, 16):
                 p.out.fill_(torch.nan)
                 run = self.prepared(p, splits)
@@ -208,7 +210,7 @@ def microseconds(run: Callable[[int], None], layers: int) -> float:
     return statistics.median(times) / layers * 1e3
 
 
-def sdpa(p: Problem) -> float:
+def sdpa(p: AttentionProblem) -> float:
     """Microseconds of torch's scaled_dot_product_attention on contiguous keys and values, window by a mask."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
@@ -237,11 +239,13 @@ def sdpa(p: Problem) -> float:
     return microseconds(run, len(copies))
 
 
-def sweep(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[str, Any]:
+def sweep_point(point: Point, kernels: list[Kernel], until: float, sms: int) -> dict[str, Any]:
     """Times of all configurations that there is time for, best first."""
     item = 1 if point.kv == "fp8" else 2
     layer = point.rows * point.context * point.model.kv_heads * point.model.head_dim * 2 * item
-    p = Problem(point, [point.context] * point.rows, min(point.model.layers, max(2, POOL_BYTES // layer)), "cuda")
+    p = AttentionProblem(
+        point, [point.context] * point.rows, min(point.model.layers, max(2, POOL_BYTES // layer)), "cuda"
+    )
     times: list[tuple[float, str, dict[str, Any], int]] = []
     for kernel in kernels:
         groups = point.model.kv_heads // kernel.fields.get("heads", 1) * point.rows
@@ -281,7 +285,7 @@ def report(found: dict[str, Any], point: Point) -> str:
     )
 
 
-def checked(target: str, wanted: list[tuple[Model, str, bool]]) -> tuple[dict[Any, list[Kernel]], int]:
+def checked(target: str, wanted: list[tuple[AttentionSizes, str, bool]]) -> tuple[dict[Any, list[Kernel]], int]:
     """Kernels that hold, by (model, KV type, prefill), and the number that do not."""
     import torch
 
@@ -293,7 +297,7 @@ def checked(target: str, wanted: list[tuple[Model, str, bool]]) -> tuple[dict[An
     jobs = [(target, *w, fields) for w in wanted for fields in [*kernels_of(*w), {}]]
     began = time.monotonic()
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        built = list(pool.map(compile_all, jobs))
+        built = list(pool.map(compile_attention, jobs))
     print(f"{len(jobs)} configurations compiled in {time.monotonic() - began:.1f} s")
     kernels: dict[Any, list[Kernel]] = {w: [] for w in wanted}
     wrong = 0
@@ -339,7 +343,7 @@ def main() -> int:
             lines.append(f"{point}: no time left")
             continue
         try:
-            found = sweep(
+            found = sweep_point(
                 point, kernels[point.model, point.kv, point.tokens > 0], until, properties.multi_processor_count
             )
         except Exception as error:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def address(tensor: torch.Tensor) -> int:
+def pointer(tensor: torch.Tensor) -> int:
     return int(tensor.data_ptr())
 
 
 @dataclass(frozen=True)
-class Model:
+class AttentionSizes:
     name: str
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Model:
 class Point:
     """`rows` sequences of `context` keys; the last `tokens` of them are queries (0: decode)."""
 
-    model: Model
+    model: AttentionSizes
     rows: int
     context: int
     window: int = 0
@@ -57,7 +57,7 @@ class Point:
         return 2.0 * self.rows * low * m.kv_heads * m.head_dim * item, 4.0 * m.heads * m.head_dim * self.rows * pairs
 
 
-class Problem:
+class AttentionProblem:
     """A pool of `layers` layers with tables in random order. Slots that nobody sees hold NaN when `poison` is set."""
 
     def __init__(self, point: Point, lengths: list[int], layers: int, device: str, poison: bool = False) -> None:
@@ -92,8 +92,8 @@ class Problem:
         self.scale = torch.full((1,), 0.5, device=device)
         self.unit = 0.5 if point.kv == "fp8" else 1.0
         self.raw = self.kv.view(torch.uint8) if point.kv == "fp8" else self.kv
-        self.pools = [Pool(address(self.raw[:, i:]), self.shape, address(self.scale)) for i in range(layers)]
-        self.table = Tables(address(self.tables), len(lengths), columns)
+        self.pools = [Pool(pointer(self.raw[:, i:]), self.shape, pointer(self.scale)) for i in range(layers)]
+        self.table = Tables(pointer(self.tables), len(lengths), columns)
         tokens = [min(point.tokens, n) if point.tokens else 1 for n in lengths]
         self.bounds = [sum(tokens[:i]) for i in range(len(tokens) + 1)]
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}

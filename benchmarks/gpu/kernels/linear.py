@@ -30,11 +30,11 @@ from typing import Any
 from benchmarks.gpu.kernels.linear_cases import check_case, draw
 from benchmarks.gpu.kernels.linear_sweep import (
     PEAK_BYTES_PER_S,
-    Problem,
-    Timing,
+    ConfigTiming,
+    LinearProblem,
     Weights,
     candidates,
-    compile_one,
+    compile_linear,
 )
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
@@ -74,7 +74,7 @@ class Sweep:
     target: str
     quick: bool
     deadline: float
-    best: dict[Row, Timing] = field(default_factory=dict)
+    best: dict[Row, ConfigTiming] = field(default_factory=dict)
     library: dict[Row, float] = field(default_factory=dict)
     all: list[dict[str, Any]] = field(default_factory=list)
     kernels: dict[tuple[LinearShape, LinearConfig], CompiledKernel] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Sweep:
         return time.monotonic() > self.deadline
 
 
-def shape_of(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
+def linear_shape(layer: str, kind: str, size: tuple[int, int, bool, int]) -> LinearShape:
     """bfloat16 activations; 16-bit results between gate_up and down, float32 elsewhere."""
     n, k, geglu, _ = size
     weights = "bfloat16" if kind == "w16" else "fp8"
@@ -114,7 +114,7 @@ def _check(pool: ProcessPoolExecutor, target: str, cases: list[tuple[LinearShape
 
     from wicore_trt.plugins.kernels.linear_specs import linear_spec
 
-    built = {(s, c): pool.submit(compile_one, s, c, target) for s, c, _ in cases}
+    built = {(s, c): pool.submit(compile_linear, s, c, target) for s, c, _ in cases}
     failed = []
     for shape, config, tokens in cases:
         spec, kernel = linear_spec(shape, config, target), built[shape, config].result()
@@ -143,14 +143,14 @@ def sweep_layer(
     queue: list[tuple[Row, LinearShape, dict[LinearConfig, Future[CompiledKernel | str]]]] = []
     for row, shape in work:
         configs = candidates(shape, row[2], sweep.quick)
-        queue.append((row, shape, {c: pool.submit(compile_one, shape, c, sweep.target) for c in configs}))
+        queue.append((row, shape, {c: pool.submit(compile_linear, shape, c, sweep.target) for c in configs}))
     for row, shape, futures in queue:
         if sweep.late():
             print(f"out of time: {row} and what follows is left out")
             for future in (f for _, _, rest in queue for f in rest.values()):
                 future.cancel()
             return
-        problem = Problem(shape, row[2], weights)
+        problem = LinearProblem(shape, row[2], weights)
         for config, future in futures.items():
             _time_one(sweep, row, problem, config, future.result())
         sweep.library[row] = problem.library_microseconds()
@@ -158,22 +158,24 @@ def sweep_layer(
             print(_line(row, shape, sweep), flush=True)
 
 
-def _time_one(sweep: Sweep, row: Row, problem: Problem, config: LinearConfig, kernel: CompiledKernel | str) -> None:
+def _time_one(
+    sweep: Sweep, row: Row, problem: LinearProblem, config: LinearConfig, kernel: CompiledKernel | str
+) -> None:
     if isinstance(kernel, str):
-        timing = Timing(config, error=kernel)
+        timing = ConfigTiming(config, error=kernel)
     else:
         try:
             timing = problem.time(config, kernel)
             sweep.kernels[problem.shape, config] = kernel
         except AssertionError as error:
-            timing = Timing(config, error=f"WRONG: {error}")
+            timing = ConfigTiming(config, error=f"WRONG: {error}")
             sweep.wrong.append(f"{row} {config.name()}: {error}")
         except RuntimeError as error:
-            timing = Timing(config, error=str(error)[:200])
+            timing = ConfigTiming(config, error=str(error)[:200])
     if timing.error:
         print(f"  left out: {row} {config.name()}: {timing.error}")
     sweep.all.append({"row": row, "config": asdict(config), "us": timing.microseconds, "error": timing.error})
-    if timing.microseconds < sweep.best.get(row, Timing(config)).microseconds:
+    if timing.microseconds < sweep.best.get(row, ConfigTiming(config)).microseconds:
         sweep.best[row] = timing
 
 
@@ -199,7 +201,7 @@ def more_rows(sweep: Sweep, weights: Weights, shapes: dict[tuple[str, str], Line
             known, row = sweep.best.get((kind, layer, bucket)), (kind, layer, rows)
             if sweep.late() or (known is None and kind == "w8"):
                 continue
-            problem = Problem(shape, rows, weights)
+            problem = LinearProblem(shape, rows, weights)
             if known is not None:
                 _time_one(sweep, row, problem, known.config, sweep.kernels[shape, known.config])
             sweep.library[row] = problem.library_microseconds()
@@ -247,7 +249,7 @@ def measure(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
     failed = check_variants(pool, target)
     layers = LAYERS["270m" if options.small else "27b"]
     kinds = ("w16",) if options.small else ("w8", "w16", "w8x8")
-    shapes = {(k, y): shape_of(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
+    shapes = {(k, y): linear_shape(y, k, layers[y]) for k in kinds for y in layers if y != "head" or k == "w16"}
     sizes = {
         k: sorted(s.weight_rows * s.k for s in shapes.values() if (s.weights == "fp8") == (k == "w8"))
         for k in ("w16", "w8")

@@ -27,7 +27,7 @@ Run = Callable[[KernelSpec, Launch], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class LinearInputs:
     """Arrays of one launch. `x` and `out` have GUARD_ROWS rows beyond `tokens`, which are not the kernel's."""
 
     shape: LinearShape
@@ -37,7 +37,7 @@ class Case:
     x_scale: Any
     w_scale: Any
 
-    def with_x(self, x: Any) -> Case:
+    def with_x(self, x: Any) -> LinearInputs:
         return replace(self, x=x)
 
 
@@ -47,7 +47,7 @@ def torch_type(name: str) -> Any:
     return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 
 
-def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> Case:
+def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> LinearInputs:
     """Normal x, normal weights / sqrt(k); E4M3 ones with scales that differ by row."""
     import torch
 
@@ -61,10 +61,10 @@ def draw(shape: LinearShape, tokens: int, device: str = "cpu") -> Case:
     else:
         w, w_scale = w / math.sqrt(shape.k), None
     x_scale = torch.rand(tokens, device=device) + 0.5 if shape.fp8_input else None
-    return Case(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights)), x_scale, w_scale)
+    return LinearInputs(shape, tokens, x.to(x_type), w.to(torch_type(shape.weights)), x_scale, w_scale)
 
 
-def reference(case: Case, alpha: float = 1.0) -> tuple[Any, Any]:
+def reference(case: LinearInputs, alpha: float = 1.0) -> tuple[Any, Any]:
     """(y, allowed error), float64 [tokens, n], on the case's device. What the operands are is taken as exact."""
     import torch
 
@@ -86,7 +86,7 @@ def reference(case: Case, alpha: float = 1.0) -> tuple[Any, Any]:
 
 
 def run_case(
-    case: Case, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0, launches: int = 1
+    case: LinearInputs, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0, launches: int = 1
 ) -> Any:
     """out with its guard rows, after `launches` of them over the same counters.
 
@@ -122,7 +122,7 @@ def run_case(
     return out
 
 
-def check_case(case: Case, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0) -> float:
+def check_case(case: LinearInputs, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0) -> float:
     """Run `case` twice and compare; the largest error as a share of what is allowed. AssertionError if above 1."""
 
     out = run_case(case, config, spec, run, alpha=alpha, launches=2)

@@ -46,7 +46,7 @@ VECTOR_BLOCKS = {
 
 
 @dataclass(frozen=True)
-class Timing:
+class ConfigTiming:
     """One configuration's result; `error` says why there is none."""
 
     config: LinearConfig
@@ -105,7 +105,7 @@ def _fits(shape: LinearShape, config: LinearConfig) -> bool:
     return True
 
 
-def compile_one(shape: LinearShape, config: LinearConfig, target: str) -> CompiledKernel | str:
+def compile_linear(shape: LinearShape, config: LinearConfig, target: str) -> CompiledKernel | str:
     """A kernel, or why there is none; for worker processes."""
     try:
         from wicore_trt.plugins.kernels.linear_specs import linear_spec
@@ -172,7 +172,7 @@ def graph_microseconds(calls: list[Callable[[], Any]], rounds: int = 5) -> float
     return statistics.median(times) * 1000 / len(calls)
 
 
-class Problem:
+class LinearProblem:
     """One shape at one number of rows: inputs, a float32 reference for the last matrix, and timings over all."""
 
     def __init__(self, shape: LinearShape, tokens: int, weights: Weights) -> None:
@@ -201,7 +201,7 @@ class Problem:
             y = torch.nn.functional.gelu(gate, approximate="tanh") * up
         return y
 
-    def time(self, config: LinearConfig, kernel: CompiledKernel) -> Timing:
+    def time(self, config: LinearConfig, kernel: CompiledKernel) -> ConfigTiming:
         """Raises AssertionError where the last launch's result is wrong."""
         import torch
 
@@ -227,7 +227,7 @@ class Problem:
         off = (out.float() - self.want).abs() - 2.0**-7 * self.want.abs()
         worst = float(off.max() / self.want.abs().max())
         assert worst < 2e-3, f"wrong result: off by {worst:.3g} of the largest output"  # false for NaN
-        return Timing(config, took)
+        return ConfigTiming(config, took)
 
     def library_microseconds(self) -> float:
         """cuBLAS: torch.mm for 16-bit weights, torch._scaled_mm by rows for E4M3 times E4M3 (16-bit results; gate and

@@ -36,7 +36,7 @@ from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import quantize_parts_spec, quantize_rows_spec
-from wicore_trt.plugins.kernels.step_specs import Config, NormShape, add_norm_spec, qk_rope_spec
+from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig, add_norm_spec, qk_rope_spec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.linear_layout import quantize_launch
@@ -138,7 +138,7 @@ def time_products(rows: int) -> dict[str, Any]:
     """Microseconds and errors of every product of every linear for steps of `rows` rows."""
     found: dict[str, Any] = {"rows": rows}
     for layer, (n, k) in SHAPES.items():
-        problem = Problem(rows, n, k)
+        problem = ProductProblem(rows, n, k)
         flops = 2.0 * rows * n * k
         for name, (kind, product) in products().items():
             if "parts" in name and (layer not in ("o", "down") or k % int(name.split()[1])):
@@ -155,7 +155,7 @@ def time_products(rows: int) -> dict[str, Any]:
     return found
 
 
-class Problem:
+class ProductProblem:
     """x [rows, k] and several weights [n, k], in bfloat16 and quantised by rows."""
 
     def __init__(self, rows: int, n: int, k: int) -> None:
@@ -211,7 +211,7 @@ def specs() -> dict[str, tuple[str, KernelSpec]]:
         add(f"add_norm {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16"), 8, x_dtype=x), 4, 8, 16)
         add(f"add_norm8 {x}", add_norm_spec(NormShape(HIDDEN, "bfloat16", True, True), 8, x_dtype=x), 4, 8, 16)
         for shape in ROTATIONS:
-            add(f"qk_rope {x}", qk_rope_spec(POOL, HEADS // POOL.head_dim, x, "bfloat16", Config(*shape)))
+            add(f"qk_rope {x}", qk_rope_spec(POOL, HEADS // POOL.head_dim, x, "bfloat16", StepConfig(*shape)))
     add("add_norm8 float32, by integers", add_norm_spec(NormShape(HIDDEN, "bfloat16", True), 16, x_dtype="float32"))
     return found
 

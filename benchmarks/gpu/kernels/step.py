@@ -37,7 +37,7 @@ from benchmarks.gpu.kernels.step_cases import (
     AddNormProblem,
     Calls,
     EmbedNormProblem,
-    Model,
+    ModelSizes,
     RopeProblem,
     SampleProblem,
     launch_all,
@@ -45,7 +45,7 @@ from benchmarks.gpu.kernels.step_cases import (
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.kernels import step_specs
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
-from wicore_trt.plugins.kernels.step_specs import Config, NormShape
+from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
 
@@ -68,7 +68,7 @@ class Work:
 
 
 @dataclass
-class Timing:
+class VariantTiming:
     kernel: str
     model: str
     rows: int
@@ -80,7 +80,7 @@ class Timing:
 
 @dataclass
 class Results:
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[VariantTiming] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ def scan_variant(target: str, chunk: int, warps: int) -> Callable[[Any], Any]:
 
     def build(problem: Any) -> Any:
         kept = step_specs.TABLES.get(target, {})
-        step_specs.TABLES[target] = {**kept, "scan": ((1 << 31, Config(warps, chunk)),)}
+        step_specs.TABLES[target] = {**kept, "scan": ((1 << 31, StepConfig(warps, chunk)),)}
         try:
             return problem.specs(target)
         finally:
@@ -99,7 +99,7 @@ def scan_variant(target: str, chunk: int, warps: int) -> Callable[[Any], Any]:
     return build
 
 
-def norm_work(model: Model, rows: tuple[int, ...], target: str) -> list[Work]:
+def norm_work(model: ModelSizes, rows: tuple[int, ...], target: str) -> list[Work]:
     found: list[Work] = []
     warps = (8, 16, 32) if model.hidden > 1024 else (1, 2, 4, 8)
     variants: dict[str, Callable[[Any], Any]] = {f"w{n}": partial(lambda p, n: p.spec(n), n=n) for n in warps}
@@ -115,11 +115,11 @@ def norm_work(model: Model, rows: tuple[int, ...], target: str) -> list[Work]:
     return found
 
 
-def rope_work(model: Model, rows: tuple[int, ...]) -> list[Work]:
+def rope_work(model: ModelSizes, rows: tuple[int, ...]) -> list[Work]:
     found = []
     shapes = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]
     variants: dict[str, Callable[[Any], Any]] = {
-        f"b{b} w{w}": partial(lambda p, c: p.spec(c), c=Config(w, b)) for b, w in shapes
+        f"b{b} w{w}": partial(lambda p, c: p.spec(c), c=StepConfig(w, b)) for b, w in shapes
     }
     for kv in ("bfloat16", "fp8"):
         some = rows if kv == "bfloat16" else rows[::2]
@@ -128,7 +128,7 @@ def rope_work(model: Model, rows: tuple[int, ...]) -> list[Work]:
     return found
 
 
-def sample_work(model: Model, rows: tuple[int, ...], target: str) -> list[Work]:
+def sample_work(model: ModelSizes, rows: tuple[int, ...], target: str) -> list[Work]:
     scans = {f"c{c} w{w}": scan_variant(target, c, w) for c, w in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))}
     some = tuple(r for r in rows if r <= 128)
     found = []
@@ -275,13 +275,13 @@ def timed(gpu: Gpu, one: Work, variants: dict[str, Callable[[Any], Any]], result
         times = attempt(results, f"{one.kernel} {one.model} {rows} rows {name}", partial(gpu.times, work))
         if times is not None:
             warm, cold = times
-            results.timings.append(Timing(one.kernel, one.model, rows, name, warm, cold, bound))
+            results.timings.append(VariantTiming(one.kernel, one.model, rows, name, warm, cold, bound))
 
 
-def print_table(results: Results) -> None:
+def print_timings(results: Results) -> None:
     """Per kernel, model and rows: the three best variants by cold time, then torch."""
     print(f"\n{'kernel':<25}{'model':<6}{'rows':>5}{'bound':>8}  warm/cold us of the best three | torch")
-    groups: dict[tuple[str, str, int], list[Timing]] = {}
+    groups: dict[tuple[str, str, int], list[VariantTiming]] = {}
     for t in results.timings:
         groups.setdefault((t.kernel, t.model, t.rows), []).append(t)
     for (kernel, model, rows), found in groups.items():
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results.left_out.append(f"{name}: out of time")
                 continue
             attempt(results, name, partial(timed, gpu, one, variants, results, rows))
-    print_table(results)
+    print_timings(results)
     if options.out:
         options.out.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
     print(f"{time.monotonic() - begin:.1f} s in all; {len(results.wrong)} wrong")

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.plugins import step_layout
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels import sample, step_specs
-from wicore_trt.plugins.kernels.step_specs import Config, NormShape
-from wicore_trt.plugins.layout import ITEM_BYTES, Launch, Pool, PoolShape, Tables
+from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig
+from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.step_layout import Logits, NormOut, QkNorms, RopeTable, SampleArrays, StepTokens
 
 EPS, POSITIONS, CONTEXT = 1e-6, 4096, 1024
@@ -28,7 +29,7 @@ Run = Callable[[KernelSpec, Launch], None]
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """Shapes that the small kernels see."""
 
     name: str
@@ -43,8 +44,8 @@ class Model:
         return PoolShape(2, self.page_tokens, self.kv_heads, self.head_dim, dtype)
 
 
-LARGE = Model("27b", 5376, 32, 16, 128, 262_208)
-SMALL = Model("270m", 640, 4, 1, 256, 262_144)
+LARGE = ModelSizes("27b", 5376, 32, 16, 128, 262_208)
+SMALL = ModelSizes("270m", 640, 4, 1, 256, 262_144)
 
 
 def launch_all(run: Run, calls: Calls) -> None:
@@ -67,7 +68,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.T
 class AddNormProblem:
     """add_norm of `rows` rows; with `x_splits` > 1 x is float32 partial sums."""
 
-    def __init__(self, model: Model, shape: NormShape, rows: int, splits: int, device: str) -> None:
+    def __init__(self, model: ModelSizes, shape: NormShape, rows: int, splits: int, device: str) -> None:
         self.shape, self.rows, self.splits, h = shape, rows, splits, model.hidden
         x_type = torch.float32 if splits > 1 else TORCH[shape.dtype]
         self.residual = torch.randn(rows, h, device=device) * 4
@@ -123,7 +124,7 @@ def check_norm_out(out: torch.Tensor, scales: torch.Tensor, want: torch.Tensor, 
 class EmbedNormProblem:
     """embed_norm of `rows` random tokens of a short table."""
 
-    def __init__(self, model: Model, shape: NormShape, rows: int, device: str) -> None:
+    def __init__(self, model: ModelSizes, shape: NormShape, rows: int, device: str) -> None:
         self.shape, self.rows, self.vocab, h = shape, rows, 8192, model.hidden
         self.table = torch.randn(self.vocab, h, device=device).to(TORCH[shape.dtype])
         self.ids = torch.randint(0, self.vocab, (rows,), dtype=torch.int32, device=device)
@@ -158,7 +159,7 @@ class EmbedNormProblem:
 class RopeProblem:
     """One decode token of each of `rows` sequences, at positions up to CONTEXT."""
 
-    def __init__(self, model: Model, rows: int, dtype: str, kv_dtype: str, device: str) -> None:
+    def __init__(self, model: ModelSizes, rows: int, dtype: str, kv_dtype: str, device: str) -> None:
         self.model, self.rows, self.dtype, self.shape = model, rows, dtype, model.pool(kv_dtype)
         m, d, columns = model, model.head_dim, CONTEXT // model.page_tokens
         sequences = min(rows, 128)
@@ -176,7 +177,7 @@ class RopeProblem:
         kv_bytes = 2 * m.kv_heads * d * ITEM_BYTES[kv_dtype]
         self.nbytes = rows * (self.qkv[0].nbytes + self.q[0].nbytes + kv_bytes + d * 4)
 
-    def spec(self, chosen: Config) -> KernelSpec:
+    def spec(self, chosen: StepConfig) -> KernelSpec:
         return step_specs.qk_rope_spec(self.shape, self.model.heads, self.dtype, self.dtype, chosen)
 
     def calls(self, spec: KernelSpec) -> Calls:
@@ -250,7 +251,12 @@ class SampleProblem:
     """`rows` rows of logits, all greedy or all drawn with `parameters` (temperature, top_k, top_p, min_p)."""
 
     def __init__(
-        self, model: Model, rows: int, parameters: tuple[float, int, float, float] | None, candidates: int, device: str
+        self,
+        model: ModelSizes,
+        rows: int,
+        parameters: tuple[float, int, float, float] | None,
+        candidates: int,
+        device: str,
     ) -> None:
         self.vocab, self.rows, self.parameters = model.vocab, rows, parameters
         self.candidates, self.device = candidates, device

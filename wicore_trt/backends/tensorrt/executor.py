@@ -18,11 +18,11 @@ import torch
 from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
-from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
+from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
-from wicore_trt.backends.tensorrt.session import Session, activation_bytes
+from wicore_trt.backends.tensorrt.session import PlanSession, activation_bytes
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
 from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
 from wicore_trt.checkpoint.names import kv_scale_name
@@ -76,7 +76,7 @@ class TensorRTExecutor:
                 for phase, plan in plans.items()
             }
             by_layer = memory.by_layer(caches)
-            self._session = Session(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
+            self._session = PlanSession(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
             scales = _kv_scales(self.spec, constants, device)
             self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
@@ -132,7 +132,7 @@ class TensorRTExecutor:
         waits for what TensorRT does in a first run; keep what it compiled."""
         entries = dict.fromkeys(self._table.groups, 0)
         parts = [Part(PREFILL, [Row(0, 0, [0] * max_chunk, 0, entries, last=True)])]
-        for batch in sorted({decode_batch(slot, self.slots) for slot in range(self.slots)}):
+        for batch in sorted({decode_slots(slot, self.slots) for slot in range(self.slots)}):
             parts.append(Part(DECODE, [Row(0, batch - 1, [0], 0, entries, last=True)]))
         with self._device.active(), torch.inference_mode():
             for part in parts:

@@ -15,7 +15,7 @@ from wicore_trt.backends.tensorrt.plan_io import PREFILL
 from wicore_trt.backends.tensorrt.slots import GroupSlots, Part
 
 
-def decode_batch(highest_slot: int, slots: int) -> int:
+def decode_slots(highest_slot: int, slots: int) -> int:
     """Slots that a decode step runs so that `highest_slot` is among them: a power of two, or all of them. So few shapes
     occur that each can keep an execution context, and a CUDA graph, of its own."""
     return min(slots, 1 << highest_slot.bit_length())
@@ -23,7 +23,7 @@ def decode_batch(highest_slot: int, slots: int) -> int:
 
 def part_batch(part: Part, slots: int) -> int:
     """B of a part: 1 for prefill."""
-    return 1 if part.phase == PREFILL else decode_batch(max(row.slot for row in part.rows), slots)
+    return 1 if part.phase == PREFILL else decode_slots(max(row.slot for row in part.rows), slots)
 
 
 def step_inputs(part: Part, batch: int, groups: Mapping[str, GroupSlots]) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 E4M3_STEP = 1 / 448
 DIRECT_ENTRIES = 22_016
@@ -217,7 +217,7 @@ class TensorRTOps:
 
     def _rotated(self, x: Tensor, layer: int) -> Tensor:
         group = self._spec.layer_groups[layer]
-        cos, sin = (self._in[rope_table(group, part)] for part in ("cos", "sin"))
+        cos, sin = (self._in[rope_name(group, part)] for part in ("cos", "sin"))
         return self._g.rotate(x, cos, sin, self._in[plan_io.POSITIONS], self._spec.head_dim)
 
     def _entry(self, x: Tensor, layer: int) -> Tensor:

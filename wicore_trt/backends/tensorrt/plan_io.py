@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -97,7 +97,7 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
             tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
             tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
             shape = (limits.max_context, spec.head_dim // 2)
-            tensors += [TensorSpec(rope_table(group, part), "float32", shape, "table") for part in ("cos", "sin")]
+            tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
     if tp_size > 1:
         tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
     return tensors

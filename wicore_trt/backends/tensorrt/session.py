@@ -71,7 +71,7 @@ class BoundContext:
             raise RuntimeError(f"TensorRT refused {call} of {tensor.name} in {self._plan.phase}.")
 
 
-class Session:
+class PlanSession:
     """Both phases of an engine on `device`.
 
     `constants` are all weights, rope tables and the like by input name; `caches` the cache inputs [slots, kv_heads,

@@ -80,7 +80,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _Occupant:
     """A sequence in a slot, whose next position is `length`. `pages[group]` are the page slots of the positions that
     the next token sees. `admitted`: the slot is to be cleared and loaded before it is used."""
 
@@ -98,7 +98,7 @@ class SlotTable:
     def __init__(self, slots: int, groups: Mapping[str, GroupSlots], *, page_tokens: int, max_chunk: int) -> None:
         self.slots, self.groups = slots, groups
         self._page_tokens, self._max_chunk = page_tokens, max_chunk
-        self._tenants: dict[int, _Tenant] = {}  # by seq_id
+        self._occupants: dict[int, _Occupant] = {}  # by seq_id
         self._clock = 0
 
     def plan(self, slices: Sequence[SequenceSlice]) -> list[Part]:
@@ -120,15 +120,15 @@ class SlotTable:
 
     def release(self, seq_id: int) -> None:
         """Give up the slot of a sequence. Unknown ids are ignored."""
-        self._tenants.pop(seq_id, None)
+        self._occupants.pop(seq_id, None)
 
     def _is_current(self, piece: SequenceSlice) -> bool:
         """True when the sequence's slot holds what the slice's pages hold. Pages that were exchanged, or positions that
         were computed or dropped elsewhere, are a reason to load them again."""
-        tenant = self._tenants.get(piece.seq_id)
-        if tenant is None or tenant.length != piece.start:
+        occupant = self._occupants.get(piece.seq_id)
+        if occupant is None or occupant.length != piece.start:
             return False
-        return all(tenant.pages[g] == self._visible_pages(piece, g, piece.start) for g in self.groups)
+        return all(occupant.pages[g] == self._visible_pages(piece, g, piece.start) for g in self.groups)
 
     def _visible_pages(self, piece: SequenceSlice, group: str, position: int) -> Sequence[int]:
         """Page slots of what the token at `position` sees before itself. A copy: the scheduler changes its tables."""
@@ -139,7 +139,7 @@ class SlotTable:
         """Parts for at most as many sequences as there are slots. `waiting` are the sequences of the whole step."""
         staying = {piece.seq_id for _, piece in members}
         for _, piece in members:
-            if piece.seq_id not in self._tenants:
+            if piece.seq_id not in self._occupants:
                 self._admit(piece, staying, waiting)
         parts, decode = [], Part(DECODE)
         for index, piece in members:
@@ -154,40 +154,40 @@ class SlotTable:
 
     def _admit(self, piece: SequenceSlice, staying: set[int], waiting: set[int]) -> None:
         """Give the sequence the lowest free slot, else that of the sequence whose last step is longest ago."""
-        taken = {tenant.slot for tenant in self._tenants.values()}
+        taken = {occupant.slot for occupant in self._occupants.values()}
         slot = next((s for s in range(self.slots) if s not in taken), None)
         if slot is None:
-            others = [seq_id for seq_id in self._tenants if seq_id not in staying]
-            victim = min(others, key=lambda seq_id: (seq_id in waiting, self._tenants[seq_id].stepped))
-            slot = self._tenants.pop(victim).slot
+            others = [seq_id for seq_id in self._occupants if seq_id not in staying]
+            victim = min(others, key=lambda seq_id: (seq_id in waiting, self._occupants[seq_id].stepped))
+            slot = self._occupants.pop(victim).slot
         base = {name: group.first_visible(piece.start) for name, group in self.groups.items()}
-        self._tenants[piece.seq_id] = _Tenant(slot, piece.start, base, {}, self._clock)
+        self._occupants[piece.seq_id] = _Occupant(slot, piece.start, base, {}, self._clock)
 
     def _advance(self, part: Part, index: int, piece: SequenceSlice, first: int, count: int) -> None:
         """Append to `part` the tokens [first, first + count) of a slice."""
-        tenant, start = self._tenants[piece.seq_id], piece.start + first
-        assert tenant.length == start
+        occupant, start = self._occupants[piece.seq_id], piece.start + first
+        assert occupant.length == start
         end = start + count
-        if tenant.admitted:
-            part.clears.append(tenant.slot)
+        if occupant.admitted:
+            part.clears.append(occupant.slot)
         entries = {}
         for name, group in self.groups.items():
-            held = start - tenant.base[name]
-            if tenant.admitted and held:
+            held = start - occupant.base[name]
+            if occupant.admitted and held:
                 loads = part.loads.setdefault(name, [])
-                loads.append(self._copy(piece, name, tenant.slot, 0, tenant.base[name], start))
+                loads.append(self._copy(piece, name, occupant.slot, 0, occupant.base[name], start))
             if held + count > group.usable:
                 assert group.window is not None, f"sequence {piece.seq_id} is longer than the engine's max_context"
                 keep = min(held, group.window - 1)
-                part.slides.setdefault(name, []).append(Slide(tenant.slot, held - keep, keep))
-                tenant.base[name], held = start - keep, keep
+                part.slides.setdefault(name, []).append(Slide(occupant.slot, held - keep, keep))
+                occupant.base[name], held = start - keep, keep
                 assert held + count <= group.usable
             entries[name] = held
-            part.stores.setdefault(name, []).append(self._copy(piece, name, tenant.slot, held, start, end))
-            tenant.pages[name] = self._visible_pages(piece, name, end)
-        tenant.length, tenant.stepped, tenant.admitted = end, self._clock, False
+            part.stores.setdefault(name, []).append(self._copy(piece, name, occupant.slot, held, start, end))
+            occupant.pages[name] = self._visible_pages(piece, name, end)
+        occupant.length, occupant.stepped, occupant.admitted = end, self._clock, False
         token_ids = piece.token_ids[first : first + count]
-        part.rows.append(Row(index, tenant.slot, token_ids, start, entries, first + count == len(piece.token_ids)))
+        part.rows.append(Row(index, occupant.slot, token_ids, start, entries, first + count == len(piece.token_ids)))
 
     def _copy(self, piece: SequenceSlice, group: str, slot: int, entry: int, start: int, end: int) -> PageCopy:
         """Positions [start, end), of which `start` is at `entry`."""

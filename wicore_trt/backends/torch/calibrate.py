@@ -37,7 +37,7 @@ from wicore_trt.checkpoint.format import (
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
 from wicore_trt.checkpoint.quantize import E4M3_MAX
 from wicore_trt.checkpoint.records import FileRecord, file_entries
-from wicore_trt.checkpoint.safetensors_io import ITEM_BYTES, SafetensorsFile, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
@@ -275,7 +275,7 @@ def _rewrite(
                 if name in static:
                     writer.write(name, found.scales[name])
                     continue
-                size = prod(shape) * ITEM_BYTES[tag]
+                size = prod(shape) * TAG_BYTES[tag]
                 for start in range(0, size, _READ):
                     done += writer.write(name, old.raw(name, start, min(size, start + _READ)))
                     if progress:

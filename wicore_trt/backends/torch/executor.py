@@ -19,7 +19,7 @@ from wicore_trt.backends.torch import native
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, unsupported
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
-from wicore_trt.backends.torch.weights import EngineTensors, fuse, load_engine
+from wicore_trt.backends.torch.weights import EngineTensors, fuse, load_engine_tensors
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.ops import Ops
@@ -51,7 +51,7 @@ class TorchExecutor:
         Raises EngineFormatError for weights that do not fit or tp > 1, EnvironmentUnfitError for a device or kernels
         that are not here, ConfigError for too little KV memory.
         """
-        loaded = engine if isinstance(engine, EngineTensors) else load_engine(engine)
+        loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine)
         self.spec = loaded.spec
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)

@@ -40,20 +40,20 @@ class EngineTensors:
     max_context: int | None = None
 
 
-def load_engine(engine: EngineDir) -> EngineTensors:
-    """Read the weights of an engine directory. Raises what `load_weights` raises."""
+def load_engine_tensors(engine: EngineDir) -> EngineTensors:
+    """Read the weights of an engine directory. Raises what `load_tensors` raises."""
     manifest = engine.manifest
     return EngineTensors(
         manifest.spec,
         manifest.base_dtype,
         manifest.kv_dtype,
-        load_weights(engine.rank_files, manifest.spec),
+        load_tensors(engine.rank_files, manifest.spec),
         manifest.page_tokens,
         manifest.max_context,
     )
 
 
-def load_weights(rank_files: Sequence[Path], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
+def load_tensors(rank_files: Sequence[Path], spec: Gemma3Spec) -> dict[str, torch.Tensor]:
     """Tensors of a tp=1 engine or checkpoint, memory-mapped where they are used as they are.
 
     Raises EngineFormatError for more than one rank, an unreadable file, or tensors that do not fit `spec`.

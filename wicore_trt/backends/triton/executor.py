@@ -46,7 +46,7 @@ from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import check_room, layout_of, new_pool, sized_layout, spare_bytes
+from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pool, sized_layout, spare_bytes
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import MAX_LOGPROBS, SamplingParams
@@ -139,7 +139,7 @@ class TritonExecutor:
         """Of the last step: row of the logits by seq_id."""
         if measured:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
-        check_room(self.layout, device.free_bytes())
+        check_pool_room(self.layout, device.free_bytes())
         self._allocate()
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
         self.copier: PageCopier = self._page_copies

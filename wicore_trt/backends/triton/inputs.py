@@ -25,7 +25,7 @@ ALIGNMENT = 4  # int32s: 16 bytes
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepSizes:
     """Sizes of a step: `tokens`, sampled `rows`, sequences with one token (`singles`) and with several (`chunks`), and
     the `pages` of its tables."""
 
@@ -73,7 +73,7 @@ class StepBlock:
         self._groups, self._pages = tuple(groups), div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
         # Whatever divides the sequences into singles and chunks, this holds it.
-        largest = Shape(tokens, max(limits.rows, padded), tokens, tokens, 0)
+        largest = StepSizes(tokens, max(limits.rows, padded), tokens, tokens, 0)
         tables = len(groups) * max(limits.rows, padded) * self._pages + len(groups) * ALIGNMENT
         self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
@@ -82,7 +82,9 @@ class StepBlock:
     def upload(self, inputs: StepInputs, singles: int, unread: Unread | None = None) -> StepArrays:
         """A step as it is; its first `singles` slices have one token. Nothing waits."""
         lengths = inputs.cu_seqlens.diff().numpy()
-        shape = Shape(len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, _pages(inputs))
+        shape = StepSizes(
+            len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, _pages(inputs)
+        )
         arrays, offsets = self._fill(shape)
         starts = inputs.cu_seqlens.numpy()
         arrays["token_ids"][:] = inputs.token_ids.numpy()
@@ -132,10 +134,10 @@ class StepBlock:
         return _arrays(shape, self._block.data_ptr(), shape.offsets(self._groups)[0], tables)
 
     @staticmethod
-    def _padded_shape(rows: int, pages: int) -> Shape:
-        return Shape(rows, rows, rows, 0, pages)
+    def _padded_shape(rows: int, pages: int) -> StepSizes:
+        return StepSizes(rows, rows, rows, 0, pages)
 
-    def _fill(self, shape: Shape) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
+    def _fill(self, shape: StepSizes) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
         """The host's arrays by name, as views, and the offsets."""
         offsets, end = shape.offsets(self._groups)
         assert end <= len(self._block), "the step is larger than the executor's limits"
@@ -172,6 +174,8 @@ def _pages(inputs: StepInputs) -> int:
     return next(iter(inputs.page_tables.values())).shape[1]
 
 
-def _arrays(shape: Shape, base: int, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> StepArrays:
+def _arrays(
+    shape: StepSizes, base: int, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
+) -> StepArrays:
     at: dict[str, Any] = {n: base + 4 * offset for n, offset in offsets.items() if n not in {*tables, "sources"}}
     return StepArrays(shape.tokens, shape.rows, shape.singles, shape.chunks, **at, tables=tables)

@@ -23,7 +23,7 @@ from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.plugins.linear_layout import geglu_exponent
 from wicore_trt.runtime.device_weights import load_weights, rope_tables
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_table, weight_tensors
+from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name, weight_tensors
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -126,7 +126,7 @@ def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.T
 def _rope(spec: Gemma3Spec, positions: int, device: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     groups = [g for g in GROUPS if spec.layers_of(g)]
     size = (positions, spec.head_dim // 2)
-    names = {g: (rope_table(g, "cos"), rope_table(g, "sin")) for g in groups}
+    names = {g: (rope_name(g, "cos"), rope_name(g, "sin")) for g in groups}
     listed = [TensorSpec(name, "float32", size, "table") for pair in names.values() for name in pair]
     tables = rope_tables(listed, spec, device)
     return {g: (tables[cos], tables[sin]) for g, (cos, sin) in names.items()}

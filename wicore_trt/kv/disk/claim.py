@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.files import Files, NotOursError, check_directory, check_file, read_all, write_all
+from wicore_trt.kv.disk.files import Files, NotOursError, check_directory, check_file, read_buffers, write_buffers
 from wicore_trt.kv.disk.secret import SECRET
 
 LOCK = "LOCK"
@@ -60,7 +60,7 @@ def lock_directory(files: Files, path: Path) -> int:
     try:
         files.lock(fd)
         files.truncate(fd, 0)
-        write_all(files, fd, [b"%d\n" % os.getpid()], 0)
+        write_buffers(files, fd, [b"%d\n" % os.getpid()], 0)
         return fd
     except BlockingIOError as error:
         holder = _holder(files, fd)
@@ -78,7 +78,7 @@ def _holder(files: Files, fd: int) -> str:
     """The process id that the holder of the lock wrote; "?" when it cannot be read, as while the holder writes it."""
     try:
         buffer = memoryview(bytearray(min(files.fstat(fd).st_size, 32)))
-        read_all(files, fd, [buffer], 0)
+        read_buffers(files, fd, [buffer], 0)
     except (OSError, EOFError):
         return "?"
     return bytes(buffer).decode(errors="replace").strip() or "?"

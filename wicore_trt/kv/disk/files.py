@@ -1,8 +1,8 @@
 """The operating system as the disk tier sees it: everything it does to files goes through `Files`.
 
 It must not know pages, slots or limits. Tests put another `Files` in its place and so inject every fault. Invariants:
-`read_all` and `write_all` move all bytes or raise; a short transfer is never taken for a whole one. What `Files` opens
-is a regular file with one name that belongs to this user, and after that nobody else may open it.
+`read_buffers` and `write_buffers` move all bytes or raise; a short transfer is never taken for a whole one. What
+`Files` opens is a regular file with one name that belongs to this user, and after that nobody else may open it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Files:
                 raise
             zeros = bytes(_FILL_BYTES)
             for at in range(offset, offset + nbytes, _FILL_BYTES):
-                write_all(self, fd, [memoryview(zeros)[: offset + nbytes - at]], at)
+                write_buffers(self, fd, [memoryview(zeros)[: offset + nbytes - at]], at)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
@@ -184,12 +184,12 @@ class Files:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_all(files: Files, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+def write_buffers(files: Files, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
     """Write all buffers one after another from `offset` on. OSError when that fails."""
     _move(files.pwritev, fd, buffers, offset)
 
 
-def read_all(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+def read_buffers(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill all buffers from `offset` on. OSError when that fails, EOFError when the file ends too early."""
     _move(files.preadv, fd, buffers, offset)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wicore_trt.kv.disk.files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     FLAG_PARENT,
     FLAG_SEALED,
@@ -136,7 +136,7 @@ class SlotIndex:
         nbytes = self.num_records * RECORD_BYTES
         buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
         for at in range(0, nbytes, _READ_BYTES):
-            read_all(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
+            read_buffers(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
         return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags, now)
 
     def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
@@ -191,7 +191,7 @@ class SlotIndex:
 
     def _write(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
         for first, last in adjacent(slots):
-            write_all(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+            write_buffers(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
 
     def _unstamp(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -18,7 +18,7 @@ from pathlib import Path
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk.cipher import TAG_FAULT
 from wicore_trt.kv.disk.claim import lock_directory
-from wicore_trt.kv.disk.files import Files, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     RECORD_BODY_BYTES,
@@ -103,7 +103,7 @@ class _Slots:
         try:
             for part, slot in enumerate(slots):
                 path, offset = self._stored.place(slot)
-                read_all(self._files, self._fd(path), [self._block, self._payload], offset)
+                read_buffers(self._files, self._fd(path), [self._block, self._payload], offset)
                 slot_format.open(self._block, page, part, len(slots), slot, write_id, self._payload)
         except CorruptSlotError as error:
             return str(error)
@@ -119,14 +119,14 @@ class _Slots:
         path, offset = self._stored.place(slot)
         self._block[:] = bytes(BLOCK_BYTES)
         self._payload[:] = bytes(len(self._payload))
-        write_all(self._files, self._fd(path), [self._block, self._payload], offset)
+        write_buffers(self._files, self._fd(path), [self._block, self._payload], offset)
 
     def holding(self, tenant: bytes) -> Iterator[int]:
         """Slots whose header names the tenant, also those of pages that were evicted."""
         count = self._stored.allocated_slots
         for slot in range(count):
             path, offset = self._stored.place(slot)
-            read_all(self._files, self._fd(path), [self._block], offset)
+            read_buffers(self._files, self._fd(path), [self._block], offset)
             if tenant in bytes(self._block[:_IDENTITY_BYTES]):
                 yield slot
 

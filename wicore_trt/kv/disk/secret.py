@@ -12,7 +12,7 @@ import secrets
 from hashlib import blake2b
 from pathlib import Path
 
-from wicore_trt.kv.disk.files import Files, read_all, write_all
+from wicore_trt.kv.disk.files import Files, read_buffers, write_buffers
 
 SECRET_BYTES = 32
 SECRET = "secret"  # a file's name
@@ -35,7 +35,7 @@ def kept_secret(files: Files, path: Path) -> bytes:
     drawn, new = secrets.token_bytes(SECRET_BYTES), path / f"{SECRET}.new"
     fd = files.create(new)
     try:
-        write_all(files, fd, [drawn], 0)
+        write_buffers(files, fd, [drawn], 0)
     finally:
         files.close(fd)
     files.replace(new, path / SECRET)
@@ -51,7 +51,7 @@ def read_secret(files: Files, path: Path) -> bytes | None:
     try:
         buffer = memoryview(bytearray(SECRET_BYTES))
         if files.fstat(fd).st_size == SECRET_BYTES:
-            read_all(files, fd, [buffer], 0)
+            read_buffers(files, fd, [buffer], 0)
             return bytes(buffer)
     except EOFError:
         pass

@@ -34,7 +34,7 @@ from wicore_trt.kv.disk.claim import (
     root_directory,
     tree_bytes,
 )
-from wicore_trt.kv.disk.files import Files, read_all, write_all
+from wicore_trt.kv.disk.files import Files, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, RECORD_BYTES, Namespace
 from wicore_trt.kv.disk.secret import kept_secret
 
@@ -255,7 +255,7 @@ class DiskSpace:
         new = self._home / f"{_JSON}.new"
         fd = self._files.create(new)
         try:
-            write_all(self._files, fd, [text.encode()], 0)
+            write_buffers(self._files, fd, [text.encode()], 0)
         finally:
             self._files.close(fd)
         self._files.replace(new, self._home / _JSON)
@@ -315,7 +315,7 @@ def _read_json(files: Files, path: Path) -> dict[str, Any]:
         return {}
     try:
         buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _FIXED_BYTES)))
-        read_all(files, fd, [buffer], 0)
+        read_buffers(files, fd, [buffer], 0)
         found = json.loads(bytes(buffer))
     except (ValueError, EOFError):
         return {}

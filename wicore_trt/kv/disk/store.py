@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_all, write_all
+from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -284,7 +284,7 @@ class DiskStore:
                 block, data, space = blocks[part], write.parts[part], room[part]
                 iov += [block, self._format.seal(block, page, part, len(slots), slots[part], write_id, data, space)]
             fd, offset = self._space.locate(slots[first])
-            write_all(self._files, fd, iov, offset)
+            write_buffers(self._files, fd, iov, offset)
 
     def _read(self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
         write_id = self._written[slots[0]]
@@ -295,7 +295,7 @@ class DiskStore:
             for first, last in self._runs(slots):
                 iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
                 fd, offset = self._space.locate(slots[first])
-                read_all(self._files, fd, iov, offset)
+                read_buffers(self._files, fd, iov, offset)
             for part, slot in enumerate(slots):
                 self._format.open(blocks[part], page, part, len(slots), slot, write_id, parts[part])
         except (CorruptSlotError, EOFError) as error:

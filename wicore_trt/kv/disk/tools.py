@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from wicore_trt.errors import NotFoundError
 from wicore_trt.kv.disk.claim import LOCK, NAMESPACE, tree_bytes
-from wicore_trt.kv.disk.files import Files, aligned_buffer, check_file, read_all, write_all
+from wicore_trt.kv.disk.files import Files, aligned_buffer, check_file, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     FLAG_SEALED,
@@ -126,7 +126,7 @@ class StoredNamespace:
             nbytes = self._files.fstat(fd).st_size // RECORD_BYTES * RECORD_BYTES
             buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
             if nbytes:  # a server that has not written yet has an index without records
-                read_all(self._files, fd, [buffer], 0)
+                read_buffers(self._files, fd, [buffer], 0)
         finally:
             self._files.close(fd)
         return np.frombuffer(buffer, dtype=RECORD)
@@ -141,7 +141,7 @@ class StoredNamespace:
         fd = self._files.open(self.home / "index", os.O_RDWR)
         try:
             for slot in slots:
-                write_all(self._files, fd, [bytes(RECORD_BYTES)], slot * RECORD_BYTES)
+                write_buffers(self._files, fd, [bytes(RECORD_BYTES)], slot * RECORD_BYTES)
         finally:
             self._files.close(fd)
 
@@ -208,7 +208,7 @@ def _small_file(files: Files, path: Path) -> bytes:
     fd = files.open(path, os.O_RDONLY)
     try:
         buffer = memoryview(bytearray(min(files.fstat(fd).st_size, _JSON_BYTES)))
-        read_all(files, fd, [buffer], 0)
+        read_buffers(files, fd, [buffer], 0)
         return bytes(buffer)
     finally:
         files.close(fd)

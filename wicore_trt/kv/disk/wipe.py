@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from wicore_trt.kv.disk.files import Files, aligned_buffer, write_all
+from wicore_trt.kv.disk.files import Files, aligned_buffer, write_buffers
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import DiskSpace
 
@@ -61,7 +61,7 @@ class Wiper:
             try:
                 if slot < self._space.allocated:
                     fd, offset = self._space.locate(slot)
-                    write_all(self._files, fd, zeros, offset)
+                    write_buffers(self._files, fd, zeros, offset)
                 self._wiped(slot)
                 failed = False
             finally:

@@ -99,7 +99,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CellResult:
     """Seconds to the first token."""
 
     cell: Cell
@@ -285,13 +285,13 @@ def estimate(world: World, noise: Noise, rng: random.Random) -> Rates:
     return compute, tiers
 
 
-def run_cell(cell: Cell, noise: Noise, rng: random.Random) -> Outcome:
+def run_cell(cell: Cell, noise: Noise, rng: random.Random) -> CellResult:
     """Plan with noisy rates, run in the true world, and compare."""
     world = World(cell)
     rates = estimate(world, noise, rng)
     made = choose(world.total, 0, world.candidates, *rates)
     recompute = cell.load.delay_s + world.prefill(0, world.total)
-    return Outcome(cell, made, run_plan(world, made, rates), oracle(world), recompute)
+    return CellResult(cell, made, run_plan(world, made, rates), oracle(world), recompute)
 
 
 def grid(profiles: Sequence[Profile] = PROFILES, longest: int = 131_072) -> Iterator[Cell]:
@@ -307,7 +307,7 @@ def grid(profiles: Sequence[Profile] = PROFILES, longest: int = 131_072) -> Iter
             tokens *= 2
 
 
-def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[Outcome]:
+def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[CellResult]:
     """The same request on a disk that stops at ten points of the planned load and never comes back."""
     world = World(cell)
     rates = estimate(world, noise, rng)
@@ -317,4 +317,4 @@ def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[Outcome
     recompute = cell.load.delay_s + world.prefill(0, world.total)
     for part in range(10):
         stalled = World(cell, (made.load_seconds * part / 10, math.inf))
-        yield Outcome(cell, made, run_plan(stalled, made, rates), recompute, recompute)
+        yield CellResult(cell, made, run_plan(stalled, made, rates), recompute, recompute)

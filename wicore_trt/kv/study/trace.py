@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 
 BLOCK_TOKENS = 512
@@ -63,7 +64,7 @@ def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
         while True:
             tokens += int(BLOCK_TOKENS * 2 ** rng.uniform(-2, 3))
             # A block that the prompt fills in part has a name of its own: the next turn's is another one.
-            blocks = blocks[:done] + [next(fresh) for _ in range(-(-tokens // BLOCK_TOKENS) - done)]
+            blocks = blocks[:done] + [next(fresh) for _ in range(div_ceil(tokens, BLOCK_TOKENS) - done)]
             found.append((at, len(found), TraceRequest(tuple(blocks), tokens)))
             done = tokens // BLOCK_TOKENS
             if rng.random() < 0.2:

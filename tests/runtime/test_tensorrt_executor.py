@@ -11,8 +11,8 @@ import pytest
 import torch
 from parity.paged import GREEDY, PagedDriver, PagedSequence, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
-from runtime.trt_engines import LIMITS, executor_of, fake_engine
-from runtime.trt_fakes import FakeDevice, fake_tensorrt
+from runtime.tensorrt_engines import LIMITS, executor_of, fake_engine
+from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.torch.executor import TorchExecutor

@@ -1,7 +1,7 @@
 """A TensorRT without a GPU: module, runtime, engine and context that check every call and compute on CPU memory.
 
-A plan is a JSON file. A context reads the addresses that it was given, as TensorRT would, runs `trt_fake_network` on
-what it finds there, and writes logits and caches in place. What a caller may never do raises `Misuse`; what TensorRT
+A plan is a JSON file. A context reads the addresses that it was given, as TensorRT would, runs `tensorrt_fake_network`
+on what it finds there, and writes logits and caches in place. What a caller may never do raises `Misuse`; what TensorRT
 would refuse returns False, and a test can order a refusal. Memory that `FakeDevice` gave is known by address, and
 forgotten when the last tensor over it goes, so an address that nobody keeps is found at the next run.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from runtime.trt_fake_network import run_network
+from runtime.tensorrt_fake_network import run_network
 
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec

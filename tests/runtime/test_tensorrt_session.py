@@ -10,8 +10,8 @@ import pytest
 import torch
 from parity.paged import PagedDriver
 from parity.tiny import tiny_model
-from runtime.trt_engines import executor_of, fake_engine
-from runtime.trt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
+from runtime.tensorrt_engines import executor_of, fake_engine
+from runtime.tensorrt_fakes import TORCH, FakeDevice, Misuse, fake_tensorrt
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan import LoadedPlan, load_plans

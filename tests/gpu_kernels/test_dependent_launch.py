@@ -23,7 +23,7 @@ from wicore_trt.plugins.dependent import ALONE, IN_CHAINS, IN_TURN, ORDINARY, mo
 from wicore_trt.plugins.kernels import step_specs  # noqa: E402
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec  # noqa: E402
-from wicore_trt.plugins.kernels.step_specs import Config, NormShape  # noqa: E402
+from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig  # noqa: E402
 from wicore_trt.plugins.layout import PoolShape  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape  # noqa: E402
 
@@ -40,7 +40,7 @@ SPECS: list[KernelSpec] = [
     linear_spec(PLAIN, SPLIT, "sm90"),
     step_specs.add_norm_spec(NormShape(640, "bfloat16", fp8=True), 4, x_dtype="float32"),
     step_specs.add_norm_spec(NormShape(640, "float16"), 4, x_dtype="bfloat16", splits=2, gather=True),
-    step_specs.qk_rope_spec(POOL, 4, "float32", "bfloat16", Config(1, 1)),
+    step_specs.qk_rope_spec(POOL, 4, "float32", "bfloat16", StepConfig(1, 1)),
     decode_spec(POOL, "bfloat16", 4, "sm90", DecodeConfig(1, 32, 4, fused=True)),
     combine_spec(POOL, "bfloat16", DecodeConfig(1, 32, 4, fused=False)),
     prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4)),

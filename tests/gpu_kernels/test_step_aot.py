@@ -10,7 +10,7 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.plugins import aot, step_layout
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels import sample, step_specs
-from wicore_trt.plugins.kernels.step_specs import Config, NormShape
+from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.step_layout import Logits, NormOut, QkNorms, RopeTable, SampleArrays, StepTokens
@@ -40,7 +40,7 @@ def norm_calls() -> list[tuple[KernelSpec, Launch]]:
 
 
 def rope_call(pool: PoolShape, heads: int, qkv: str, q: str, block: int) -> tuple[KernelSpec, Launch]:
-    spec = step_specs.qk_rope_spec(pool, heads, qkv, q, Config(4, block))
+    spec = step_specs.qk_rope_spec(pool, heads, qkv, q, StepConfig(4, block))
     norms, rope = QkNorms(16, 32, 1e-6), RopeTable(16, 32, 4096)
     place = (Pool(16, pool), Tables(4, 8, 33), StepTokens(4, 8, 9))
     return spec, step_layout.qk_rope_launch(spec.constants, 16, 32, norms, rope, *place)

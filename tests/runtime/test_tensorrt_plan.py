@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from parity.tiny import tiny_model
-from runtime.trt_engines import LIMITS, executor_of, fake_engine
-from runtime.trt_fakes import FakeDevice, fake_tensorrt
+from runtime.tensorrt_engines import LIMITS, executor_of, fake_engine
+from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.tensorrt.build import INDEX, plan_file

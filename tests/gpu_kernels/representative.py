@@ -10,7 +10,7 @@ LARGE = PoolShape(52, 32, 16, 128, "bfloat16")  # 27B's local layers
 SMALL = PoolShape(15, 16, 1, 256, "fp8")  # 270M's
 NARROW = PoolShape(15, 16, 1, 64, "fp8")  # compiles in half the time
 
-SPECS: dict[str, KernelSpec] = specs.named(
+SPECS: dict[str, KernelSpec] = specs.by_name(
     [
         specs.copy_pages_spec(LARGE, "bfloat16", to_cache=True),
         specs.copy_pages_spec(SMALL, "float16", to_cache=False),

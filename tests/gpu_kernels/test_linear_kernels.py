@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted  # noqa: E402
 
-from benchmarks.gpu.kernels.linear_cases import Case, check_case, draw, reference, run_case  # noqa: E402
+from benchmarks.gpu.kernels.linear_cases import LinearInputs, check_case, draw, reference, run_case  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import linear_spec  # noqa: E402
@@ -112,5 +112,5 @@ def test_checks_see_one_missing_product() -> None:
     x = case.x.clone()
     x[1, 200] = 0
     want, allowed = reference(case)
-    got, _ = reference(Case(case.shape, 2, x, case.w, None, None))
+    got, _ = reference(LinearInputs(case.shape, 2, x, case.w, None, None))
     assert bool(((want - got).abs() > allowed)[1].any())

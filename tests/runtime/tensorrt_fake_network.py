@@ -21,8 +21,8 @@ Memory = dict[str, torch.Tensor]
 
 
 def run_network(spec: Gemma3Spec, memory: Memory, plan: Mapping[str, Any]) -> None:
-    """One run of `plan` (`trt_fakes.FakeEngine` says what it is). `memory` has every input and output by name; caches
-    and logits are written in place."""
+    """One run of `plan` (`tensorrt_fakes.FakeEngine` says what it is). `memory` has every input and output by name;
+    caches and logits are written in place."""
     with torch.inference_mode():
         memory["logits"].copy_(forward(_Ops(spec, memory, plan["kv_dtype"]), spec))
 

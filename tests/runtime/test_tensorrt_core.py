@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from parity.tiny import TinyModel, tiny_model
-from runtime.trt_engines import executor_of, fake_engine
+from runtime.tensorrt_engines import executor_of, fake_engine
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.config import KVSettings

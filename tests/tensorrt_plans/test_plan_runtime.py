@@ -13,8 +13,8 @@ import torch
 from network_evaluator import Evaluator
 from parity.paged import PagedDriver, relative_error
 from parity.tiny import cast, tiny_model
-from runtime.trt_engines import executor_of, fake_engine
-from runtime.trt_fakes import FakeDevice, fake_tensorrt
+from runtime.tensorrt_engines import executor_of, fake_engine
+from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wicore_trt.backends.tensorrt.inputs import decode_batch, part_batch, step_inputs
+from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits
 from wicore_trt.backends.tensorrt.slots import GroupSlots, PageCopy, Part, SlotTable
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -266,6 +266,6 @@ def test_a_sequence_beyond_the_slots_length_is_refused() -> None:
 
 def test_decode_runs_few_sizes_that_hold_the_highest_slot() -> None:
     for slots in (1, 3, 8, 13):
-        sizes = [decode_batch(highest, slots) for highest in range(slots)]
+        sizes = [decode_slots(highest, slots) for highest in range(slots)]
         assert all(size > highest for highest, size in enumerate(sizes)) and max(sizes) == slots
         assert len(set(sizes)) <= slots.bit_length() + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity.tiny import cast, tiny_model
-from runtime.trt_fakes import FakeDevice
+from runtime.tensorrt_fakes import FakeDevice
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits, step_tensors

@@ -186,7 +186,7 @@ def test_qk_norm_rope_write(run: Runner, case: Rope) -> None:
     scale = 0.37 if case.with_scale else 1.0
     kv_scale = run.put(torch.tensor([scale])) if case.with_scale else 0
     view = on_pool if case.pool == "fp8" else on_pool.view(TORCH[case.pool])
-    spec = step_specs.qk_rope_spec(shape, case.heads, case.qkv, case.q, step_specs.Config(4, case.block))
+    spec = step_specs.qk_rope_spec(shape, case.heads, case.qkv, case.q, step_specs.StepConfig(4, case.block))
     call = step_layout.qk_rope_launch(
         spec.constants,
         run.put(qkv),

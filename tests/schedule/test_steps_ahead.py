@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from functools import partial
 
-import campaign
 import pytest
-from campaign import Stack
 from fakes import AheadFakeExecutor, greedy, make_core
+from kv import campaign
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
@@ -184,7 +183,7 @@ def test_random_traffic_over_tiers(tmp_path, monkeypatch, seed):
     """Arrivals, aborts, deadlines, preemption, parking, host and disk pages; each step checks each position."""
     monkeypatch.setattr(campaign, "FakeExecutor", partial(AheadFakeExecutor, seed=seed))
     rng = random.Random(seed)
-    stack = Stack(tmp_path, seed=seed)
+    stack = campaign.Stack(tmp_path, seed=seed)
     for _ in range(400):
         if len(stack.expected) < 10 and rng.random() < 0.4:
             deadline = stack.now + rng.randint(1, 60) if rng.random() < 0.1 else None

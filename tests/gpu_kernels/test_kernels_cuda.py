@@ -2,7 +2,7 @@
 
 Run by pytest, or from a checkout without installing anything:
 
-    python tests/plugins/test_kernels_cuda.py [--time]
+    python tests/gpu_kernels/test_kernels_cuda.py [--time]
 
 which prints a line per check and exits with 1 if one fails. Needs a GPU, torch with CUDA, triton 3.6, cuda-bindings and
 numpy. `--time` adds how long the kernels take at 27B's shapes.

@@ -13,8 +13,8 @@ import pytest
 import torch
 from parity.paged import PagedDriver, relative_error
 from parity.tiny import TinyModel, cast, tiny_model
-from runtime.trt_engines import fake_engine
-from runtime.trt_fakes import fake_tensorrt
+from runtime.tensorrt_engines import fake_engine
+from runtime.tensorrt_fakes import fake_tensorrt
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
@@ -40,7 +40,7 @@ class GpuMemory:
 
 
 class WatchedGpu(CudaDevice):
-    """A GPU as `trt_fakes` reads it. Memory that was freed cannot be noticed here."""
+    """A GPU as `tensorrt_fakes` reads it. Memory that was freed cannot be noticed here."""
 
     recording = None
 

@@ -256,7 +256,7 @@ def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.Monke
 def test_short_sequences_and_windows_are_not_split() -> None:
     """No partial result is written for them, nor by any launch over a window of so few blocks."""
     config = DecodeConfig(1, 16, 8, least=4)
-    assert [decode_layout.splits_of(config, w, 16) for w in (0, 1, 49, 50, 1024)] == [8, 1, 1, 2, 8]
+    assert [decode_layout.splits_used(config, w, 16) for w in (0, 1, 49, 50, 1024)] == [8, 1, 1, 2, 8]
     for case, used in ((Case((64,), config), 1), (Case((65,), config), 2), (Case((300,), config, window=49), 1)):
         sizes = decode_layout.workspace_elements(config, case.shape, case.heads, 1)
         work = Workspace(torch.zeros(sizes[0]), torch.full((sizes[1],), torch.nan), torch.zeros(2, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Engines of backend tensorrt whose plans are `trt_fakes`' JSON, around the weights of tiny models."""
+"""Engines of backend tensorrt whose plans are `tensorrt_fakes`' JSON, around the weights of tiny models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runtime.trt_fakes import VERSION, FakeDevice, fake_tensorrt
+from runtime.tensorrt_fakes import VERSION, FakeDevice, fake_tensorrt
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt import plan_io
