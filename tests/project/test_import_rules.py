@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
+    "client": ("errors", "types", "serve.gen"),
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "serve", "text"),
 }
 
