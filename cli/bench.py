@@ -144,7 +144,7 @@ def throughput(
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
     at_once = None if rate is not None else concurrency or 8
-    plan = ThroughputCase(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
+    case = ThroughputCase(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
     limits = (slo_ttft_ms, slo_tpot_ms)
     slo = None if limits == (None, None) else Slo(*(None if ms is None else ms / 1e3 for ms in limits))
     flags = {"scheduler.max_sequences": at_once, "executor.threads": threads}
@@ -154,12 +154,12 @@ def throughput(
         roof = session.roof()
         report("measuring the machine", 1, 1)
         report("measuring requests", 0, 1)
-        measured, model = session.run(lambda server: run_throughput(server, plan, warmups=warmups, slo=slo))
+        measured, model = session.run(lambda server: run_throughput(server, case, warmups=warmups, slo=slo))
         report("measuring requests", 1, 1)
-    result = throughput_result(measured, plan, roof)
+    result = throughput_result(measured, case, roof)
     if as_json:
         parameters = {"warmups": warmups, "slo_ms": limits, "threads": threads, "recipe": recipe}
-        _print_report("throughput", session, model, {**_fields(plan), **parameters}, roof, [result])
+        _print_report("throughput", session, model, {**_fields(case), **parameters}, roof, [result])
         return
     _print_head(session, model, roof)
     _print_throughput(result)
@@ -215,10 +215,10 @@ def _session(
     return BenchSession(settings, target, api_key, tls_ca)
 
 
-def _fields(plan: Any) -> dict[str, Any]:
+def _fields(case: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(plan)
+    return asdict(case)
 
 
 def _print_report(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wicore_trt.cli._complete import complete_backends, complete_recipes
+from wicore_trt.cli._options import CalibrateTokensOption, NoKVScalesOption, complete_backends, complete_recipes
 
 if TYPE_CHECKING:
     from wicore_trt.engine.options import DummyModel
@@ -69,12 +69,8 @@ def command(
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
-    calibrate_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")
-    ] = 2048,
-    no_kv_scales: Annotated[
-        bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
-    ] = False,
+    calibrate_tokens: CalibrateTokensOption = 2048,
+    no_kv_scales: NoKVScalesOption = False,
     dummy_weights: Annotated[
         bool,
         typer.Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from wicore_trt.cli._options import CalibrateTokensOption, NoKVScalesOption
+
 
 def command(
     source: Annotated[
@@ -19,12 +21,8 @@ def command(
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
-    calibrate_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")
-    ] = 2048,
-    no_kv_scales: Annotated[
-        bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
-    ] = False,
+    calibrate_tokens: CalibrateTokensOption = 2048,
+    no_kv_scales: NoKVScalesOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wicore_trt.cli._complete import complete_recipes
+from wicore_trt.cli._options import complete_recipes
 
 app = typer.Typer(help="List and show the packaged recipes.", rich_markup_mode=None)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wicore_trt.cli._complete import complete_recipes
+from wicore_trt.cli._options import complete_recipes
 from wicore_trt.errors import EngineFormatError
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"

@@ -185,3 +185,14 @@ def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: in
     names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "indices", "peaks", "tokens", "status")
     read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab, "row_stride": logits.stride}
     return Launch((min(programs, logits.rows), 1, 1), {**read, **{n: a[n] for n in names}, "weights": weights})
+
+
+def geglu_launch(
+    constants: Mapping[str, Any], gate_up: Any, out: Any, scales: Any, tokens: int, alpha: float = 1.0
+) -> Launch:
+    """`kernels.geglu` of gate_up [tokens, 2 I]: `geglu`, whose `scales` are 0, or `geglu_rows`, by their constants.
+    `alpha` is a power of two."""
+    arguments = {"gate_up": gate_up, "out": out, "alpha": alpha}
+    if "BLOCK" in constants:
+        return Launch((tokens, div_ceil(constants["WIDTH"], constants["BLOCK"]), 1), arguments)
+    return Launch((tokens, 1, 1), {**arguments, "scales": scales})

@@ -135,9 +135,8 @@ def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, 
 
 def triton_subject(path: Path, oracle: Oracle) -> Subject:
     """An engine of backend triton on this machine's GPU; its weights are loaded once."""
-    from wicore_trt.backends.triton.device import open_device
-    from wicore_trt.backends.triton.executor import Loading, TritonExecutor
-    from wicore_trt.backends.triton.kernels import load_table
+    from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
+    from wicore_trt.backends.triton.index import load_table
     from wicore_trt.backends.triton.weights import engine_shape, load_constants
 
     engine = open_engine(path, verify=False)
@@ -146,11 +145,11 @@ def triton_subject(path: Path, oracle: Oracle) -> Subject:
     table = load_table(engine, shape, device.target)
     with device.active():
         constants = load_constants(engine, shape, MAX_CONTEXT, device)
-    plan = Loading(shape, table, engine.manifest.max_context, lambda _: constants)
+    loading = Loading(shape, table, engine.manifest.max_context, lambda _: constants)
 
     def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
         settings = _settings(engine, oracle, mode, "auto")
-        executor = TritonExecutor(plan, settings, device, graphs=graphs)
+        executor = TritonExecutor(loading, settings, device, graphs=graphs)
         try:
             yield triton_step(executor), executor.layout
         finally:

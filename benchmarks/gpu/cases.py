@@ -136,8 +136,8 @@ def _flop_seconds(config: EngineConfig, linear: float, rest: float, rates: Rates
 
 
 def places(batch: int) -> int:
-    """Sequences to plan for when `batch` are to run at once: the scheduler admits a sequence only while one page more
-    is left for each that runs, and a window has 33 pages."""
+    """Sequences to make room for when `batch` are to run at once: the scheduler admits a sequence only while one page
+    more is left for each that runs, and a window has 33 pages."""
     return batch + batch // 33 + 1
 
 

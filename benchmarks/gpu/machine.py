@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
     """Name, target and CUDA version of the GPU in use."""
     import torch
 
-    from wicore_trt.backends.triton.device import open_device
+    from wicore_trt.backends.triton.executor import open_device
 
     return {"name": torch.cuda.get_device_name(), "target": open_device("auto").target, "cuda": torch.version.cuda}
 

@@ -21,8 +21,7 @@ from wicore_trt.arithmetic import first_visible_page
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
-from wicore_trt.backends.triton.device import open_device
-from wicore_trt.backends.triton.executor import Loading, TritonExecutor
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
 from wicore_trt.backends.triton.inputs import ordered
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import placed_constants
@@ -104,8 +103,10 @@ def check(
         max_context=512,
         batch_invariant=case.invariant,
     )
-    plan = Loading(shape, table, 512, lambda positions: placed_constants(fuse(engine, spec), shape, positions, device))
-    mine = TritonExecutor(plan, settings, device)
+    loading = Loading(
+        shape, table, 512, lambda positions: placed_constants(fuse(engine, spec), shape, positions, device)
+    )
+    mine = TritonExecutor(loading, settings, device)
     cpu = ExecutorOptions(device="cpu", kernels="torch", page_tokens=PAGE_TOKENS, kv_pages=settings.kv_pages)
     oracle = TorchExecutor.from_tensors(spec, case.dtype, reference, cpu, kv_dtype=kv_dtype)
     problems = _Comparison(case, mine, oracle, say).run()

@@ -31,8 +31,7 @@ from benchmarks.gpu.step_roles import role_times
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
-from wicore_trt.backends.triton.device import open_device
-from wicore_trt.backends.triton.executor import Loading, TritonExecutor
+from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec

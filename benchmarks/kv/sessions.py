@@ -49,7 +49,7 @@ from benchmarks.kv.workload import (
     Sizes,
     TrafficShape,
     Turn,
-    plan_sizes,
+    choose_sizes,
     replay,
     text_tokens,
 )
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert tokenizer.bos_id is not None
         text = read_tokens(tokenizer, None, max(50_000, text_tokens(shape, shape.turns + 1)))
         itemsize = ITEM_BYTES[manifest.kv_dtype]
-        sizes = plan_sizes(shape, manifest.spec, manifest.page_tokens, itemsize)
+        sizes = choose_sizes(shape, manifest.spec, manifest.page_tokens, itemsize)
         bench = Experiment(path, shape, sizes, text, tokenizer.bos_id, Path(scratch), args.threads, args.write_policy)
         print(
             f"{shape.sessions} sessions, {shape.turns} turns, {shape.length(shape.turns)} tokens each at the end: "

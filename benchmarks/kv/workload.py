@@ -75,7 +75,7 @@ def working_set_bytes(
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes. `unlimited` is a device pool that keeps every page of every session; `windows` is the number of
-    sequences that the pools are planned for."""
+    sequences that the pools are sized for."""
 
     working_set: int
     device: int
@@ -85,7 +85,7 @@ class Sizes:
     windows: int
 
 
-def plan_sizes(shape: TrafficShape, spec: Gemma3Spec, page_tokens: int, itemsize: int) -> Sizes:
+def choose_sizes(shape: TrafficShape, spec: Gemma3Spec, page_tokens: int, itemsize: int) -> Sizes:
     """Sizes of the arms for `shape`. KV elements take `itemsize` bytes; the pools are divided as in
     runtime/pool_sizes.py, for sequences of one turn more than `shape` has."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, itemsize) for g in (GLOBAL, LOCAL)}

@@ -10,9 +10,9 @@ from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import MASS_BLOCK, DecodeConfig, PrefillConfig
-from wicore_trt.plugins.kernels.arguments import kernel_spec
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, page_mass, split_decode
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
+from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")

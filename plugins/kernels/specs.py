@@ -1,21 +1,56 @@
 """Which specialisation of each kernel a model's shapes need, and its block sizes.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes and types only, so two
-engines of one model share their cubins.
+engines of one model share their cubins. An argument of one name has one type and one alignment in every kernel, but
+for the arrays whose element type a spec chooses (`pointers`); those are multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
-from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.kernels.arguments import kernel_spec
+from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels.attention import paged_attention
 from wicore_trt.plugins.kernels.kv_write import kv_write
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
+
+_STRIDES = (
+    *("q_token", "q_head", "q_row", "k_token", "k_head", "v_token", "v_head", "out_token", "out_head", "out_row"),
+    *("pool_page", "pool_layer", "pool_kv", "pool_token", "pool_head"),
+    *("cache_layer", "cache_kv", "cache_slot", "cache_head", "cache_token"),
+)
+_INDEX_ARRAYS = (
+    *("tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions", "kv_lengths", "arrived"),
+)
+_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "page_sums", "log_sums", "mass")
+_INTEGERS = ("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits")
+TYPES = {
+    **dict.fromkeys(_INDEX_ARRAYS, "*i32"),
+    **dict.fromkeys(_FLOAT_ARRAYS, "*fp32"),
+    **dict.fromkeys(_INTEGERS, "i32"),
+    **dict.fromkeys((*_STRIDES, "table_stride"), "i64"),
+    "softmax_scale": "fp32",
+}
+ALIGNED = frozenset((*_STRIDES, "partials"))
+
+
+def kernel_spec(
+    name: str,
+    function: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Constant],
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> KernelSpec:
+    """A spec of `function`, whose arguments besides `pointers` (element types by name) and constants are in TYPES."""
+    types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
+    signature = {n: types[n] for n in function.arg_names if n in types}
+    aligned = frozenset(n for n in signature if n in ALIGNED or n in pointers)
+    return KernelSpec(name, function, signature, constants, aligned, num_warps, num_stages)
 
 
 def _types(pool: PoolShape, other: str) -> tuple[str, str, bool]:

@@ -27,7 +27,7 @@ from benchmarks.kv.workload import (
     NewPrompts,
     Sizes,
     TrafficShape,
-    plan_sizes,
+    choose_sizes,
     replay,
     text_tokens,
     working_set_bytes,
@@ -125,7 +125,7 @@ def test_the_working_set_is_what_continuing_every_session_takes(shape, window, s
 def test_the_unlimited_pool_keeps_every_page_of_every_session(shape, page_tokens, window):
     shape = replace(shape, sessions=40 * shape.sessions)
     spec = tiny_spec(window, (LOCAL, LOCAL, LOCAL, GLOBAL))
-    sizes = plan_sizes(shape, spec, page_tokens, 2)
+    sizes = choose_sizes(shape, spec, page_tokens, 2)
     longest = shape.length(shape.turns + 1)
     limits = {"max_batch_tokens": BATCH_TOKENS, "max_sequences": sizes.windows}
     pools = pool_sizes(spec, page_tokens, 2, sizes.unlimited, longest, **limits)

@@ -23,7 +23,7 @@ from wicore_trt.backends.tensorrt.build import INDEX as PLAN_INDEX
 from wicore_trt.backends.tensorrt.build import plan_file
 from wicore_trt.backends.tensorrt.plan_io import PHASES
 from wicore_trt.backends.triton.index import INDEX as KERNEL_INDEX
-from wicore_trt.backends.triton.kernels import load_table
+from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.weights import engine_shape
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.errors import EngineFormatError

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import wicore_trt.checkpoint.digest as digest
-from wicore_trt.checkpoint.digest import hash_file
-from wicore_trt.checkpoint.seal import SEAL, seal_of
+from wicore_trt.checkpoint.digest import SEAL, hash_file, seal_of
 from wicore_trt.engine.directory import EngineDir, file_state, open_engine
 from wicore_trt.engine.manifest import fingerprint_of, read_manifest
 from wicore_trt.errors import EngineFormatError

@@ -18,8 +18,8 @@ from tiny_source import write_tiny_source
 
 from wicore_trt.backends.triton.index import INDEX, read_table, write_kernels
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.digest import SEAL, seal_of
 from wicore_trt.checkpoint.format import CONFIG, open_checkpoint, write_config
-from wicore_trt.checkpoint.seal import SEAL, seal_of
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.manifest import MANIFEST_NAME, fingerprint_of

@@ -13,7 +13,7 @@ import pytest
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
+from wicore_trt.checkpoint.digest import SEAL, broken_seal, seal_of
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine

@@ -15,9 +15,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 from wicore_trt.backends.triton import compile as triton_compile  # noqa: E402
-from wicore_trt.backends.triton.index import INDEX, KERNELS, read_table  # noqa: E402
+from wicore_trt.backends.triton.index import (  # noqa: E402
+    INDEX,
+    KERNELS,
+    load_table,
+    read_table,
+)
 from wicore_trt.backends.triton.kernel_list import list_kernels  # noqa: E402
-from wicore_trt.backends.triton.kernels import load_table  # noqa: E402
 from wicore_trt.backends.triton.table import (  # noqa: E402
     ANY,
     CROSSOVER,

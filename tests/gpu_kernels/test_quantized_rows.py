@@ -19,11 +19,11 @@ from step_runners import RUNNERS
 
 from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.plugins import aot
-from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec, row_parts
 from wicore_trt.plugins.kernels.linear_specs import quantize_parts_spec, quantize_rows_spec
 from wicore_trt.plugins.linear_layout import quantize_launch
+from wicore_trt.plugins.step_layout import geglu_launch
 
 NATIVE = pytest.mark.parametrize("native", [False, True])
 SCALES = (1e-3, 1.0, 300.0, 0.0, 7.0, 2.0**-126)

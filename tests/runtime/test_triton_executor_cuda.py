@@ -20,8 +20,11 @@ if not torch.cuda.is_available():
 from benchmarks.gpu import step_check as small  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse  # noqa: E402
 from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
-from wicore_trt.backends.triton.device import open_device  # noqa: E402
-from wicore_trt.backends.triton.executor import Loading, TritonExecutor  # noqa: E402
+from wicore_trt.backends.triton.executor import (  # noqa: E402
+    Loading,
+    TritonExecutor,
+    open_device,
+)
 from wicore_trt.backends.triton.weights import placed_constants  # noqa: E402
 from wicore_trt.kv.disk.files import aligned_buffer  # noqa: E402
 from wicore_trt.model.spec import GROUPS  # noqa: E402

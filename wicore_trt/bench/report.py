@@ -87,14 +87,14 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
     }
 
 
-def throughput_result(result: Throughput, plan: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
+def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
     """The throughput benchmark. With a fixed concurrency the bound is the machine's; with a rate of arrival it is
     what was offered."""
-    bound = plan.rate
-    if bound is None and roof is not None and plan.concurrency is not None:
-        lengths = (plan.concurrency, plan.input_tokens, plan.output_tokens)
-        bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=plan.shared_prefix)
-    output_bound = None if bound is None else bound * plan.output_tokens
+    bound = case.rate
+    if bound is None and roof is not None and case.concurrency is not None:
+        lengths = (case.concurrency, case.input_tokens, case.output_tokens)
+        bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=case.shared_prefix)
+    output_bound = None if bound is None else bound * case.output_tokens
     return {
         "duration_s": result.duration_s,
         "completed": result.completed,

@@ -109,21 +109,21 @@ class ThroughputCase:
     seed: int = 0
 
 
-async def run_throughput(target: Target, plan: ThroughputCase, *, warmups: int, slo: Slo | None) -> Throughput:
-    """Send the plan's requests after `warmups` that are not counted.
+async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int, slo: Slo | None) -> Throughput:
+    """Send the case's requests after `warmups` that are not counted.
 
     Raises ConfigError for lengths beyond the target's context, WicoreError when not one request succeeds.
     """
-    check_context(target, plan.input_tokens, plan.output_tokens)
-    workload = Workload(target.info.vocab_size, seed=plan.seed, shared_prefix=plan.shared_prefix)
-    warm = workload.take(warmups, plan.input_tokens, plan.output_tokens)
-    await closed_loop(target, warm, plan.concurrency or 1)
-    requests = workload.take(plan.requests, plan.input_tokens, plan.output_tokens)
-    if plan.rate is not None:
-        records = await open_loop(target, requests, poisson_arrivals(plan.requests, plan.rate, seed=plan.seed))
+    check_context(target, case.input_tokens, case.output_tokens)
+    workload = Workload(target.info.vocab_size, seed=case.seed, shared_prefix=case.shared_prefix)
+    warm = workload.take(warmups, case.input_tokens, case.output_tokens)
+    await closed_loop(target, warm, case.concurrency or 1)
+    requests = workload.take(case.requests, case.input_tokens, case.output_tokens)
+    if case.rate is not None:
+        records = await open_loop(target, requests, poisson_arrivals(case.requests, case.rate, seed=case.seed))
     else:
-        assert plan.concurrency is not None
-        records = await closed_loop(target, requests, plan.concurrency)
+        assert case.concurrency is not None
+        records = await closed_loop(target, requests, case.concurrency)
     result = Throughput.of(records, slo)
     if not result.completed:
         raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")

@@ -8,7 +8,7 @@ written out. FP8 (quant_algo FP8_PER_CHANNEL_PER_TOKEN): the five linears of a l
 quant_algo FP8, and its linears `<linear>.activation_scaling_factor`; kv_cache_quant_algo is FP8 when each layer has
 `attention.kv_cache_scaling_factor`. Both are float32 [1] = amax / 448, the same on every rank.
 `wicore.files` has a digest of every other file, of weight files one per tensor (`checkpoint.digest`), and `wicore.seal`
-one of config.json itself (`checkpoint.seal`); who reads a file compares what he has read.
+one of config.json itself (`checkpoint.digest`); who reads a file compares what he has read.
 This module reads and writes no weight values. Invariant: a directory that `open_checkpoint` accepts is complete, and
 its config.json is as it was written.
 """
@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.digest import hash_bytes
+from wicore_trt.checkpoint.digest import SEAL, broken_seal, hash_bytes, seal_of
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, kv_scale_name, unified_tensors
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
-from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
 from wicore_trt.checkpoint.sharding import check_tp, shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown

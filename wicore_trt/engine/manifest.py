@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
-from wicore_trt.checkpoint.digest import DIGEST_BYTES, canonical_json
-from wicore_trt.checkpoint.seal import SEAL, broken_seal, seal_of
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canonical_json, seal_of
 from wicore_trt.checkpoint.sharding import check_tp
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, Door, present, quoted

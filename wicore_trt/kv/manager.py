@@ -22,8 +22,8 @@ from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.a2cr import AttentionSignals
 from wicore_trt.kv.policy.policy import ChainPolicy
-from wicore_trt.kv.policy.signals import AttentionSignals
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
 from wicore_trt.kv.tiers.retention import Retention

@@ -1,6 +1,6 @@
 """How many KV pages each layer group gets from a memory budget: plain arithmetic, no torch.
 
-It must not know devices or sequences that run. Invariant: the plan fits the budget and holds at least one sequence
+It must not know devices or sequences that run. Invariant: the pools fit the budget and hold at least one sequence
 of the longest length, whatever else.
 """
 

@@ -22,8 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.queue import WaitingQueue, order_key
-from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.schedule.state import SequenceState
+from wicore_trt.schedule.sequence import Sequence, SequenceState
 from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.

@@ -1,4 +1,4 @@
-"""One sequence of a request, as the scheduler sees it: tokens, how many are computed, its pages.
+"""One sequence of a request, as the scheduler sees it: its state, tokens, how many are computed, its pages.
 
 There is no prefill and no decode phase: a sequence has computed and total tokens, and a step computes some of the
 difference. Invariant: computed < len(tokens) while the sequence lives, so there is always a next token to compute.
@@ -6,11 +6,27 @@ difference. Invariant: computed < len(tokens) while the sequence lives, so there
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from wicore_trt.kv.sequence_pages import SequencePages
-from wicore_trt.schedule.state import TRANSITIONS, SequenceState
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
+
+
+class SequenceState(enum.Enum):
+    """WAITING holds no pages; RUNNING does; FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+# A preempted sequence goes back to WAITING with its tokens and is computed again, or found in the cache.
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
 
 
 @dataclass(slots=True, eq=False)

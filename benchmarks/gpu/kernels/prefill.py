@@ -33,14 +33,21 @@ from benchmarks.gpu.kernels.linear_sweep import graph_microseconds
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.ops import quantize_rows
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
-from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import quantize_parts_spec, quantize_rows_spec
 from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig, add_norm_spec, qk_rope_spec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Tables
 from wicore_trt.plugins.linear_layout import quantize_launch
-from wicore_trt.plugins.step_layout import NormOut, QkNorms, RopeTable, StepTokens, add_norm_launch, qk_rope_launch
+from wicore_trt.plugins.step_layout import (
+    NormOut,
+    QkNorms,
+    RopeTable,
+    StepTokens,
+    add_norm_launch,
+    geglu_launch,
+    qk_rope_launch,
+)
 from wicore_trt.runtime.dtypes import E4M3
 
 POOL = PoolShape(1, 32, 16, 128, "bfloat16")

@@ -1,7 +1,7 @@
-"""Compiles the kernels of a plan in several processes.
+"""Compiles a list of kernels in several processes.
 
-Loads Triton. It must not know where kernels go. Invariant: every kernel of a plan is compiled once, whatever its roles;
-a worker makes the plan anew, since what Triton compiles cannot be sent.
+Loads Triton. It must not know where kernels go. Invariant: every kernel of a list is compiled once, whatever its roles;
+a worker makes the list anew, since what Triton compiles cannot be sent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def compile_listed(
 
     Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton.
     """
-    planned = list_kernels(shape, target)
-    names = sorted({p.spec.name for p in planned})
+    listed = list_kernels(shape, target)
+    names = sorted({p.spec.name for p in listed})
     count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
     kernels: dict[str, CompiledKernel] = {}
 
@@ -56,7 +56,7 @@ def compile_listed(
                 futures = [pool.submit(_compile, shape, target, name) for name in names]
             for future in as_completed(futures):
                 done(future.result())
-    return [(p.role, p.bucket, p.spec.name, p.config) for p in planned], kernels
+    return [(p.role, p.bucket, p.spec.name, p.config) for p in listed], kernels
 
 
 def compiled_table(shape: EngineShape, target: str, workers: int | None = None) -> KernelTable:
@@ -95,7 +95,7 @@ def _ending_at_once(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
 
 
 def _adopt(crossover: dict[str, dict[str, int]]) -> None:
-    """In a worker: what the parent measured, or was told, on which its plan depends. It ends with the parent."""
+    """In a worker: what the parent measured, or was told, on which its list depends. It ends with the parent."""
     triton_table.CROSSOVER.update(crossover)
     threading.Thread(target=_follow_parent, daemon=True).start()
 

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.backends.triton.device import open_device
+from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
-from wicore_trt.backends.triton.kernels import load_table
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
@@ -42,7 +41,7 @@ from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.cuda_device import Device
+from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
@@ -89,7 +88,7 @@ class TritonExecutor:
 
     def __init__(
         self,
-        plan: Loading,
+        loading: Loading,
         settings: ExecutorOptions,
         device: Device,
         launcher: Launcher = SHARED_LAUNCHER,
@@ -98,30 +97,30 @@ class TritonExecutor:
     ) -> None:
         """Raises ConfigError for too little memory for `settings.kv_bytes`, or for one sequence in what is left,
         EnvironmentUnfitError for too little memory for the engine."""
-        self.spec, self.device, self._closed = plan.shape.spec, device, False
+        self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
         self.slice_tokens = GPU_SLICE_TOKENS
-        self.kernels = _name(plan, settings)
+        self.kernels = _name(loading, settings)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
-        positions = min(settings.max_context or plan.max_context, plan.max_context)
+        positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows, positions), settings.batch_invariant
         measured = settings.kv_pages is None and settings.kv_bytes is None
-        cache = (self.spec, plan.shape.kv_dtype, plan.shape.page_tokens)
+        cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
         self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
         self.pools: dict[str, torch.Tensor] = {}
         self.graphs: dict[int, Callable[[], None]] = {}
         with device.active(), _must_fit():
-            constants = plan.constants(positions)
-            self.memory = StepMemory(plan.shape, plan.table, limits, device.empty, invariant=invariant)
+            constants = loading.constants(positions)
+            self.memory = StepMemory(loading.shape, loading.table, limits, device.empty, invariant=invariant)
             groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             self._host_results = [device.staging((2, rows)) for _ in range(2)]
             self.model = TritonModel(
-                plan.shape,
-                plan.table,
+                loading.shape,
+                loading.table,
                 constants.weights,
                 constants.rope,
                 self.pools,
@@ -339,21 +338,21 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecuto
     device = open_device(settings.device)
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
-    plan = Loading(
+    loading = Loading(
         shape,
         table,
         manifest.max_context,
         lambda positions: load_constants(engine, shape, positions, device),
         dummy=manifest.dummy_weights,
     )
-    return TritonExecutor(plan, settings, device)
+    return TritonExecutor(loading, settings, device)
 
 
-def _name(plan: Loading, settings: ExecutorOptions) -> str:
-    versions = {entry.kernel.triton_version for entry in plan.table.all()}
-    digest = blake2b("\n".join([*plan.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
+def _name(loading: Loading, settings: ExecutorOptions) -> str:
+    versions = {entry.kernel.triton_version for entry in loading.table.all()}
+    digest = blake2b("\n".join([*loading.table.kernel_names, *sorted(versions)]).encode(), digest_size=4).hexdigest()
     mode = "-invariant" if settings.batch_invariant else ""
-    return f"triton-{plan.table.target}-{digest}{mode}{'-dummy-weights' if plan.dummy else ''}"
+    return f"triton-{loading.table.target}-{digest}{mode}{'-dummy-weights' if loading.dummy else ''}"
 
 
 @contextmanager
@@ -365,3 +364,14 @@ def _must_fit() -> Iterator[None]:
             f"The engine does not fit into the GPU's memory: {error}",
             fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
         ) from error
+
+
+def open_device(name: str) -> CudaDevice:
+    """`name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError without such a GPU."""
+    if name == "cpu" or not torch.cuda.is_available():
+        why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
+        raise EnvironmentUnfitError(
+            f"An engine of backend 'triton' runs on an NVIDIA GPU, and {why}.",
+            fix="Run it where one is, or build an engine with --backend torch.",
+        )
+    return CudaDevice(name)

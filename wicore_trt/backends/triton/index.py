@@ -1,24 +1,31 @@
 """Compiled kernels of an engine as files: `kernels/<target>/<name>.cubin` and `.json`, and `kernels/kernels.json`.
 
-Needs no Triton. It must not know how kernels are chosen. Invariant: a table that was read is complete for its target:
-every role, bucket and cubin that was written.
+Needs no Triton, but where an engine has no kernels for a machine and they are compiled on it. It must not know how
+kernels are chosen. Invariants: a table that was read is complete for its target, every role, bucket and cubin that was
+written; what runs was compiled for this GPU and for the page size that the pools have.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wicore_trt.backends.triton.table import Entry, KernelTable, config_of
-from wicore_trt.errors import EngineFormatError
+from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
+from wicore_trt.engine.manifest import rebuild_engine
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.files import Door
 from wicore_trt.plugins.aot import CompiledKernel, load_kernel, save_kernel
+
+if TYPE_CHECKING:
+    from wicore_trt.engine.directory import EngineDir
 
 KERNELS = "kernels"
 INDEX = f"{KERNELS}/kernels.json"
 FORMAT = 1
+log = logging.getLogger(__name__)
 
 Row = tuple[str, int, str, dict[str, Any] | None]
 """Role, bucket, name of the kernel, configuration."""
@@ -66,3 +73,29 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
             f"{wrong[0]} in {directory / folder} is not for {target}.", fix="Build the engine again."
         )
     return KernelTable(target, entries)
+
+
+def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTable:
+    """The kernels for `target`. Where the engine has none for it or for `shape`'s page size, they are compiled if
+    Triton is here, which takes a minute, and a warning says so.
+
+    Raises EngineFormatError for files that do not fit, EnvironmentUnfitError where neither kernels nor Triton are here.
+    """
+    manifest = engine.manifest
+    if shape.page_tokens == manifest.page_tokens:
+        table = read_table(engine.read, engine.path, target)
+        if table is not None:
+            return table
+    rebuild = rebuild_engine(engine.path, manifest, [target], shape.page_tokens)
+    reason = (
+        f"engine {engine.path} has kernels for {', '.join(manifest.targets)} with pages of {manifest.page_tokens} "
+        f"tokens, and {target} with pages of {shape.page_tokens} is needed"
+    )
+    try:
+        import triton  # noqa: F401 -- imported to see that it is here
+    except ImportError:
+        raise EnvironmentUnfitError(f"{reason}.", fix=rebuild) from None
+    log.warning("%s; they are compiled now. Building them once is better. %s", reason, rebuild)
+    from wicore_trt.backends.triton.compile import compiled_table
+
+    return compiled_table(shape, target)

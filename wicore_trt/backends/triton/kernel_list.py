@@ -1,7 +1,7 @@
 """The kernels that an engine needs on a target: every role of `backends.triton.table`, bucket by bucket.
 
 Loads Triton, because a kernel's specification holds its function; so only builders import this. It must not know how
-kernels are compiled or stored. Invariant: a plan depends on the engine's shape and the target alone, so another process
+kernels are compiled or stored. Invariant: a list depends on the engine's shape and the target alone, so another process
 makes the same one.
 """
 
@@ -50,15 +50,15 @@ class ListedKernel:
 
 def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
-    planned = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
-    planned += _sampling(shape, target)
-    return [replace(p, spec=_in_turn(p, target)) for p in planned]
+    listed = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
+    listed += _sampling(shape, target)
+    return [replace(p, spec=_in_turn(p, target)) for p in listed]
 
 
-def _in_turn(planned: ListedKernel, target: str) -> KernelSpec:
+def _in_turn(listed: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
-    spec, function = planned.spec, planned.spec.function.__name__
-    crowds = function == "linear_matrix" and planned.role.removesuffix(INVARIANT) in ("o", "down")
+    spec, function = listed.spec, listed.spec.function.__name__
+    crowds = function == "linear_matrix" and listed.role.removesuffix(INVARIANT) in ("o", "down")
     mode = mode_of(function, target, crowds=crowds)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
@@ -92,13 +92,13 @@ def _sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
 
 def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[ListedKernel]:
     """A kernel per bucket of rows; neighbours that are the same become one."""
-    planned: list[ListedKernel] = []
+    listed: list[ListedKernel] = []
     for rows in (*DECODE_BUCKETS, ANY):
         spec, data = at(rows)
-        if planned and planned[-1].spec.name == spec.name and planned[-1].config == data:
-            planned.pop()
-        planned.append(ListedKernel(role, rows, spec, data))
-    return planned
+        if listed and listed[-1].spec.name == spec.name and listed[-1].config == data:
+            listed.pop()
+        listed.append(ListedKernel(role, rows, spec, data))
+    return listed
 
 
 def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
@@ -133,45 +133,45 @@ def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
             ),
         ]
 
-    planned = roles("", "float32", False)
+    listed = roles("", "float32", False)
     if shape.narrow_results(target):
-        planned += roles(R16, "bfloat16", False)
+        listed += roles(R16, "bfloat16", False)
     if shape.scaled_products(target):
-        planned += roles(FP8, "bfloat16", True)
-        planned.append(ListedKernel("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
+        listed += roles(FP8, "bfloat16", True)
+        listed.append(ListedKernel("quantize", ANY, quantize_rows_spec(spec.q_size, shape.dtype, native=native)))
     if shape.crossover8(target):
         narrow = NormShape(hidden, shape.dtype, True, native)
         parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
-        planned.append(ListedKernel("quantize_act", ANY, parts))
-        planned += _merged(
+        listed.append(ListedKernel("quantize_act", ANY, parts))
+        listed += _merged(
             "add_norm" + X8,
             lambda rows: (
                 add_norm_spec(narrow, norm_config(target, rows, hidden).num_warps, x_dtype="float32"),
                 None,
             ),
         )
-    return planned
+    return listed
 
 
 def _linears(shape: EngineShape, target: str) -> list[ListedKernel]:
-    planned = []
+    listed = []
     for role in LINEARS:
         linear, most = shape.linear(role), shape.crossover(target, role)
         for bucket in BUCKETS:
             chosen = linear_config(target, linear, bucket)
-            planned.append(ListedKernel(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+            listed.append(ListedKernel(role, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
             if bucket >= most:
                 break
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
         chosen = replace(linear_config(target, linear, INVARIANT_LINEAR_BUCKET), splits=1, evict_first=False)
-        planned.append(ListedKernel(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
+        listed.append(ListedKernel(role + INVARIANT, ANY, linear_spec(linear, chosen, target), asdict(chosen)))
     for role in (*LINEARS[:-1],) if shape.crossover8(target) else ():
         linear = shape.linear(role, rows8=True)
         for bucket in BUCKETS:
             if shape.crossover(target, role) < bucket <= bucket_of(shape.crossover8(target)):
                 chosen = linear_config(target, linear, bucket)
-                planned.append(ListedKernel(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
-    return planned
+                listed.append(ListedKernel(role + X8, bucket, linear_spec(linear, chosen, target), asdict(chosen)))
+    return listed
 
 
 def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
@@ -187,8 +187,8 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
         return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
 
     prefill = prefill_config(target, pool)
-    planned = _merged("decode", lambda rows: decode(chosen_for(rows)))
-    planned.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    listed = _merged("decode", lambda rows: decode(chosen_for(rows)))
+    listed.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
-        planned += _merged("combine", lambda rows: combine(chosen_for(rows)))
-    return planned
+        listed += _merged("combine", lambda rows: combine(chosen_for(rows)))
+    return listed

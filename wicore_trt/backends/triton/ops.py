@@ -50,7 +50,6 @@ from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.plugins.decode_layout import DecodeRows, Workspace, combine_launch, decode_launch, prefill_launch
-from wicore_trt.plugins.geglu_layout import geglu_launch
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch, quantize_launch
@@ -63,6 +62,7 @@ from wicore_trt.plugins.step_layout import (
     StepTokens,
     add_norm_launch,
     embed_norm_launch,
+    geglu_launch,
     qk_rope_launch,
     sample_launches,
 )

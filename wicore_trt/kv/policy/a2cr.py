@@ -5,6 +5,9 @@ score = attention^a * frequency^b * exp(-rate * age). With one rate the logarith
 of keys computed at the touch is exact. It must not know tiers or a wall clock: age counts touched pages. Invariant: a
 change of the rate is the only event that recomputes keys.
 
+Executors measure attention on sampled steps of running sequences; the policy wants it when the next request looks a
+chain up, and `AttentionSignals` keeps it between the two.
+
 The rate is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow
 cache per rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015); the fastest rate is LRU in effect.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -120,3 +124,26 @@ class _Shadow:
 
 def _key_bytes(key: Key) -> bytes:
     return key if isinstance(key, bytes) else str(key).encode()
+
+
+class AttentionSignals:
+    """Running mean per page key of its attention mass relative to an average page (1.0). At most `limit` keys are
+    remembered, the longest unmeasured go."""
+
+    def __init__(self, limit: int = 1 << 18) -> None:
+        self._limit = limit
+        self._mass: OrderedDict[bytes, float] = OrderedDict()
+
+    def measured(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
+        """One measurement of a sequence whose first pages are `keys`; a partly filled last page has no key."""
+        for key, value in zip(keys, mass, strict=False):
+            old = self._mass.pop(key, None)
+            self._mass[key] = value if old is None else 0.5 * (old + value)
+        while len(self._mass) > self._limit:
+            self._mass.popitem(last=False)
+
+    def take(self, keys: Sequence[bytes]) -> list[float] | None:
+        """The signal for `EvictionPolicy.touch`, and forget it; None when none of the pages was measured."""
+        if not any(key in self._mass for key in keys):
+            return None
+        return [self._mass.pop(key, NEUTRAL_SIGNAL) for key in keys]

@@ -1,4 +1,4 @@
-"""From prefixes in host memory and on disk to page tables: look-up, plan, load, jump; and parking of the preempted.
+"""From prefixes in host memory and on disk to page tables: look-up, choice, load, jump; and parking of the preempted.
 
 Joins the manager's page tables, the lower tiers and the planner. It must not know steps, budgets or queues. Invariant:
 slots of a load belong to the sequence from `begin` until `jump` or `cancel`; pages become findable at the jump, not
@@ -37,7 +37,7 @@ JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 @dataclass(slots=True)
 class _Begun:
-    """A planned load under way and how long its sequence has idled for it."""
+    """A chosen load under way and how long its sequence has idled for it."""
 
     choice: LoadChoice
     since: float
@@ -132,7 +132,7 @@ class PrefixLoader:
     # --- load ----------------------------------------------------------------------------------------------------
 
     def begin(self, pages: SequencePages, chosen: LoadChoice, *, spare: int = 0) -> bool:
-        """Start a planned load for a sequence whose tables hold the device hit and all global pages of the prompt.
+        """Start a chosen load for a sequence whose tables hold the device hit and all global pages of the prompt.
         False, and no change, unless the local pool has room for the window and `spare` pages more."""
         manager, size = self._manager, self._manager.page_tokens
         first, stop = chosen.start // size, chosen.stop // size

@@ -123,7 +123,7 @@ class TierMeter:
     def overdue(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
         """The same batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
 
-        Call it once when a load passes its deadline, so that the next plans do not wait for a disk that hangs.
+        Call it once when a load passes its deadline, so that the next choices do not wait for a disk that hangs.
         """
         if seconds > self._fit.predict((1.0, count + queued)):
             self.observe(count, seconds, queued=queued, now=now)

@@ -1,6 +1,6 @@
 """Planner against oracle: an event simulation of one request that computes in steps while pages arrive from tiers.
 
-It must not know how the planner decides: it runs plans through `planner.advance` only. The world uses true rates, the
+It must not know how the planner decides: it runs choices through `planner.advance` only. The world uses true rates, the
 planner sees estimates that are off by noise. Invariant: planner, oracle and recompute run in the same world, with the
 same step times, arrivals and rounding to step boundaries.
 """
@@ -196,9 +196,9 @@ class World:
         return pages[found] * PAGE_TOKENS
 
 
-def run_plan(world: World, made: LoadChoice, rates: Rates) -> float:
+def run_choice(world: World, made: LoadChoice, rates: Rates) -> float:
     """Seconds to the first token when `made` is executed by the rule in `planner.advance`. After a jump the rest is
-    planned again with the same `rates`, because what lies behind may be worth loading now."""
+    chosen again with the same `rates`, because what lies behind may be worth loading now."""
     now, computed = world.cell.load.delay_s, 0
     asked = 0.0  # when the present load was requested
     while made.stop:
@@ -286,12 +286,12 @@ def estimate(world: World, noise: Noise, rng: random.Random) -> Rates:
 
 
 def run_cell(cell: Cell, noise: Noise, rng: random.Random) -> CellResult:
-    """Plan with noisy rates, run in the true world, and compare."""
+    """Choose with noisy rates, run in the true world, and compare."""
     world = World(cell)
     rates = estimate(world, noise, rng)
     made = choose(world.total, 0, world.candidates, *rates)
     recompute = cell.load.delay_s + world.prefill(0, world.total)
-    return CellResult(cell, made, run_plan(world, made, rates), oracle(world), recompute)
+    return CellResult(cell, made, run_choice(world, made, rates), oracle(world), recompute)
 
 
 def grid(profiles: Sequence[Profile] = PROFILES, longest: int = 131_072) -> Iterator[Cell]:
@@ -308,7 +308,7 @@ def grid(profiles: Sequence[Profile] = PROFILES, longest: int = 131_072) -> Iter
 
 
 def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[CellResult]:
-    """The same request on a disk that stops at ten points of the planned load and never comes back."""
+    """The same request on a disk that stops at ten points of the chosen load and never comes back."""
     world = World(cell)
     rates = estimate(world, noise, rng)
     made = choose(world.total, 0, world.candidates, *rates)
@@ -317,4 +317,4 @@ def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[CellRes
     recompute = cell.load.delay_s + world.prefill(0, world.total)
     for part in range(10):
         stalled = World(cell, (made.load_seconds * part / 10, math.inf))
-        yield CellResult(cell, made, run_plan(stalled, made, rates), recompute, recompute)
+        yield CellResult(cell, made, run_choice(stalled, made, rates), recompute, recompute)

@@ -1,9 +1,18 @@
-"""What the shell completes in place of values: names of backends and recipes.
+"""Options that several commands have, and what the shell completes in place of values: names of backends and recipes.
 
 Must not import anything heavy before the shell asks. Invariant: a name is offered only when it exists.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+CalibrateTokensOption = Annotated[int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")]
+NoKVScalesOption = Annotated[
+    bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
+]
 
 
 def complete_backends(incomplete: str) -> list[str]:
