@@ -89,7 +89,7 @@ def command(
     import sys
 
     from wicore_trt.cli._ui import human_bytes, print_json, progress
-    from wicore_trt.config import load_settings
+    from wicore_trt.config import Flag, load_settings
     from wicore_trt.engine.build import build_engine
     from wicore_trt.engine.options import BACKENDS
     from wicore_trt.errors import ConfigError
@@ -101,15 +101,15 @@ def command(
     flags = {
         "engine": None if output is None else str(output),
         "build.source": source,
-        "build.dtype": dtype,
-        "build.kv_dtype": kv_dtype,
-        "build.backend": backend,
-        "build.targets": target or None,
-        "build.tp_size": tp,
-        "build.max_batch": max_batch,
-        "build.max_chunk": max_chunk,
-        "kv.page_tokens": page_tokens,
-        "scheduler.max_context": max_context,
+        "build.dtype": Flag("--dtype", dtype),
+        "build.kv_dtype": Flag("--kv-dtype", kv_dtype),
+        "build.backend": Flag("--backend", backend),
+        "build.targets": Flag("--target", target or None),
+        "build.tp_size": Flag("--tp", tp),
+        "build.max_batch": Flag("--max-batch", max_batch),
+        "build.max_chunk": Flag("--max-chunk", max_chunk),
+        "kv.page_tokens": Flag("--page-tokens", page_tokens),
+        "scheduler.max_context": Flag("--max-context", max_context),
     }
     settings = load_settings(recipe, flags)
     if settings.build.source is None or settings.engine is None:

@@ -60,7 +60,7 @@ def command(
         report(f"loading {engine}", 1, 1)
     with llm:
         started = time.perf_counter()
-        outputs = llm.chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
+        outputs = llm.stream([{"role": "user", "content": text}] if chat else text, params)
         parts: list[str] = []
         first = started
         for output in outputs:

@@ -40,6 +40,9 @@ def plan(
     max_batch_tokens: Annotated[
         int | None, typer.Option("--max-batch-tokens", min=1, metavar="N", help="Tokens of one step. Default: 512.")
     ] = None,
+    device_bytes: Annotated[
+        str | None, typer.Option("--device-bytes", help="Device memory for KV pages that there is, e.g. 40GB.")
+    ] = None,
     host_bytes: Annotated[
         str | None, typer.Option("--host-bytes", help="Host memory that there is, e.g. 100GB.")
     ] = None,
@@ -56,17 +59,27 @@ def plan(
     """Size the KV tiers for conversations that share no prefix: bytes of each, and what the tiers hold."""
     from wicore_trt.cli._ui import print_json
     from wicore_trt.config import SchedulerSettings
+    from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import SessionSize
 
     geometry, longest = _geometry(model, page_tokens, kv_dtype)
     sizes = [
         SessionSize(geometry, _tokens(text, longest, geometry.page_tokens), reply_tokens) for text in context.split(",")
     ]
-    host, disk, rate = (_bytes(text) for text in (host_bytes, disk_bytes, disk_rate))
-    rows = [_row(size, host, disk, prefill_tokens_per_s, rate) for size in sizes]
-    together = min(users, active or 8)
+    device, host, disk, rate = (_bytes(text) for text in (device_bytes, host_bytes, disk_bytes, disk_rate))
     batch = max_batch_tokens or SchedulerSettings().max_batch_tokens
-    recipe = _recipe(max(sizes, key=lambda size: size.tokens), users, together, batch, host, disk)
+    rows = [_row(size, batch, device, host, disk, prefill_tokens_per_s, rate) for size in sizes]
+    largest = max(sizes, key=lambda size: size.tokens)
+    together = min(users, active or 8)
+    if device is not None:
+        fit = geometry.device_sessions(device, largest.tokens, batch, loads=True)
+        if fit < min(users, active or 1):
+            raise ConfigError(
+                f"--device-bytes {device_bytes}: {fit} conversations of {largest.tokens:,} tokens fit at a time.",
+                fix="Take a shorter --context, fewer --active, more memory or --kv-dtype fp8.",
+            )
+        together = min(together, fit)
+    recipe = _recipe(largest, users, together, batch, host, disk)
     if json:
         print_json({"model": model, **_about(geometry), "sessions": rows, "recipe": recipe})
         return
@@ -156,7 +169,13 @@ def _about(geometry: Geometry) -> dict[str, Any]:
 
 
 def _row(
-    size: SessionSize, host: int | None, disk: int | None, prefill: float | None, rate: int | None
+    size: SessionSize,
+    batch: int,
+    device: int | None,
+    host: int | None,
+    disk: int | None,
+    prefill: float | None,
+    rate: int | None,
 ) -> dict[str, Any]:
     """Figures of one conversation, with those of the tiers and rates that were given."""
     from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -171,6 +190,8 @@ def _row(
         "all_layers_bytes": size.all_layers_bytes,
         "saving": round(size.saving, 2),
     }
+    if device is not None:
+        row["sessions_on_device"] = geometry.device_sessions(device, size.tokens, batch, loads=True)
     if host is not None:
         row["sessions_in_host"] = geometry.host_slots(host) // size.slots
     if disk is not None:
@@ -223,6 +244,7 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
         "tokens_per_gib": "tokens/GiB",
         "all_layers_bytes": "all layers",
         "saving": "saving",
+        "sessions_on_device": "on the device",
         "sessions_in_host": "in host",
         "sessions_on_disk": "on disk",
         "recompute_s": "recompute s",

@@ -118,36 +118,36 @@ def command(
 
     There are more settings than flags: wicore serve --print-config explains all; WICORE_KV__POLICY=lru sets kv.policy.
     """
-    from wicore_trt.config import resolve_settings
+    from wicore_trt.config import Flag, resolve_settings
 
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
     recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
-        "model.name": name,
-        "executor.device": device,
-        "executor.threads": threads,
-        "server.host": host,
-        "server.port": port,
-        "server.api_key": api_key,
-        "server.keys_file": keys_file,
-        "server.tls_cert": tls_cert,
-        "server.tls_key": tls_key,
-        "server.tls_client_ca": tls_client_ca,
-        "server.reflection": reflection,
-        "server.grace_s": grace,
-        "server.max_message_mb": max_message_mb,
-        "scheduler.max_sequences": max_sequences,
-        "scheduler.max_batch_tokens": max_batch_tokens,
-        "scheduler.max_waiting": max_waiting,
-        "scheduler.max_context": max_context,
-        "kv.device_bytes": kv_bytes,
-        "kv.host_bytes": kv_host_bytes,
-        "kv.disk_path": kv_disk,
-        "kv.disk_bytes": kv_disk_bytes,
-        "log.level": log_level,
-        "log.json": log_json,
+        "model.name": Flag("--name", name),
+        "executor.device": Flag("--device", device),
+        "executor.threads": Flag("--threads", threads),
+        "server.host": Flag("--host", host),
+        "server.port": Flag("--port", port),
+        "server.api_key": Flag("--api-key", api_key),
+        "server.keys_file": Flag("--keys-file", keys_file),
+        "server.tls_cert": Flag("--tls-cert", tls_cert),
+        "server.tls_key": Flag("--tls-key", tls_key),
+        "server.tls_client_ca": Flag("--tls-client-ca", tls_client_ca),
+        "server.reflection": Flag("--reflection", reflection),
+        "server.grace_s": Flag("--grace", grace),
+        "server.max_message_mb": Flag("--max-message-mb", max_message_mb),
+        "scheduler.max_sequences": Flag("--max-sequences", max_sequences),
+        "scheduler.max_batch_tokens": Flag("--max-batch-tokens", max_batch_tokens),
+        "scheduler.max_waiting": Flag("--max-waiting", max_waiting),
+        "scheduler.max_context": Flag("--max-context", max_context),
+        "kv.device_bytes": Flag("--kv-bytes", kv_bytes),
+        "kv.host_bytes": Flag("--kv-host-bytes", kv_host_bytes),
+        "kv.disk_path": Flag("--kv-disk", kv_disk),
+        "kv.disk_bytes": Flag("--kv-disk-bytes", kv_disk_bytes),
+        "log.level": Flag("--log-level", log_level),
+        "log.json": Flag("--log-json", log_json),
     }
     loaded = resolve_settings(recipe, overrides)
     if print_config:

@@ -4,8 +4,8 @@
     python examples/grpc_stream.py "The capital of France is" --max-tokens 40
 
 Needs the extra `serve`. The stub is generated from wicore_trt/serve/proto; any gRPC language can use the same file.
-A server that is still loading is waited for. Ctrl-C, or a reader of the output that goes away (`| head`), cancels the
-call, and the server stops working on it.
+From Python `wicore_trt.Client` is the shorter way. A server that is still loading is waited for. Ctrl-C, or a reader
+of the output that goes away (`| head`), cancels the call, and the server stops working on it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.convert import convert
+    from wicore_trt.client import Client
     from wicore_trt.engine.build import build_engine
     from wicore_trt.errors import (
         CheckpointError,
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
         InvalidRequestError,
         WicoreError,
     )
-    from wicore_trt.llm import LLM, Completion
-    from wicore_trt.types import CacheHints, SamplingParams, TextOutput
+    from wicore_trt.llm import LLM
+    from wicore_trt.types import CacheHints, Completion, SamplingParams, TextOutput
 
     __version__: str
 
@@ -25,6 +26,7 @@ __all__ = [
     "LLM",
     "CacheHints",
     "CheckpointError",
+    "Client",
     "Completion",
     "ConfigError",
     "EngineFormatError",
@@ -39,8 +41,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("LLM", "Completion"), "wicore_trt.llm"),
-    **dict.fromkeys(("CacheHints", "SamplingParams", "TextOutput"), "wicore_trt.types"),
+    "LLM": "wicore_trt.llm",
+    "Client": "wicore_trt.client",
+    **dict.fromkeys(("CacheHints", "Completion", "SamplingParams", "TextOutput"), "wicore_trt.types"),
     **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "wicore_trt.errors"),
     "build_engine": "wicore_trt.engine.build",
     "convert": "wicore_trt.checkpoint.convert",
@@ -51,7 +54,12 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            from wicore_trt.errors import missing_package
+
+            raise missing_package(error.name) or error from error
     raise AttributeError(f"module 'wicore_trt' has no attribute {name!r}")
 
 

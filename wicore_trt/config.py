@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as settings
@@ -265,6 +265,13 @@ KEYS = tuple(_leaf_keys(Settings))
 """Dotted keys of all settings, in the tree's order."""
 
 
+class Flag(NamedTuple):
+    """A value of the command line, None where it was not given, and the option that gives it, as errors name it."""
+
+    name: str
+    value: Any
+
+
 def load_settings(recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Settings from flags, environment, recipe and defaults; see `resolve_settings`."""
     return resolve_settings(recipe, overrides).settings
@@ -277,8 +284,9 @@ def resolve_settings(
 ) -> LoadedSettings:
     """Settings and their sources. Precedence: flag > environment > recipe > default.
 
-    `recipe` is a packaged recipe's name or a path. `overrides` are the flags, {"kv.page_tokens": 16} or nested;
-    None means that the flag was not given. Raises ConfigError naming where the bad value was written.
+    `recipe` is a packaged recipe's name or a path. `overrides` are what the caller gives, {"kv.page_tokens": 16} or
+    nested, a value or a Flag; None means that it was not given.
+    Raises ConfigError naming where the bad value was written.
     """
     values: dict[str, tuple[Any, str]] = {}
     if recipe is not None:
@@ -312,10 +320,12 @@ def _from_flags(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, tup
         key = prefix + name
         if isinstance(value, Mapping):
             found |= _from_flags(value, f"{key}.")
-        elif value is not None:
+            continue
+        where, value = (value.name, value.value) if isinstance(value, Flag) else ("argument", value)
+        if value is not None:
             if key not in KEYS:
                 raise ConfigError(f"{key} is not a setting.", fix=did_you_mean(key, KEYS))
-            found[key] = (value, "flag")
+            found[key] = (value, where)
     return found
 
 
@@ -324,5 +334,6 @@ def _as_config_error(error: ValidationError, sources: Mapping[str, str]) -> Conf
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) and not part.isdigit())
         written = sources.get(key) or next((w for k, w in sources.items() if k.startswith(f"{key}.")), "default")
-        parts.append(f"{written}: {key}: {detail['msg'].removeprefix('Value error, ')}")
+        name = written if written.startswith("--") else f"{written}: {key}"
+        parts.append(f"{name}: {detail['msg'].removeprefix('Value error, ')}")
     return ConfigError("; ".join(parts) + ".")

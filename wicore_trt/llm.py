@@ -1,4 +1,4 @@
-"""The offline API: `LLM(engine).generate(...)` and `.stream(...)`, without a server.
+"""The offline API: `LLM(engine).generate(...)`, `.chat(...)` and `.stream(...)`, without a server.
 
 Steps the engine in the caller's thread. It must not know gRPC. Invariant: a stream that is dropped half-way aborts its
 request, so an LLM object never computes for nobody. Not thread-safe; use one LLM per thread, or the server.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -18,45 +17,37 @@ from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.text_engine import encode_request
 from wicore_trt.core.text_output import SequenceText
-from wicore_trt.errors import WicoreError
+from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.types import (
     CacheHints,
+    Completion,
     EngineStats,
     FinishReason,
     GenerateRequest,
+    Prompt,
     SamplingParams,
     TextOutput,
     TextRequest,
-    TokenLogprob,
     TokenOutput,
-    Usage,
+    prompt_fields,
+    prompt_list,
 )
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished sequence."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    usage: Usage
-    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LLM:
     """An engine directory, loaded. Keyword arguments are settings by dotted path with `__` for the dot, e.g.
     `LLM(path, executor__threads=1, kv__device_bytes="2GiB")`.
 
-    Raises EngineFormatError for an engine that cannot be loaded and ConfigError for a setting that is wrong.
+    Raises EngineFormatError for an engine that cannot be loaded, ConfigError for a setting that is wrong, and
+    EnvironmentUnfitError for an extra that is not installed.
     """
 
     def __init__(self, engine: str | Path, **settings: object) -> None:
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
-        loaded = load_engine(load_settings(None, {"engine": str(engine), **overrides}))
+        try:
+            loaded = load_engine(load_settings(None, {"engine": str(engine), **overrides}))
+        except ModuleNotFoundError as error:
+            raise missing_package(error.name) or error from error
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core
@@ -75,30 +66,29 @@ class LLM:
         `cache` says, of each prompt, how long its pages are worth keeping.
         Raises InvalidRequestError before anything runs when a prompt is wrong.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
-        requests = [self._request(prompt, params, cache) for prompt in many]
-        parts: dict[tuple[str, int], list[TextOutput]] = {}
-        for output in self._run(requests):
-            parts.setdefault((output.request_id, output.index), []).append(output)
-        return [[_completion(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
+        requests = [self._request(prompt, params, cache) for prompt in prompt_list(prompts)]
+        return self._complete(requests)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache: CacheHints | None = None
-    ) -> Iterator[TextOutput]:
-        """Yield the deltas of one prompt as they are computed."""
-        return self._run([self._request(prompt, params, cache)])
-
-    def chat(
         self,
-        messages: Sequence[dict[str, str]],
+        prompt: Prompt | Sequence[Mapping[str, str]],
         params: SamplingParams | None = None,
         *,
         cache: CacheHints | None = None,
     ) -> Iterator[TextOutput]:
-        """Yield the deltas of the model's next turn, by the model's own chat template."""
-        text = self._text(params, cache)
-        return self._run([self._tokenize(replace(text, messages=tuple(messages)))])
+        """Yield the deltas of one prompt, or of the next turn of a conversation, as they are computed."""
+        return self._run([self._request(prompt, params, cache)])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
+    ) -> list[Completion]:
+        """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
+        `params.n` of them."""
+        return self._complete([self._request(messages, params, cache)])[0]
 
     def stats(self) -> EngineStats:
         """Counters since the engine was loaded."""
@@ -116,14 +106,20 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _text(self, params: SamplingParams | None, cache: CacheHints | None) -> TextRequest:
-        return TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
+    def _request(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        params: SamplingParams | None,
+        cache: CacheHints | None,
+    ) -> GenerateRequest:
+        text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
+        return self._tokenize(replace(text, **prompt_fields(prompt)))
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None, cache: CacheHints | None) -> GenerateRequest:
-        text = self._text(params, cache)
-        if isinstance(prompt, str):
-            return self._tokenize(replace(text, prompt=prompt))
-        return self._tokenize(replace(text, prompt_token_ids=tuple(prompt)))
+    def _complete(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        parts: dict[tuple[str, int], list[TextOutput]] = {}
+        for output in self._run(requests):
+            parts.setdefault((output.request_id, output.index), []).append(output)
+        return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
@@ -169,16 +165,3 @@ class LLM:
     def _distribute(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
             self._inboxes[output.request_id].append(output)
-
-
-def _completion(parts: list[TextOutput]) -> Completion:
-    last = parts[-1]
-    assert last.finish_reason is not None and last.usage is not None
-    return Completion(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(t for part in parts for t in part.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        usage=last.usage,
-        logprobs=tuple(lp for part in parts for lp in part.logprobs),
-    )

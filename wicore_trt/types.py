@@ -8,8 +8,10 @@ thread of who asks, so nothing behind the front door checks it again but what de
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text, shown
 from wicore_trt.errors import InvalidRequestError
@@ -251,6 +253,51 @@ class TextOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sequence."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[TextOutput]) -> Completion:
+        """The outputs of one sequence, its last included, put together."""
+        last = parts[-1]
+        assert last.finish_reason is not None and last.usage is not None
+        return cls(
+            text="".join(part.text for part in parts),
+            token_ids=tuple(t for part in parts for t in part.token_ids),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            usage=last.usage,
+            logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        )
+
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or several, as several."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    return [prompts] if single else prompts  # type: ignore[return-value, list-item]
+
+
+def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The field of TextRequest that a prompt, or a conversation of {"role", "content"} turns, goes into."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        return {"messages": tuple(prompt)}
+    return {"prompt_token_ids": tuple(prompt)}
 
 
 @dataclass(frozen=True, slots=True)

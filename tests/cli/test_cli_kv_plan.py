@@ -147,3 +147,17 @@ def test_what_is_wrong_is_named_with_its_fix(capsys, options, what):
     assert run(["kv", "plan", *options]) == 3
     error = capsys.readouterr().err
     assert what in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b"])
+def test_the_device_limits_what_is_active(capsys, name):
+    geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    for nbytes in (10**7, 10**9, 24 * 10**9, 80 * 10**9):
+        fit = geometry.device_sessions(nbytes, 8192, 512, loads=True)
+        assert geometry.device_bytes(fit + 1, 8192, 512, loads=True) > nbytes
+        assert not fit or geometry.device_bytes(fit, 8192, 512, loads=True) <= nbytes
+    size = f"{geometry.device_bytes(3, 8192, 512, loads=True)}"
+    found = plan_json(capsys, "--model", name, "--context", "8K", "--device-bytes", size)
+    assert found["sessions"][0]["sessions_on_device"] == found["recipe"]["scheduler"]["max_sequences"] == 3
+    assert run(["kv", "plan", "--model", name, "--context", "8K", "--device-bytes", size, "--active", "4"]) == 3
+    assert "3 conversations of 8,192 tokens fit" in capsys.readouterr().err

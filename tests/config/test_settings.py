@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from wicore_trt.config import ENV_OTHER, KEYS, Settings, load_settings, parse_bytes, resolve_settings
+from wicore_trt.config import ENV_OTHER, KEYS, Flag, Settings, load_settings, parse_bytes, resolve_settings
 from wicore_trt.errors import ConfigError
 
 
@@ -53,13 +53,13 @@ def test_precedence(tmp_path: Path, given: tuple[str, ...]) -> None:
     """flag > env > recipe > default, for every combination; a neighbour in the same section keeps its own source."""
     path = recipe(tmp_path, "server:\n  grace_s: 7\n" + ("  port: 1001\n" if "recipe" in given else ""))
     environ = {"WICORE_SERVER__PORT": "1002"} if "env" in given else {}
-    flags = {"server.port": 1003 if "flag" in given else None}
+    flags = {"server.port": Flag("--port", 1003 if "flag" in given else None)}
     loaded = resolve_settings(path, flags, environ)
     expected = {"recipe": 1001, "env": 1002, "flag": 1003}[given[-1]] if given else 50051
     assert loaded.settings.server.port == expected
     assert loaded.settings.server.grace_s == 7
     rows = {key: (value, source) for key, value, source in loaded.rows()}
-    sources = {"recipe": f"recipe {path}:3", "env": "env WICORE_SERVER__PORT", "flag": "flag"}
+    sources = {"recipe": f"recipe {path}:3", "env": "env WICORE_SERVER__PORT", "flag": "--port"}
     assert rows["server.port"] == (expected, sources[given[-1]] if given else "default")
     assert rows["server.grace_s"] == (7.0, f"recipe {path}:2")
     assert rows["server.host"] == ("127.0.0.1", "default")
@@ -126,7 +126,9 @@ def test_unknown_variables_are_refused_by_name(name: str) -> None:
 def test_bad_variable_and_flag_values_are_named() -> None:
     with pytest.raises(ConfigError, match="env WICORE_SERVER__PORT: server.port: .*integer"):
         resolve_settings(environ={"WICORE_SERVER__PORT": "http"})
-    with pytest.raises(ConfigError, match="flag: server.port"):
+    with pytest.raises(ConfigError, match="^--port: Input should be"):
+        resolve_settings(None, {"server.port": Flag("--port", -1)})
+    with pytest.raises(ConfigError, match="argument: server.port: Input should be"):
         resolve_settings(None, {"server.port": -1})
     with pytest.raises(ConfigError, match="prot is not a setting. Did you mean server.port"):
         resolve_settings(None, {"server.prot": 1})
@@ -172,7 +174,7 @@ def test_printed_settings_are_a_recipe_and_hide_the_key(tmp_path: Path) -> None:
     flags = {"server.api_key": "hunter2", "kv.device_bytes": "3GiB", "build.targets": ["sm_90"], "engine": "a: b # c"}
     loaded = resolve_settings(None, flags, {})
     text = loaded.render()
-    assert "hunter2" not in text and '"***"  # flag' in text
+    assert "hunter2" not in text and '"***"  # argument' in text
     again = load_settings(recipe(tmp_path, text), {"server.api_key": "hunter2"})
     assert again == loaded.settings
 

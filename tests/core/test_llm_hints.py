@@ -22,6 +22,8 @@ def test_generate_stream_and_chat_pass_hints_on():
         greedy(llm.tokenizer.encode(text), 4, ignore_eos=True) for text in ("one", "two")
     ]
     assert list(llm.stream("three", params, cache=hints))
-    assert list(llm.chat([{"role": "user", "content": "four"}], params, cache=hints))
+    turns = [{"role": "user", "content": "four"}]
+    (answer,) = llm.chat(turns, params, cache=hints)
+    assert "".join(part.text for part in llm.stream(turns, params)) == answer.text
     assert list(llm.stream([5, 6], params))
-    assert seen == [hints] * 4 + [CacheHints()]
+    assert seen == [hints] * 4 + [CacheHints()] * 2

@@ -240,7 +240,7 @@ class SlowCopier:
 
 def test_blocks_stay_until_they_are_saved(make: Make) -> None:
     engine = make()
-    copier = engine.hub.tiers.transfers.copier = SlowCopier(engine.hub.tiers.transfers.copier)
+    copier = engine.hub.tiers.transfers.movers.copier = SlowCopier(engine.hub.tiers.transfers.movers.copier)
     tokens = prompt(13)
     running = engine.add(tokens)
     engine.prefill(running)

@@ -57,7 +57,7 @@ class Shape:
 class LateCopier:
     """Copies as a GPU's copy engine does: in order, some time after the call, but before the next step. A page on its
     way to the host is read at once; a host page on its way to the device is read late, so its buffers must not change
-    until then. `post` brings `done` to the engine's thread."""
+    until then."""
 
     broken: BaseException | None = None
 
@@ -66,7 +66,6 @@ class LateCopier:
         self._execute = executor.execute
         self._free = executor.close
         executor.execute, executor.close = self._step, self.close
-        self.post = lambda done: done()
         self.pending: deque = deque()
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
@@ -86,7 +85,7 @@ class LateCopier:
     def to_device(self, group, slot, parts, done) -> None:
         with self._lock:
             move = partial(self._executor.to_device, group, slot, parts, lambda: None)
-            self.pending.append((move, lambda: self.post(done)))
+            self.pending.append((move, done))
 
     def _flush(self) -> None:
         with self._lock:
@@ -167,8 +166,6 @@ class Stack:
         )
         self.executor, self.manager, self.tiers = executor, manager, manager.tiers
         self.transfers = manager.tiers.transfers
-        if self.copier is not None:
-            self.copier.post = self.transfers._post
 
     def close(self) -> None:
         for output in self.core.abort_all():
@@ -320,20 +317,20 @@ class Stack:
             self.transfers.wait(0.01)
             self.tiers.poll()
             assert time.monotonic() < end, self.under_way()
-        if self.transfers._no_writes_before > time.monotonic():
-            self.transfers._to_save.clear()
+        if self.transfers.down.no_writes_before > time.monotonic():
+            self.transfers.down.to_save.clear()
         assert self.transfers.wait_idle(timeout_s), "saves never ended"
 
     def check_idle(self) -> None:
         """Nothing is held, under way or left over when no request lives."""
         assert not self.core.has_work
         self.settle_transfers()
-        self.transfers._space_at = 0.0  # slots that a full file system refused come back now, not after a while
+        self.transfers.down._space_at = 0.0  # slots that a full file system refused come back now, not after a while
         self.transfers.poll()
         self.core.scheduler.check_integrity()
         transfers, loader = self.transfers, self.core.scheduler.loader
-        assert not transfers.outstanding and not transfers._waiters and not transfers._saving_slots
-        assert not transfers.reading_bytes, "bytes on their way for ever"
+        assert not transfers.outstanding and not transfers.up.waiting and not transfers.down.saving_slots
+        assert not transfers.up.reading_bytes, "bytes on their way for ever"
         assert not loader._begun and not self.tiers._loads and not self.manager._computing
         assert all(pool.used == 0 for pool in self.manager.pools.values())
         for index in self.tiers.indexes.values():

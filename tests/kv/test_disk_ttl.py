@@ -401,7 +401,7 @@ def test_an_end_that_moves_while_the_page_is_written_is_that_of_the_record(tmp_p
     tokens = stack.tokens(40)
     stack.add(tokens, answer=2, cache=CacheHints(ttl_s=1000))
     stack.settle()
-    eventually(lambda: stack.transfers.poll() or stack.transfers._saving_slots)
+    eventually(lambda: stack.transfers.poll() or stack.transfers.down.saving_slots)
     stack.add(tokens, answer=2)
     stack.settle()
     files.on = False

@@ -180,7 +180,7 @@ def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -
     stack.forget_device()
     plan.active = True
     begun = time.monotonic()
-    while not (plan.counts[Fault.READ_HANG] and stack.transfers.reading_bytes):
+    while not (plan.counts[Fault.READ_HANG] and stack.transfers.up.reading_bytes):
         stack.step()
         assert time.monotonic() - begun < 50
     assert victim.pages.parked is not None and not victim.pages.load.finished
@@ -197,7 +197,7 @@ def test_a_park_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 0.0)
     stack = crowded()
     go_on = threading.Event()
-    stack.transfers._hashing.submit(go_on.wait, 60)
+    stack.transfers.movers.checker.submit(go_on.wait, 60)
     fill(stack)
     while not stack.counts()["preempted"]:
         stack.step()

@@ -48,7 +48,7 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
     stack = Stack(tmp_path / "cache", seed=SEED, host_slots=300, files=files, disk_key_file=key)
     right: dict[tuple[str, bytes], bytes] = {}
     flipped = []
-    save = stack.transfers.save
+    save = stack.transfers.down.save
 
     def flip_and_save(copy) -> None:
         right[copy.page.name] = copy.checksum
@@ -57,7 +57,7 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
             flipped.append(copy.page.name)
         save(copy)
 
-    stack.transfers.save = flip_and_save
+    stack.transfers.down.save = flip_and_save
     stack.add(stack.tokens(40), answer=2)
     stack.settle()
     stack.settle_transfers()
@@ -122,12 +122,12 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
     while not store.stalled:
         stack.transfers.poll()
         assert time.monotonic() < end
-    stack.transfers._no_writes_before = 0.0
+    stack.transfers.down.no_writes_before = 0.0
     most = 0
     for _ in range(400):
         stack.add(stack.tokens(24), answer=1)
         stack.settle()
-        most = max(most, len(stack.transfers._to_save))
+        most = max(most, len(stack.transfers.down.to_save))
     assert 20 < most <= 2 * stack.tiers.host.num_slots, most
     stack.hurry_disk(60.0)
     files.on = False

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from disk_damage import Damage, Vandal
 from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 
 from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
 
@@ -50,12 +52,20 @@ def flip_rounds(stack: Stack, rounds: int, table: Table, *, requests: int = 6) -
         table.add("host bit flip", flipped, noticed(stack) - before, stack.wrong - wrong)
 
 
+def ask_for(stack: Stack, page: Page) -> bool:
+    """Have a page brought to host memory and checked; nobody uses it. False when there is no room just now."""
+    fetch = stack.transfers.fetch(page, deque())
+    if fetch is not None:
+        stack.transfers.release(fetch)
+    return fetch is not None
+
+
 def sweep(stack: Stack) -> None:
     """Ask for every page of the host, as a load does; those that are refused leave."""
     stack.settle_transfers()
     for copy in list(stack.tiers.host.copies()):
         if copy.ready:
-            stack.transfers.fetch(copy.page, lambda found: found is not None and stack.tiers.host.release(found))
+            ask_for(stack, copy.page)
     stack.settle_transfers()
 
 
@@ -65,7 +75,7 @@ def fault_rounds(
     """Traffic from the disk, whose calls go wrong by the plan; `dense`: all its pages are read, too."""
     for _ in range(rounds):
         before, injected, wrong = noticed(stack), plan.counts.copy(), stack.wrong
-        stack.transfers._no_writes_before = 0.0  # no pause after a row of failed writes
+        stack.transfers.down.no_writes_before = 0.0  # no pause after a row of failed writes
         stack.serve(requests)
         stack.settle_transfers()
         stack.forget_device()
@@ -111,9 +121,7 @@ def read_disk(stack: Stack) -> None:
     stack.forget_host()
     for copy in list(stack.tiers.disk.copies()):
         if copy.ready and stack.tiers.host.get(*copy.page.name) is None:
-            while not stack.transfers.fetch(
-                copy.page, lambda found: found is not None and stack.tiers.host.release(found)
-            ):
+            while not ask_for(stack, copy.page):
                 stack.transfers.wait(0.01)
     stack.settle_transfers()
 
@@ -282,12 +290,12 @@ def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
 def test_bits_that_flip_before_a_page_is_saved_do_not_reach_the_disk(tmp_path: Path) -> None:
     """Stored and hashed, flipped, saved, forgotten by host and device, read from disk: it stays wrong."""
     stack = Stack(tmp_path, seed=SEED, host_slots=400)
-    stack.transfers._no_writes_before = time.monotonic() + 3600  # hold the saves back
+    stack.transfers.down.no_writes_before = time.monotonic() + 3600  # hold the saves back
     stack.serve(8)
     while stack.moving:
         stack.transfers.wait(0.01)
     flipped = stack.flip_host()
-    stack.transfers._no_writes_before = 0.0
+    stack.transfers.down.no_writes_before = 0.0
     stack.settle_transfers()
     assert stack.counts()["host corrupt"] == flipped > 20 and not list(stack.tiers.disk.copies())
     stack.forget_device()

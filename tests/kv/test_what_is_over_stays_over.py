@@ -14,6 +14,7 @@ from test_written_pages import ask, forget_device, measured
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.schedule.scheduler import StepSchedule
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, GenerateRequest, SamplingParams
@@ -73,7 +74,7 @@ def test_pages_that_are_waited_for_do_not_expire():
     prefix = [2 + i * 7 % 90 for i in range(40)]
     core = core_with_a_prefix_in_host(prefix)
     manager, scheduler = core.scheduler.manager, core.scheduler
-    scheduler.loader.tiers.transfers.fetch = lambda page, arrival: True  # nothing arrives
+    scheduler.loader.tiers.transfers.fetch = Fetch  # nothing arrives
     measured(core, 1.0, 1e-6)
     core.add(GenerateRequest("loads", (*prefix, 5), GREEDY))
     core.step()

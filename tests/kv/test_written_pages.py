@@ -13,6 +13,7 @@ from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
 from wicore_trt.kv.tiers.load import PrefixLoad
+from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import StepSchedule
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
@@ -201,7 +202,7 @@ def test_a_load_that_takes_the_last_local_pages_is_given_up_not_begun_again():
     loader, scheduler = core.scheduler.loader, core.scheduler
     scheduler._load_spare = lambda sequence: 0  # begin all the same
     measured(core, 1000.0, 0.1)
-    loader.tiers.transfers.fetch = lambda page, arrival: True  # what is asked for never arrives
+    loader.tiers.transfers.fetch = Fetch  # what is asked for never arrives
     assert ask(core, "again", [*prompt, 5], loads_first=False) == greedy([*prompt, 5], 3, ignore_eos=True)
     assert scheduler.preemptions == 0
 

@@ -128,9 +128,9 @@ MUTANTS = (
         "((LOCAL, pages.load.window),)",
     ),
     Mutant(
-        "kv/prefix/loader.py",
-        "                pool.release([table[i]])\n                table[i] = slot",
-        "                table[i] = slot",
+        "kv/manager.py",
+        "        self.pools[GLOBAL].release([table[i] for i in slots])\n",
+        "",
     ),
     Mutant(
         "kv/prefix/loader.py",
@@ -150,33 +150,31 @@ MUTANTS = (
     # --- tiers: slots, readers, checks, names
     Mutant(
         "kv/tiers/tiers.py",
-        "        elif not load.wanted(item):",
-        "        elif load.broken:",
+        "item.slot >= 0 and load.wanted(item):",
+        "item.slot >= 0 and not load.broken:",
     ),
     Mutant(
-        "kv/tiers/tiers.py",
-        "        self.host.release(copy)\n        if load.wanted(item):",
-        "        if load.wanted(item):",
+        "kv/tiers/way_up.py",
+        "        self._movers.host.index.release(fetch.held)\n        fetch.inbox.append(fetch)",
+        "        fetch.inbox.append(fetch)",
     ),
     Mutant(
-        "kv/tiers/transfers.py",
-        "        if right:\n            arrival(copy)",
-        '        if right or copy.origin == "":\n            arrival(copy)',
+        "kv/tiers/way_up.py",
+        "        if right:\n            self._here(fetch)",
+        '        if right or copy.origin == "":\n            self._here(fetch)',
     ),
     Mutant(
-        "kv/tiers/transfers.py",
-        "            self.host.index.acquire(copy)\n            arrival(copy)",
-        "            arrival(copy)",
+        "kv/tiers/way_up.py",
+        "            self._movers.host.index.acquire(copy)\n            fetch.copy = copy",
+        "            fetch.copy = copy",
     ),
     Mutant(
-        "kv/tiers/transfers.py",
-        "            self.outstanding -= 1\n"
-        "            index.release(source)\n"
-        "            self.disk_traffic.read_bytes",
-        "            self.outstanding -= 1\n            self.disk_traffic.read_bytes",
+        "kv/tiers/way_up.py",
+        "            index.release(source)\n            movers.disk_traffic.read_bytes",
+        "            movers.disk_traffic.read_bytes",
     ),
     Mutant(
-        "kv/tiers/transfers.py",
+        "kv/tiers/way_down.py",
         'index.abort(target, "timeout", touched=True)',
         'index.abort(target, "timeout")',
     ),

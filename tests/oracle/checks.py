@@ -35,12 +35,12 @@ def settle(stack: Stack) -> None:
             world.advance(0.02 if spent < 2 else 5.0)
         else:
             stack.tiers.transfers.wait(0.01)
-            stack.tiers.transfers._no_writes_before = 0.0  # nobody waits for half a minute here
+            stack.tiers.transfers.down.no_writes_before = 0.0  # nobody waits for half a minute here
 
 
 def under_way(stack: Stack) -> str:
     transfers = stack.tiers.transfers
-    return f"{transfers.outstanding} transfers, {len(transfers._to_save)} to save, loading: {stack.tiers.loading}"
+    return f"{transfers.outstanding} transfers, {len(transfers.down.to_save)} to save, loading: {stack.tiers.loading}"
 
 
 def check_idle(stack: Stack) -> None:
@@ -56,9 +56,9 @@ def check_idle(stack: Stack) -> None:
         return
     transfers = stack.tiers.transfers
     require(not stack.loader._begun and not stack.tiers._loads, "leak", "a load of nobody")
-    require(not transfers.outstanding and not transfers._waiters, "leak", under_way(stack))
-    require(not transfers.reading_bytes and not transfers._saving_slots, "leak", "bytes that move for ever")
-    refused = set(transfers._no_space)
+    require(not transfers.outstanding and not transfers.up.waiting, "leak", under_way(stack))
+    require(not transfers.up.reading_bytes and not transfers.down.saving_slots, "leak", "bytes that move for ever")
+    refused = set(transfers.down.no_space)
     for name, index in stack.tiers.indexes.items():
         require(index._lost <= refused, "leak", name, "slots that never came back")
         for copy in index.copies():

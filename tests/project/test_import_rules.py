@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
+    "client": ("errors", "types", "serve.gen"),
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "serve", "text"),
 }
 
@@ -188,3 +189,30 @@ def test_pure_packages_load_nothing_heavy() -> None:
 @pytest.mark.parametrize("module", sorted(LOAD_NUMPY))
 def test_stores_load_numpy_alone(module: str) -> None:
     assert loaded([module]) == "numpy"
+
+
+CHANGING = ("append", "extend", "insert", "pop", "remove")
+
+
+def is_table(node: ast.AST) -> bool:
+    """Whether this is a page table by the names that the product uses: `x.tables[...]`, `table`."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "tables"
+    return isinstance(node, ast.Name) and node.id == "table"
+
+
+def changes_of_tables(tree: ast.AST) -> Iterator[int]:
+    """Lines that change a page table: its items, or all of it by a method."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and is_table(node.value):
+            yield node.lineno
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in CHANGING and is_table(called.value):
+            yield called.lineno
+
+
+def test_page_tables_have_one_writer():
+    rooms = ("wicore_trt/kv/", "wicore_trt/schedule/", "wicore_trt/core/")
+    trees = {path: ast.parse((ROOT / path).read_text()) for path in python_sources() if path.startswith(rooms)}
+    assert {path for path, tree in trees.items() if list(changes_of_tables(tree))} == {"wicore_trt/kv/manager.py"}
+    assert list(changes_of_tables(ast.parse("pages.tables[g].extend(x)\ntable[i] = 1\ndel table[i:]"))) == [1, 2, 3]

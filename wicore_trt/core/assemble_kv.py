@@ -79,7 +79,7 @@ def make_cache(
     loader = None
     if tiers is not None:
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
-        tiers.transfers.disk_rate = loader.disk_read
+        tiers.transfers.up.disk_rate = loader.disk_read
         _keep_times(manager.retention, tiers.transfers)
     return manager, loader
 
@@ -174,7 +174,7 @@ def _keep_times(retention: Retention, transfers: Transfers) -> None:
                 if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
                     store.stamp(copy.page, copy.slots, end)
 
-    transfers.expires = expires
+    transfers.down.expires = expires
     retention.stamped = stamped
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -338,6 +338,17 @@ class KVCacheManager:
                 # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
                 self._release(LOCAL, [table[i]], keep=keep, spare=not durable)
                 table[i] = -1
+
+    def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
+        """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
+        table = pages.tables[GLOBAL]
+        self.pools[GLOBAL].release([table[i] for i in slots])
+        for i, slot in slots.items():
+            table[i] = slot
+
+    def extend_global(self, pages: SequencePages, slots: Iterable[int]) -> None:
+        """Put `slots` at the end of the global table."""
+        pages.tables[GLOBAL].extend(slots)
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""

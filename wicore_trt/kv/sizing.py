@@ -7,6 +7,7 @@ arithmetic can know (prefixes that sessions share) only makes room.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,6 +103,17 @@ class Geometry:
             sessions * (whole + more) * self.page_bytes.get(GLOBAL, 0)
             + (sessions * (window + more) + spare) * self.page_bytes.get(LOCAL, 0)
         )  # fmt: skip
+
+    def device_sessions(self, nbytes: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
+        """How many sequences of `tokens` tokens a budget of `nbytes` is enough for; see `device_bytes`."""
+
+        def fit(sessions: int) -> bool:
+            return self.device_bytes(sessions, tokens, max_batch_tokens, loads=loads) <= nbytes
+
+        most = 1
+        while fit(most):
+            most *= 2
+        return bisect_left(range(1, most), True, key=lambda sessions: not fit(sessions))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
     kind = config.get("model_type")
     if kind not in ("gemma3", "gemma3_text"):
         raise CheckpointError(
-            f"{place}: model_type {shown(kind)} is not supported.",
+            f"{place} has no model_type." if kind is None else f"{place}: model_type {shown(kind)} is not supported.",
             fix="WiCore builds Gemma 3: 'gemma3_text' or 'gemma3'.",
         )
     _refuse_others(config, place)

@@ -29,6 +29,7 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.kv.tiers.stored import TierCopy
 
 CONNECTOR = {
@@ -57,7 +58,7 @@ class _Sequence:
     names: TenantNames
     start: int
     promised: int
-    matched: list[TierCopy]
+    matched: list[Fetch]
     keys: list[bytes]
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -76,7 +77,7 @@ class _Hub:
         self.tiers: BlockTiers | None = None
         self.chain: KeyChain | None = None
         self.stored: dict[int, list[TierCopy]] = {}
-        self.matched: dict[int, list[TierCopy]] = {}
+        self.matched: dict[int, list[Fetch]] = {}
 
     def open(self, tensor: Any) -> None:
         """Make the tiers for a pool [blocks, ...]. Raises EnvironmentUnfitError for any other shape."""
@@ -109,9 +110,9 @@ class _Hub:
 
     def unpin(self, request_id: int) -> None:
         """Release what was matched for a request and not loaded."""
-        for copy in self.matched.pop(request_id, ()):
+        for fetch in self.matched.pop(request_id, ()):
             assert self.tiers is not None
-            self.tiers.release(copy)
+            self.tiers.release(fetch)
 
     def close(self) -> None:
         """Write what is under way to disk and free the directory."""
@@ -178,7 +179,7 @@ class TieredScheduler:
         salt = "" if request.cache_salt_id is None else str(request.cache_salt_id)
         names, keys = hub.chain.names("", salt), list[bytes]()
         names.extend(keys, tokens)
-        first, matched = num_computed_tokens // size, list[TierCopy]()
+        first, matched = num_computed_tokens // size, list[Fetch]()
         if num_computed_tokens % size == 0:
             pages = [_page(keys, i, names) for i in range(first, (len(tokens) - 1) // size)]
             matched = hub.tiers.match(keys, pages, MATCH_S)
@@ -204,8 +205,8 @@ class TieredScheduler:
                 done = min(data.computed_position + sequence.promised, sequence.start)
                 self._advance(data, sequence, done + data.num_scheduled_tokens, moves)
                 first = (sequence.start - sequence.promised) // self.hub.page_tokens
-                for i, copy in enumerate(sequence.matched, start=first):
-                    moves.loads.append((data.request_id, copy.page, sequence.blocks[i]))
+                for i, fetch in enumerate(sequence.matched, start=first):
+                    moves.loads.append((data.request_id, fetch.page, sequence.blocks[i]))
                 sequence.matched = []
         for data in scheduler_output.cached_requests:
             sequence = self._sequences.get(data.request_id)
@@ -267,11 +268,11 @@ class TieredWorker:
         moves = self._moves()
         with _on(stream):
             for request_id, page, block in moves.loads:
-                copies = self.hub.matched.get(request_id)
-                if not copies or copies[0].page != page:
+                fetches = self.hub.matched.get(request_id)
+                if not fetches or fetches[0].page != page:
                     raise RuntimeError(f"page {page.index} of request {request_id} was promised and is not held")
                 assert self.hub.tiers is not None
-                self.hub.tiers.load(copies.pop(0), block)
+                self.hub.tiers.load(fetches.pop(0), block)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: loads are on the stream before the first layer."""

@@ -7,6 +7,7 @@ gives out only pages whose bytes were checked against their identity just now, a
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -23,6 +24,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
+from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.stored import CopyState, TierCopy
 from wicore_trt.kv.tiers.tiers import IN_FLIGHT, LowerTiers
 from wicore_trt.kv.tiers.transfers import Transfers
@@ -89,31 +91,33 @@ class BlockTiers:
         """Whether some tier has the page, or is getting it."""
         return self._tiers.where(*page.name) is not None
 
-    def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[TierCopy]:
-        """Host copies of the longest run of `pages` from the first on that were there, or came from disk, within
-        `timeout_s` and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the
-        keys of the whole prompt, from which the eviction policy learns."""
+    def match(self, chain: Sequence[bytes], pages: Sequence[Page], timeout_s: float) -> list[Fetch]:
+        """The longest run of `pages` from the first on that were in host memory, or came from disk, within `timeout_s`
+        and whose checksums are right. Each is held until `release` or the end of `load`. `chain` has the keys of the
+        whole prompt, from which the eviction policy learns."""
         self._tiers.touch(chain, None)
         wanted = list(takewhile(self.known, pages))
-        fetch = _Fetch(self.transfers, wanted)
+        match = _Match(self.transfers, wanted)
         end = time.monotonic() + timeout_s
-        while not fetch.complete and (left := end - time.monotonic()) > 0:
-            fetch.start()
-            if not fetch.waiting and not self.transfers.outstanding:
+        while not match.complete and (left := end - time.monotonic()) > 0:
+            match.start()
+            if not match.waiting and not self.transfers.outstanding:
                 break  # the host is full of pages that are held
             self.transfers.wait(min(left, _WAIT_S))
-        return fetch.close()
+            match.take_in()
+        return match.close()
 
     def store(self, page: Page, block: int) -> TierCopy | None:
         """Copy a block to the host, and on to disk; None when there is no room."""
         return self._tiers.store(page, block)
 
-    def load(self, copy: TierCopy, block: int) -> None:
+    def load(self, fetch: Fetch, block: int) -> None:
         """Copy a page that `match` gave out into a block, and release it."""
-        self.transfers.to_device(copy, block, partial(self.release, copy))
+        self.transfers.place(fetch, block)
 
-    def release(self, copy: TierCopy) -> None:
-        self.transfers.host.index.release(copy)
+    def release(self, fetch: Fetch) -> None:
+        """Let go of a page that `match` gave out."""
+        self.transfers.release(fetch)
 
     def storing(self, copy: TierCopy) -> bool:
         """Whether its block is still being copied or checked."""
@@ -131,52 +135,51 @@ class BlockTiers:
         self.transfers.close(timeout_s)
 
 
-class _Fetch:
-    """Pages on their way to one `match`, in no particular order. `waiting` are the places asked for and not answered.
-    Pages from `_stop` on are of no use, as one before them cannot be had."""
+class _Match:
+    """Pages on their way to one `match`, in no particular order. `waiting` are the pages asked for and not answered, by
+    their place. Pages from `_stop` on are of no use, as one before them cannot be had."""
 
     def __init__(self, transfers: Transfers, pages: Sequence[Page]) -> None:
         self._transfers = transfers
         self._pages = pages
-        self._arrived: dict[int, TierCopy] = {}
+        self._inbox: deque[Fetch] = deque()
+        self._arrived: dict[int, Fetch] = {}
         self._started = 0
         self._stop = len(pages)
-        self._closed = False
-        self.waiting: set[int] = set()
+        self.waiting: dict[Fetch, int] = {}
 
     @property
     def complete(self) -> bool:
         """Whether every page before `_stop` has been answered."""
-        return self._started >= self._stop and all(place >= self._stop for place in self.waiting)
+        return self._started >= self._stop and all(place >= self._stop for place in self.waiting.values())
 
     def start(self) -> None:
         """Ask for as many pages as may be under way."""
         while self._started < self._stop and len(self.waiting) < IN_FLIGHT:
-            place = self._started
-            self.waiting.add(place)
-            if not self._transfers.fetch(self._pages[place], partial(self._answer, place)):
-                self.waiting.discard(place)
+            fetch = self._transfers.fetch(self._pages[self._started], self._inbox)
+            if fetch is None:
                 return
+            self.waiting[fetch] = self._started
             self._started += 1
+            self.take_in()
 
-    def _answer(self, place: int, copy: TierCopy | None) -> None:
-        self.waiting.discard(place)
-        if copy is None:
-            self._stop = min(self._stop, place)
-        elif self._closed:
-            self._transfers.host.index.release(copy)
-        else:
-            self._arrived[place] = copy
+    def take_in(self) -> None:
+        """Note what was answered."""
+        while self._inbox:
+            fetch = self._inbox.popleft()
+            place = self.waiting.pop(fetch)
+            if fetch.stage is Stage.HERE:
+                self._arrived[place] = fetch
+            else:
+                self._stop = min(self._stop, place)
 
-    def close(self) -> list[TierCopy]:
+    def close(self) -> list[Fetch]:
         """The run from the first page on; what lies beyond a gap is released, now or when it arrives."""
-        self._closed = True
         run = 0
         while run in self._arrived:
             run += 1
-        for place, copy in self._arrived.items():
-            if place >= run:
-                self._transfers.host.index.release(copy)
+        for fetch in [*self.waiting, *(fetch for place, fetch in self._arrived.items() if place >= run)]:
+            self._transfers.release(fetch)
         return [self._arrived[place] for place in range(run)]
 
 

@@ -77,7 +77,7 @@ class PrefixLoader:
         now = self._clock()
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
         if self.tiers.disk is not None:
-            rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.reading_bytes, now=now)
+            rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
         return choose(total, hit.tokens, candidates, compute, rates)
 
     def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
@@ -269,9 +269,7 @@ class PrefixLoader:
         manager, size = self._manager, self._manager.page_tokens
         if GLOBAL in manager.pools:
             pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
-            for i, slot in load.found.items():
-                pool.release([table[i]])
-                table[i] = slot
+            manager.replace_global(pages, load.found)
             load.found.clear()
             for i in range(computed // size, load.stop):
                 if pool.page(table[i]) is None:
@@ -381,7 +379,7 @@ class PrefixLoader:
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
         first = manager.first_visible_page(parked.tokens)
         if GLOBAL in slots:
-            pages.tables[GLOBAL].extend(slots[GLOBAL][i] for i in sorted(slots[GLOBAL]))
+            manager.extend_global(pages, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
         pages.load = PrefixLoad(
             parked.tokens,
             manager.pages_for(parked.tokens),

@@ -12,15 +12,31 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.policy.policy import ChainPolicy, Key
+from wicore_trt.kv.policy.policy import ChainPolicy, Key, LRUPolicy
 from wicore_trt.kv.tiers.collector import collection_paused
 from wicore_trt.kv.tiers.stored import TRANSITIONS, CopyState, TierCopy, TierNode
-from wicore_trt.kv.tiers.tenant import Recency, Tenant
 
 __all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
 LOOKAHEAD = 256
+
+
+class Recency(LRUPolicy):
+    """One tenant's pages, least recently used or stored first: look-ups of pages that are not here do not reach it."""
+
+    _clock_per_page = 1
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What one tenant has in a tier: `slots` in use, keys of `spare` nodes that may leave, oldest first, and at its
+    quota the `order` of its other pages, which follows the times at which they were used or stored and nothing else."""
+
+    slots: int = 0
+    spare: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    order: Recency | None = None
 
 
 class TierIndex:
@@ -52,7 +68,7 @@ class TierIndex:
         self._nodes: dict[Key, TierNode] = {}
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
-        self._tenants: dict[bytes, Tenant] = {}
+        self._tenants: dict[bytes, _Tenant] = {}
         self._holds: Counter[bytes] = Counter()  # by key, whether its page is here or not
         self.held_slots = 0
         self.unsaved_slots = 0
@@ -272,11 +288,11 @@ class TierIndex:
             self.held_slots -= node.slots
             self._busy(node, -1)
 
-    def _tenant(self, tag: bytes) -> Tenant:
+    def _tenant(self, tag: bytes) -> _Tenant:
         tenant = self._tenants.get(tag)
         if tenant is None:
             limited = self._quota_slots < self.num_slots
-            tenant = self._tenants[tag] = Tenant(order=Recency(self._quota_slots) if limited else None)
+            tenant = self._tenants[tag] = _Tenant(order=Recency(self._quota_slots) if limited else None)
         return tenant
 
     def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:

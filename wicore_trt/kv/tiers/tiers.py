@@ -8,14 +8,14 @@ load is bounded, and a load ends, whatever the disk does: each page arrives or f
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from functools import partial
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.traffic import Traffic
+from wicore_trt.kv.tiers.movers import Traffic
+from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.types import TierStats
 
@@ -41,6 +41,8 @@ class LowerTiers:
         self.hit_tokens: Counter[str] = Counter()
         self._threshold = threshold
         self._loads: list[PrefixLoad] = []
+        self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem]] = {}
+        self._inbox: deque[Fetch] = deque()
         self._relieve_at = 0.0
 
     @property
@@ -132,7 +134,10 @@ class LowerTiers:
 
     def poll(self) -> bool:
         """Apply finished transfers, go on with loads, keep the tiers below their thresholds. True if there was news."""
-        news = self.transfers.poll()
+        news = False
+        while self.transfers.poll() or self._inbox:
+            news = True
+            self._take_in()
         self._pump()
         full = self.host.unsaved_slots > self._threshold * self.host.num_slots
         if self.disk is not None and full and time.monotonic() >= self._relieve_at:
@@ -148,36 +153,40 @@ class LowerTiers:
                 if load.in_flight >= IN_FLIGHT and self.host.get(*item.page.name) is None:
                     load.todo.appendleft(item)
                     break
-                load.in_flight += 1
-                if self.transfers.fetch(item.page, partial(self._arrived, load, item)):
-                    continue
-                if self.transfers.outstanding:
-                    load.in_flight -= 1
+                fetch = self.transfers.fetch(item.page, self._inbox)
+                if fetch is not None:
+                    load.in_flight += 1
+                    self._fetching[fetch] = (load, item)
+                    self._take_in()
+                elif self.transfers.outstanding:
                     load.todo.appendleft(item)
+                    break
                 else:  # nothing will make room
+                    load.in_flight += 1
                     load.fail(item)
-                break
+                    break
         self._loads = [load for load in self._loads if not load.finished]
 
-    def _arrived(self, load: PrefixLoad, item: LoadItem, copy: TierCopy | None) -> None:
-        if copy is None:
-            load.fail(item)
-        elif item.slot < 0:
-            load.arrive(item, "host")
-            self.host.release(copy)
-        elif not load.wanted(item):
-            load.pass_over(item)
-            self.host.release(copy)
-        else:
-            self.transfers.to_device(copy, item.slot, partial(self._on_device, load, item, copy))
-
-    def _on_device(self, load: PrefixLoad, item: LoadItem, copy: TierCopy) -> None:
-        self.host.release(copy)
-        if load.wanted(item):
-            load.arrive(item, copy.origin or "host")
-        else:
-            load.pass_over(item)
-        copy.origin = ""
+    def _take_in(self) -> None:
+        """Go on with what arrived, in host memory or on the device."""
+        while self._inbox:
+            fetch = self._inbox.popleft()
+            load, item = self._fetching[fetch]
+            if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
+                self.transfers.place(fetch, item.slot)
+                continue
+            del self._fetching[fetch]
+            if fetch.stage is Stage.FAILED:
+                load.fail(item)
+            elif fetch.stage is Stage.PLACED and load.wanted(item):
+                load.arrive(item, fetch.held.origin or "host")
+            elif item.slot < 0:
+                load.arrive(item, "host")
+            else:
+                load.pass_over(item)
+            if fetch.stage is Stage.PLACED:
+                fetch.held.origin = ""
+            self.transfers.release(fetch)
 
     def _relieve(self) -> None:
         self._relieve_at = time.monotonic() + RELIEVE_S

@@ -1,0 +1,108 @@
+"""The client class against a real server: the answers of the engine, and the engine's errors as exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from serving import expected, make_engine, serving, until
+
+from wicore_trt.client import Client, _output_of, _sampling
+from wicore_trt.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+)
+from wicore_trt.serve import convert
+from wicore_trt.types import CacheHints, CachePriority, FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+async def test_prompts_chats_and_streams_are_answered():
+    async with serving() as running:
+        with Client(running.address) as client:
+            await asyncio.to_thread(client.wait_ready)
+            results = await asyncio.to_thread(client.generate, ["one", "two and more"], GREEDY)
+            for prompt, (completion,) in zip(("one", "two and more"), results, strict=True):
+                text, tokens = expected(prompt, 8)
+                assert (completion.text, list(completion.token_ids)) == (text, tokens)
+                assert completion.finish_reason is FinishReason.LENGTH and completion.usage.completion_tokens == 8
+            parts = await asyncio.to_thread(lambda: list(client.stream("one", GREEDY)))
+            assert "".join(part.text for part in parts) == expected("one", 8)[0] and len(parts) > 1
+            turns = [{"role": "user", "content": "hello"}]
+            several = SamplingParams(max_tokens=4, temperature=0, n=2, ignore_eos=True)
+            hints = CacheHints("s", CachePriority.HIGH, 5.0)
+            first, second = await asyncio.to_thread(lambda: client.chat(turns, several, cache=hints))
+            assert first.token_ids == second.token_ids and len(first.token_ids) == 4
+
+
+async def test_errors_are_those_of_the_engine():
+    async with serving(make_engine(step_s=0.05)) as running:
+        with Client(running.address) as client:
+
+            def fails(error, *args, **kwargs):
+                with pytest.raises(error) as caught:
+                    client.generate(*args, **kwargs)
+                return caught.value
+
+            wrong = await asyncio.to_thread(fails, InvalidRequestError, [[1 << 30]])
+            assert wrong.field == "token_ids"
+            late = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+            await asyncio.to_thread(fails, DeadlineError, "hello", late, timeout_s=0.3)
+    with Client(running.address) as client:
+        with pytest.raises(UnavailableError):
+            await asyncio.to_thread(client.generate, "hello", GREEDY)
+        with pytest.raises(UnavailableError, match="took no requests"):
+            await asyncio.to_thread(client.wait_ready, 0.3)
+
+
+async def test_a_full_queue_says_when_to_come_back_and_a_wrong_key_is_told(tmp_path):
+    async with serving(make_engine(step_s=0.02, max_waiting=2), api_key="k" * 32) as running:
+        with Client(running.address, api_key="wrong") as client, pytest.raises(AuthenticationError):
+            await asyncio.to_thread(client.generate, "hello", GREEDY)
+        with Client(running.address, api_key="k" * 32) as client:
+            with pytest.raises(QueueFullError) as caught:
+                await asyncio.to_thread(client.generate, ["a", "b"] * 40, GREEDY)
+            assert caught.value.retry_after_s > 0
+
+
+async def test_a_stream_that_is_dropped_ends_its_request():
+    async with serving(make_engine(step_s=0.01)) as running:
+        with Client(running.address) as client:
+
+            def taste():
+                for _ in client.stream("hello", SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)):
+                    return
+
+            await asyncio.to_thread(taste)
+            await until(lambda: running.engine.stats().requests_running == 0)
+
+
+def test_outputs_and_parameters_come_back_as_they_were():
+    usage = Usage(7, 2, 3)
+    logprobs = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))), TokenLogprob(6, -0.25))
+    for output in (
+        TextOutput("r", 1, "ab", (5, 6), logprobs),
+        TextOutput("r", 0, "c", (5, 6), logprobs, FinishReason.STOP, "stop", usage),
+        TextOutput("r", 0, "", (), (), FinishReason.STOP, 106, usage),
+        TextOutput("r", 0, "", (), (), FinishReason.DEADLINE, None, usage),
+    ):
+        (message,) = convert.responses(output, first_token_s=None, total_s=1.0)
+        assert _output_of(message) == output
+    given = SamplingParams(max_tokens=3, top_k=2, seed=0, n=2, logprobs=0, logit_bias={5: -1.0}, stop=("x",))
+    assert convert.sampling_params(_sampling(given)) == given
+    assert convert.sampling_params(_sampling(SamplingParams())) == SamplingParams()
+
+
+def test_what_is_not_installed_is_named():
+    code = (
+        "import sys\nsys.modules['grpc'] = None\nsys.modules['torch'] = None\nimport wicore_trt\n"
+        "try:\n    wicore_trt.Client\nexcept wicore_trt.EnvironmentUnfitError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "[serve]" in done.stdout, done.stderr

@@ -1,0 +1,231 @@
+"""A client of a running server with the calls of `LLM`: `Client(address).generate(...)`, `.chat(...)`, `.stream(...)`.
+
+Talks the contract of serve/proto; needs the extra `serve` and no engine. It must not know how a server works.
+Invariants: a call fails with the exception that `LLM` would raise; a stream that is dropped half-way cancels its call.
+For any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from wicore_trt import errors
+from wicore_trt.errors import WicoreError
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
+from wicore_trt.types import (
+    CacheHints,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TextOutput,
+    TokenLogprob,
+    Usage,
+    prompt_fields,
+    prompt_list,
+)
+
+MAX_REPLY_BYTES = 64 << 20
+_BY_CODE = {
+    error.grpc_code: error
+    for error in (
+        errors.EnvironmentUnfitError,
+        errors.AuthenticationError,
+        errors.RequestCancelledError,
+        errors.DeadlineError,
+        errors.UnavailableError,
+        errors.QueueFullError,
+        errors.NotFoundError,
+    )
+}
+
+
+class Client:
+    """`address` is HOST:PORT. `ca` is a file of certificates to trust and turns TLS on; `api_key` stands for a tenant.
+
+    Calls raise the exceptions of `wicore_trt.errors`: InvalidRequestError with the name of the field, QueueFullError
+    with `retry_after_s`, UnavailableError where no server answers or it is loading, AuthenticationError, DeadlineError.
+    """
+
+    def __init__(
+        self, address: str = "127.0.0.1:50051", *, api_key: str | None = None, ca: str | Path | None = None
+    ) -> None:
+        options = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
+        if ca is not None:
+            credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes())
+            self._channel = grpc.secure_channel(address, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(address, options)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self.address = address
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Return when the server takes requests. Raises UnavailableError when it does not within `timeout_s`."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        replies = health.Watch(
+            health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+        )
+        try:
+            for reply in replies:
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _error_of(error) from None
+        finally:
+            replies.cancel()
+        raise errors.UnavailableError(f"{self.address} took no requests within {timeout_s:g} s.")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
+        timeout_s: float | None = None,
+    ) -> list[list[Completion]]:
+        """Complete prompts (text, or token ids) together; result[i][j] is sequence j of prompt i. `timeout_s` bounds
+        each call."""
+        many = prompt_list(prompts)
+        calls = [self._call(prompt, params, cache, timeout_s) for prompt in many]
+        try:
+            return [_complete(call) for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Completion]:
+        """The model's next turn in a conversation of {"role", "content"} turns, by the model's own chat template;
+        `params.n` of them."""
+        return _complete(self._call(messages, params, cache, timeout_s))
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheHints | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[TextOutput]:
+        """Yield the deltas of one prompt, or of the next turn of a conversation, as they come."""
+        return _outputs(self._call(prompt, params, cache, timeout_s))
+
+    def close(self) -> None:
+        """End all calls."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        params: SamplingParams | None,
+        cache: CacheHints | None,
+        timeout_s: float | None,
+    ) -> Any:
+        message = pb2.GenerateRequest(sampling=_sampling(params or SamplingParams()))
+        fields = prompt_fields(prompt)
+        if "prompt" in fields:
+            message.text = fields["prompt"]
+        elif "messages" in fields:
+            message.chat.messages.extend(pb2.ChatMessage(**turn) for turn in fields["messages"])
+        else:
+            message.token_ids.ids.extend(fields["prompt_token_ids"])
+        if cache is not None:
+            message.cache.session = cache.session
+            message.cache.priority = getattr(kv_pb2, f"CACHE_PRIORITY_{cache.priority.name}")
+            if cache.ttl_s is not None:
+                message.cache.ttl.FromNanoseconds(round(cache.ttl_s * 1e9))
+        return self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
+
+
+def _sampling(params: SamplingParams) -> pb2.SamplingParams:
+    message = pb2.SamplingParams(stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=params.logit_bias)
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(params, field.name)
+        if field.containing_oneof is not None and value is not None:
+            setattr(message, field.name, value)
+    return message
+
+
+def _outputs(call: Any) -> Iterator[TextOutput]:
+    try:
+        for response in call:
+            output = _output_of(response)
+            if output.finish_reason is FinishReason.ERROR:
+                raise WicoreError("The engine failed on this sequence.")
+            yield output
+    except grpc.RpcError as error:
+        raise _error_of(error) from None
+    finally:
+        call.cancel()
+
+
+def _complete(call: Any) -> list[Completion]:
+    parts: dict[int, list[TextOutput]] = {}
+    for output in _outputs(call):
+        parts.setdefault(output.index, []).append(output)
+    return [Completion.of(parts[i]) for i in sorted(parts)]
+
+
+def _output_of(response: pb2.GenerateResponse) -> TextOutput:
+    ended = response.WhichOneof("event") == "finish"
+    finish, delta = response.finish, response.finish.delta if ended else response.delta
+    stop = finish.WhichOneof("stop") if ended else None
+    reason = FinishReason[pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_")] if ended else None
+    usage = finish.usage
+    return TextOutput(
+        response.request_id,
+        response.index,
+        delta.text,
+        tuple(delta.token_ids),
+        tuple(
+            TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+            for entry in delta.logprobs
+        ),
+        reason,
+        getattr(finish, stop) if stop is not None else None,
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if ended else None,
+    )
+
+
+def _error_of(error: Any) -> WicoreError:
+    """The exception that a server's status stands for; a status without our details goes by its code."""
+    code, text = error.code(), error.details() or error.code().name
+    status = rpc_status.from_call(error)
+    details: dict[type, Any] = {}
+    for packed in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            if packed.Is(kind.DESCRIPTOR):
+                packed.Unpack(details.setdefault(kind, kind()))
+    if code.name in ("INVALID_ARGUMENT", "ALREADY_EXISTS"):
+        violations = getattr(details.get(error_details_pb2.BadRequest), "field_violations", ())
+        return errors.InvalidRequestError(text, field=violations[0].field if violations else "")
+    if code.name == "RESOURCE_EXHAUSTED":
+        retry = details.get(error_details_pb2.RetryInfo)
+        wait = retry.retry_delay.ToMilliseconds() / 1000 if retry is not None else 1.0
+        return errors.QueueFullError(text, retry_after_s=wait)
+    return _BY_CODE.get(code.name, WicoreError)(text)

@@ -1,0 +1,190 @@
+"""The way up: pages of the disk to host memory, and of host memory to whoever asked for them or to the device.
+
+Runs on the engine thread but for what it hands to the movers. It must not know loads or sequences. Invariant: a page
+is HERE only after its bytes matched its identity, whichever way they came, and each fetch ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.index import CopyState, TierCopy
+from wicore_trt.kv.tiers.movers import Movers
+from wicore_trt.kv.tiers.moves import Checked, Fetch, HaveRead, Placed, Read, Stage
+
+
+class WayUp:
+    """`reading_bytes` are asked of the disk and not here yet. `disk_rate(bytes, seconds, bytes ahead)` hears how long
+    a read took."""
+
+    def __init__(self, movers: Movers) -> None:
+        self.outstanding = 0
+        self.reading_bytes = 0
+        self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
+        self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
+        self._movers = movers
+
+    def fetch(self, page: Page, inbox: deque[Fetch]) -> Fetch | None:
+        """See `Transfers.fetch`."""
+        fetch = Fetch(page, inbox)
+        return fetch if self._begin(fetch) else None
+
+    def _begin(self, fetch: Fetch) -> bool:
+        """Bring a page to host memory and check it; false when the disk's queue or the host is full just now."""
+        index = self._movers.host.index
+        copy = index.get(*fetch.page.name)
+        if copy is None:
+            return self._read(fetch)
+        if copy.ready:
+            fetch.go(Stage.CHECKING)
+            fetch.copy = copy
+            index.acquire(copy)
+            self.outstanding += 1
+            self._movers.checker.submit(self._check, fetch, copy)
+        else:
+            self.waiting.setdefault(fetch.page.name, []).append(fetch)
+        return True
+
+    def _check(self, fetch: Fetch, copy: TierCopy) -> None:
+        self._movers.mailbox.put(Checked(fetch, self._movers.is_right(copy)))
+
+    def checked(self, fetch: Fetch, right: bool) -> None:
+        """Its bytes match its identity, or the page is looked for elsewhere."""
+        self.outstanding -= 1
+        copy, index = fetch.copy, self._movers.host.index
+        assert copy is not None
+        if right:
+            self._here(fetch)
+            return
+        self._movers.host_traffic.failures["corrupt"] += 1
+        if copy.ready:
+            index.drop(copy, "corrupt")
+        index.release(copy)
+        fetch.copy = None
+        fetch.go(Stage.WAITING)
+        if not self._begin(fetch):
+            self._fail(fetch)
+
+    def _here(self, fetch: Fetch) -> None:
+        fetch.go(Stage.HERE)
+        if fetch.unwanted:
+            self.release(fetch)
+        else:
+            fetch.inbox.append(fetch)
+
+    def _fail(self, fetch: Fetch) -> None:
+        fetch.go(Stage.FAILED)
+        fetch.inbox.append(fetch)
+
+    def answer(self, copy: TierCopy) -> None:
+        """Who waits for a page that was just stored or read gets it; it needs no second check."""
+        for fetch in self.waiting.pop(copy.page.name, ()):
+            self._movers.host.index.acquire(copy)
+            fetch.copy = copy
+            self._here(fetch)
+
+    def refuse(self, name: tuple[str, bytes]) -> None:
+        """Who waits for a page cannot have it."""
+        for fetch in self.waiting.pop(name, ()):
+            self._fail(fetch)
+
+    def release(self, fetch: Fetch) -> None:
+        """See `Transfers.release`."""
+        if fetch.stage in (Stage.WAITING, Stage.CHECKING):
+            fetch.unwanted = True
+        elif fetch.stage is Stage.HERE:
+            self._movers.host.index.release(fetch.held)
+            fetch.go(Stage.RELEASED)
+
+    # --- to the device -------------------------------------------------------------------------------------------
+
+    def place(self, fetch: Fetch, slot: int) -> None:
+        """See `Transfers.place`."""
+        fetch.go(Stage.PLACING)
+        fetch.begun = time.perf_counter()
+        self.outstanding += 1
+        parts = self._movers.host.payload(fetch.held)
+        self._movers.copier.to_device(fetch.page.group, slot, parts, partial(self._post_placed, fetch))
+
+    def _post_placed(self, fetch: Fetch) -> None:
+        self._movers.mailbox.put(Placed(fetch, time.perf_counter()))
+
+    def placed(self, fetch: Fetch, at: float) -> None:
+        """Later steps see the page."""
+        fetch.go(Stage.PLACED)
+        self.outstanding -= 1
+        self._movers.host_traffic.read(self._movers.host.bytes_of(fetch.page), fetch.begun, at)
+        self._movers.host.index.release(fetch.held)
+        fetch.inbox.append(fetch)
+
+    # --- from disk -----------------------------------------------------------------------------------------------
+
+    def _read(self, fetch: Fetch) -> bool:
+        """Have a page read to host memory; false when the disk's queue or the host is full just now."""
+        movers, page = self._movers, fetch.page
+        source = movers.disk[0].get(*page.name) if movers.disk is not None else None
+        if movers.disk is None or source is None or not source.ready or movers.disk[1].stalled:
+            self._fail(fetch)
+            return True
+        index, store = movers.disk
+        copy = movers.host.index.reserve(page)
+        if copy is None:
+            return False
+        index.acquire(source)
+        copy.origin = "disk"
+        move = Read(copy, source, self.reading_bytes)
+        done = partial(self._post_read, move, time.perf_counter())
+        if not store.read(page, source.slots, movers.host.buffers(copy), done):
+            index.release(source)
+            movers.host.index.abort(copy, "queue full")
+            return False
+        self.outstanding += 1
+        self.reading_bytes += movers.host.bytes_of(page)
+        self.waiting.setdefault(page.name, []).append(fetch)
+        return True
+
+    def _post_read(self, move: Read, begun: float, outcome: Outcome) -> None:
+        if outcome is Outcome.OK:
+            move.copy.checksum = self._movers.digest(move.copy)  # on the disk's thread, which has the time
+        self._movers.mailbox.put(HaveRead(move, outcome, time.perf_counter() - begun))
+
+    def have_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
+        """What became of a read; true when the page is here."""
+        movers, copy, source = self._movers, move.copy, move.source
+        assert movers.disk is not None
+        index, host = movers.disk[0], movers.host.index
+        late, returned = outcome is Outcome.TIMEOUT, outcome is Outcome.RETURNED
+        move.go(Stage.LATE if late else Stage.ENDED)
+        self.outstanding -= not late
+        if returned:
+            index.release(source)
+            host.reclaim(copy)
+            return False
+        count = movers.host.bytes_of(copy.page)
+        self.reading_bytes -= count
+        self.disk_rate(count, seconds, move.queued)
+        if outcome is Outcome.OK:
+            index.release(source)
+            movers.disk_traffic.read_bytes += count
+            movers.disk_traffic.read_seconds += seconds
+            host.mark_saved(copy)
+            host.commit(copy)
+            if copy.ready:
+                movers.stored("host", copy.page)
+            return copy.ready
+        cause = outcome.name.lower()
+        movers.disk_traffic.failures["read timeout" if late else cause] += 1
+        waited_for = copy.state is CopyState.WRITING
+        host.abort(copy, cause, touched=late)
+        if not late:
+            if source.ready:
+                index.drop(source, cause)
+            index.release(source)
+        if waited_for:
+            self.refuse(copy.page.name)
+        return False
