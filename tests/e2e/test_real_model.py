@@ -55,9 +55,10 @@ def run_together(llm: LLM, requests: dict[str, tuple[int, ...]], arrivals: dict[
     return tokens
 
 
-def test_tokens_do_not_depend_on_the_batch(llm):
-    """32 requests alone, together, and in random arrival order (which also changes chunks, hits and preemptions)."""
-    requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, 32))}
+@pytest.mark.parametrize(("count", "orders"), [(8, 1), pytest.param(32, 2, marks=pytest.mark.long)])
+def test_tokens_do_not_depend_on_the_batch(llm, count, orders):
+    """Requests alone, together, and in random arrival order (which also changes chunks, hits and preemptions)."""
+    requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, count))}
     alone = {}
     for name, ids in requests.items():
         llm._core.scheduler.manager.clear()  # alone also means without anybody's cached pages
@@ -65,7 +66,7 @@ def test_tokens_do_not_depend_on_the_batch(llm):
     llm._core.scheduler.manager.clear()
     assert run_together(llm, requests, dict.fromkeys(requests, 0)) == alone
     rng = random.Random(11)
-    for _ in range(2):
+    for _ in range(orders):
         order = {name: rng.randrange(60) for name in requests}
         assert run_together(llm, requests, order) == alone
     llm._core.scheduler.check_integrity()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -30,22 +32,9 @@ from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 
-PATCHED = (tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
-
-
-@contextmanager
-def _undone(*objects: Any) -> Iterator[None]:
-    """Whatever is set on `objects` inside is unset afterwards."""
-    before = [dict(vars(o)) for o in objects]
-    try:
-        yield
-    finally:
-        for o, names in zip(objects, before, strict=True):
-            for name, value in list(vars(o).items()):
-                if name not in names:
-                    delattr(o, name)
-                elif names[name] is not value:
-                    setattr(o, name, names[name])
+PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+MISSING = object()
+Names = dict[str, Any]
 
 
 def _scalar_index(scalar: Any) -> int:
@@ -54,30 +43,64 @@ def _scalar_index(scalar: Any) -> int:
     return int(scalar.handle.data.item())
 
 
+def _put(owner: Any, names: Names) -> None:
+    for name, value in names.items():
+        delattr(owner, name) if value is MISSING else setattr(owner, name, value)
+
+
+@cache
+def _language() -> list[Names]:
+    """What the interpreter sets on each of `PATCHED`. It looks these five hundred names up again at every launch and at
+    every call of one function by another, which took a third of the tests' time; they are always the same."""
+    before = [dict(vars(o)) for o in PATCHED]
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    tl.tensor.__index__ = _scalar_index
+    found = [{n: v for n, v in vars(o).items() if v is not b.get(n)} for o, b in zip(PATCHED, before, strict=True)]
+    for o, names, b in zip(PATCHED, found, before, strict=True):
+        _put(o, {n: b.get(n, MISSING) for n in names})
+    return found
+
+
+_interpreted = cache(InterpretedFunction)
+
+
+def _functions(function: FunctionType) -> list[tuple[Names, Names]]:
+    """Namespaces of all modules that `function` reaches, each with what stands for its compiled functions meanwhile."""
+    spaces: dict[int, Names] = {}
+    left = [vars(tl), vars(tl.standard), function.__globals__]
+    while left:
+        names = left.pop()
+        if id(names) not in spaces:
+            spaces[id(names)] = names
+            left += [f.fn.__globals__ for f in names.values() if isinstance(f, JITFunction)]
+    return [
+        (names, {n: _interpreted(f.fn) for n, f in names.items() if isinstance(f, JITFunction)})
+        for names in spaces.values()
+    ]
+
+
 @contextmanager
 def _interpreting(function: JITFunction) -> Iterator[InterpretedFunction]:
-    own = function.fn.__globals__
-    called = [f.fn.__globals__ for f in own.values() if isinstance(f, JITFunction)]
-    namespaces = {id(names): names for names in (vars(tl), vars(tl.standard), own, *called)}.values()
-    kept = [dict(names) for names in namespaces]
-    patch_lang_core = interpreter._patch_lang_core
-
-    def patch_with_index(lang: Any, scope: Any) -> None:
-        patch_lang_core(lang, scope)
-        scope.set_attr(lang.tensor, "__index__", _scalar_index)
-
-    with _undone(*PATCHED):
-        for names in namespaces:
-            names.update({n: InterpretedFunction(f.fn) for n, f in names.items() if isinstance(f, JITFunction)})
-        interpreter._patch_lang_core = patch_with_index
-        try:
-            yield InterpretedFunction(function.fn)
-        finally:
-            interpreter._patch_lang_core = patch_lang_core
-            InterpretedFunction.rewritten_fn.clear()  # their globals hold names that go away here
-            for names, before in zip(namespaces, kept, strict=True):
-                names.clear()
-                names.update(before)
+    """The function, interpreted, in a process patched for it. Rewritten functions are kept from launch to launch: they
+    find all that they call by name, in the namespaces of their modules, and of the interpreter its semantic."""
+    spaces = _functions(function.fn)
+    language = [(o, n, {k: vars(o).get(k, MISSING) for k in n}) for o, n in zip(PATCHED, _language(), strict=True)]
+    kept = [dict(names) for names, _ in spaces]
+    patch_lang = interpreter._patch_lang
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()  # nothing is left to do, and nothing to restore
+    try:
+        for o, names, _ in language:
+            _put(o, names)
+        for names, functions in spaces:
+            names.update(functions, interpreter_semantic=interpreter.interpreter_semantic)
+        yield _interpreted(function.fn)
+    finally:
+        interpreter._patch_lang = patch_lang
+        for (names, _), before in zip(spaces, kept, strict=True):
+            names.clear()
+            names.update(before)
+        for o, _, before in language:
+            _put(o, before)
 
 
 @contextmanager

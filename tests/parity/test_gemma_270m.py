@@ -19,10 +19,14 @@ from wicore_trt.checkpoint.convert import convert
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]  # three minutes of CPU time in all, on any machine
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.timeout(900),
+]  # three minutes of CPU time in the long profile, on any machine
 BUDGET = 512  # tokens of a step, as the scheduler's default
 NEW_TOKENS = 64
 # the window is 512 tokens: prompts below, around, above and far above it
+FEW_PROMPT_TOKENS, FEW_NEW_TOKENS = (1100, 512, 90, 40, 5), 16
 PROMPT_TOKENS = (2100, 700, 530, 512, 250, 160, 120, 100, 90, 80, 70, 60, 50, 40, 30, 24, 16, 12, 8, 5)
 
 
@@ -93,19 +97,28 @@ def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
         assert relative_error(logits[0], row) < 1e-4, f"position {at - 1}"
 
 
-def test_greedy_tokens_are_those_of_transformers(gemma: Gemma270M, kernels: str) -> None:
-    """20 prompts of real text, decoded together, 64 tokens each.
+@pytest.mark.parametrize(
+    ("lengths", "new_tokens"),
+    [
+        pytest.param(FEW_PROMPT_TOKENS, FEW_NEW_TOKENS, id="few"),
+        pytest.param(PROMPT_TOKENS, NEW_TOKENS, id="all", marks=pytest.mark.long),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    gemma: Gemma270M, kernels: str, lengths: tuple[int, ...], new_tokens: int
+) -> None:
+    """Prompts of real text, decoded together: 5 with 16 tokens each, in the long profile 20 with 64.
 
     transformers does not generate here: one teacher-forced forward per prompt gives its most probable token after
     every prefix of ours. If all of them are our tokens, its greedy decoding is ours, by induction, at a fraction of
     the time.
     """
     driver = gemma.driver(kernels)
-    prompts = [gemma.prompt(i, n) for i, n in enumerate(PROMPT_TOKENS)]
-    assert [len(p) for p in prompts] == list(PROMPT_TOKENS)
+    prompts = [gemma.prompt(i, n) for i, n in enumerate(lengths)]
+    assert [len(p) for p in prompts] == list(lengths)
     sequences = [driver.new_sequence() for _ in prompts]
     outputs = [[int(row.argmax())] for row in prefill(driver, sequences, prompts)]
-    for _ in range(NEW_TOKENS - 1):
+    for _ in range(new_tokens - 1):
         logits = driver.step([(s, o[-1:]) for s, o in zip(sequences, outputs, strict=True)])
         for output, token in zip(outputs, logits.argmax(1).tolist(), strict=True):
             output.append(token)

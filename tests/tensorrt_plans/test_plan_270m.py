@@ -30,7 +30,7 @@ BOUNDS = {"float32": 2e-5, "bfloat16": 0.04, "float16": 0.01, "fp8": 0.25}
     "dtype",
     [
         "float32",
-        "bfloat16",
+        pytest.param("bfloat16", marks=pytest.mark.long),
         pytest.param("float16", marks=pytest.mark.long),
         pytest.param("fp8", marks=pytest.mark.long),
     ],
