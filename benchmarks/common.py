@@ -24,7 +24,7 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - BEGUN:6.1f} s] {text}", flush=True)
 
 
-def progress(text: str) -> None:
+def note(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)
 

@@ -177,12 +177,12 @@ def perplexity(
 ) -> None:
     """Perplexity of engines on the same tokens, and how much each differs from the first."""
     _need("torch")
-    from wicore_trt.bench.perplexity import COLUMNS, compare, row
+    from wicore_trt.bench.perplexity import COLUMNS, compare_engines, table_row
     from wicore_trt.bench.report import make_report
     from wicore_trt.cli._ui import print_json, print_table, progress
 
     with progress(quiet=as_json) as report:
-        results = compare(
+        results = compare_engines(
             engine, text, tokens=tokens, context=context, stride=stride, threads=threads or 0, progress=report
         )
     if as_json:
@@ -191,7 +191,7 @@ def perplexity(
             make_report("perplexity", target="in process", model={}, parameters=parameters, rates=None, results=results)
         )
         return
-    print_table("perplexity", COLUMNS, [row(result) for result in results])
+    print_table("perplexity", COLUMNS, [table_row(result) for result in results])
 
 
 def _need(package: str) -> None:

@@ -52,7 +52,9 @@ class Subject:
     has_graphs: bool
 
 
-def check(subject: Subject, oracle: Oracle, say: Say, *, alone: int | None = None) -> tuple[list[str], np.ndarray]:
+def check_answers(
+    subject: Subject, oracle: Oracle, say: Say, *, alone: int | None = None
+) -> tuple[list[str], np.ndarray]:
     """What is wrong, in sentences, and the tokens of the free run in the first mode. `alone`: prompts that are run
     alone, all if None."""
     problems: list[str] = []

@@ -56,7 +56,7 @@ def _make(gguf: Path, out: Path) -> Oracle:
 
 
 def _check(args: argparse.Namespace) -> list[str]:
-    from benchmarks.answers.check import check, torch_subject, triton_subject
+    from benchmarks.answers.check import check_answers, torch_subject, triton_subject
 
     if args.oracle and args.oracle.is_file():
         oracle = Oracle.load(args.oracle)
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> list[str]:
         return ["no oracle: give --oracle FILE, and --gguf FILE to make it from"]
     subject = (triton_subject if args.backend == "triton" else torch_subject)(args.engine, oracle)
     say(f"{subject.dtype} engine loaded")
-    problems, tokens = check(subject, oracle, say, alone=args.alone)
+    problems, tokens = check_answers(subject, oracle, say, alone=args.alone)
     if args.tokens:
         np.save(args.tokens, tokens)
     return problems

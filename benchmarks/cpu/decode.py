@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import measured_engine, progress
+from benchmarks.common import measured_engine, note
 from wicore_trt.bench.bound import ModelCost, decode_bound_s, measure_rates
 from wicore_trt.bench.perplexity import (
     ROWS,
@@ -129,7 +129,7 @@ def time_steps(
             if number:
                 prefills[name].append(prefill)
                 steps[name].append((total - prefill) / (tokens - 1))
-        progress(f"batch {batch}, round {number} of {repeats}")
+        note(f"batch {batch}, round {number} of {repeats}")
     return {n: {"prefill": statistics.median(prefills[n]), "step": statistics.median(steps[n])} for n in names}
 
 
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables and JSON; returns the exit code."""
     args = _arguments(argv)
     if (load := os.getloadavg()[0]) > QUIET_LOAD:
-        progress(f"load average {load:.1f}: other work is running here, so these figures say little")
+        note(f"load average {load:.1f}: other work is running here, so these figures say little")
     torch.set_num_threads(args.threads)
     rates = measure_rates("cpu", threads=args.threads)
     gguf = fetch("gemma3-270m")
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(report | {"missed": missed}, indent=2))
     for sentence in missed:
-        progress(f"goal missed: {sentence}")
+        note(f"goal missed: {sentence}")
     return 1 if missed else 0
 
 
@@ -264,7 +264,7 @@ def _quality(engine: EngineDir, text: Sequence[int], bos_id: int, reference: Any
     """Perplexities of the engine and of the reference over `text`."""
 
     def tell(name: str) -> Callable[[int, int], None]:
-        return lambda done, total: progress(f"perplexity, {name}: {done} of {total} tokens")
+        return lambda done, total: note(f"perplexity, {name}: {done} of {total} tokens")
 
     scorer = ExecutorScorer(engine, context=1024, threads=threads, device="cpu")
     ours = perplexity(scorer, text, bos_id=bos_id, progress=tell(OURS))

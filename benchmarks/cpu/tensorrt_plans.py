@@ -77,7 +77,7 @@ def _memory(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:")), 0)
 
 
-def measure(model: str, dtype: str, target: str, limits: PlanLimits) -> dict[str, Any]:
+def measure_plans(model: str, dtype: str, target: str, limits: PlanLimits) -> dict[str, Any]:
     """Build both plans, at the same time, as a build of an engine does."""
     with tempfile.TemporaryDirectory() as scratch, PeakMemory() as memory:
         directory, begun = Path(scratch), time.monotonic()
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model in options.models.split(","):
         for dtype in options.dtypes.split(","):
             for target in options.targets.split(","):
-                rows.append(measure(model, dtype, target, limits))
+                rows.append(measure_plans(model, dtype, target, limits))
                 print(line(rows[-1]), flush=True)
     if options.json:
         document = {

@@ -118,13 +118,13 @@ class GpuRun:
 
     def _check(self) -> None:
         from benchmarks.gpu.ours import free_device_memory
-        from benchmarks.gpu.step_check import CASES, check
+        from benchmarks.gpu.step_check import CASES, check_step
 
         problems: list[str] = []
         begun = time.monotonic()
         for case in CASES:
             try:
-                problems += check(case, say, self._engines.check_table)
+                problems += check_step(case, say, self._engines.check_table)
             except Exception as error:
                 problems.append(f"{case.name}: {error!r}")
                 say(traceback.format_exc())
@@ -310,7 +310,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def measure(argv: Sequence[str]) -> int:
+def measure_command(argv: Sequence[str]) -> int:
     """Run the stages; returns the exit code."""
     import torch
 
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
-    return measure(argv)
+    return measure_command(argv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Used by `benchmarks.gpu.step_time --check`. Weights, prompts and the cutting of 
 executors take the same steps over the same pages: prompts in chunks, several sequences at once, windows that slide,
 then decode steps in CUDA graphs; where launches overlap, replays of them are compared with ordered ones. Invariant: a
 kernel that is wrong beyond rounding or reads too early, or a device sampler that does not take the largest logit,
-makes `check` return a sentence that says where.
+makes `check_step` return a sentence that says where.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def case_shape(case: StepCase) -> EngineShape:
     return EngineShape(small_spec(), case.dtype, case.fp8, case.kv_dtype or case.dtype, PAGE_TOKENS)
 
 
-def check(
+def check_step(
     case: StepCase,
     say: Callable[[str], None],
     table_of: Callable[[EngineShape, str], KernelTable | None] = lambda shape, target: None,

@@ -76,7 +76,7 @@ def main() -> int:
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     failed = False
     if args.check or args.check_only:
-        failed = not checked()
+        failed = not agrees_with_cpu()
     if not args.check_only:
         report = Measurement(args).run()
         failed |= any(row["problems"] for row in report["decode"])
@@ -85,14 +85,14 @@ def main() -> int:
     return int(failed)
 
 
-def checked() -> bool:
+def agrees_with_cpu() -> bool:
     """True when every case agrees with the CPU."""
-    from benchmarks.gpu.step_check import CASES, check
+    from benchmarks.gpu.step_check import CASES, check_step
 
     problems = []
     for case in CASES:
         try:
-            problems += check(case, say)
+            problems += check_step(case, say)
         except Exception:
             problems.append(f"{case.name}: {traceback.format_exc()}")
     for problem in problems:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import measured_engine, progress
+from benchmarks.common import measured_engine, note
 from benchmarks.kv.attention_trace import MeasuringExecutor, QuestionSessions, TouchedChain, record, replay_policy
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
@@ -124,7 +124,7 @@ def record_traces(engine: EngineDir, seeds: int, requests: int, threads: int) ->
             together=8,
             output_tokens=48,
             intervals=(1, INTERVAL),
-            progress=lambda done, total, seed=seed: progress(f"workload {seed}: {done} of {total} requests"),  # type: ignore[misc]
+            progress=lambda done, total, seed=seed: note(f"workload {seed}: {done} of {total} requests"),  # type: ignore[misc]
         )
         for seed in range(seeds)
     ]

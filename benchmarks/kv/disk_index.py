@@ -68,7 +68,7 @@ def session(number: int, geometry: Geometry) -> Iterator[Page]:
             yield Page(key, group, index, keys[index - 1] if index else None, bytes(16))
 
 
-def build(home: Path, geometry: Geometry, slots: int) -> int:
+def build_index(home: Path, geometry: Geometry, slots: int) -> int:
     """Files of a namespace with `slots` slots, all but the last few in use: slabs without content and an index. Returns
     how many pages it names."""
     per_slab = json.loads((home / "namespace.json").read_bytes())["slab_slots"]
@@ -110,14 +110,14 @@ class Stopwatch:
         self._last = now
 
 
-def measure(model: str, slots: int) -> dict[str, object]:
+def measure_index(model: str, slots: int) -> dict[str, object]:
     """Seconds to open the store, to recover its pages and to restore the books; the sum, and the same for 1 TB."""
     geometry = Geometry.of(builtin_spec(model), PAGE_TOKENS, DTYPE)
     stride = BLOCK_BYTES + geometry.slot_bytes
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         open_store(path, geometry, slots).close()
-        pages = build(path / namespace_of(geometry).digest.hex(), geometry, slots)
+        pages = build_index(path / namespace_of(geometry).digest.hex(), geometry, slots)
         watch = Stopwatch()
         store = open_store(path, geometry, slots)
         watch.lap("open")
@@ -152,7 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.disk_index", description=__doc__)
     parser.add_argument("--slots", type=int, default=1_136_000, help="slots of the disk tier whose index is built")
     args = parser.parse_args()
-    results = [measure(model, args.slots) for model in MODELS]
+    results = [measure_index(model, args.slots) for model in MODELS]
     head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "versions": versions()}
     print(json.dumps({**head, "policy": DEFAULT_POLICY, "goal_s_per_tb": GOAL_S, "results": results}, indent=2))
     return 0 if float(str(results[0]["seconds_per_tb"])) <= GOAL_S else 1

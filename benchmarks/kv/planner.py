@@ -19,7 +19,7 @@ from wicore_trt.bench.report import machine
 ORACLE_GOAL, RECOMPUTE_GOAL = 1.10, 1.03
 
 
-def row(outcome: CellResult) -> str:
+def cell_row(outcome: CellResult) -> str:
     """One cell: times in seconds, and the planner's over the oracle's and over recomputing."""
     cell = outcome.cell
     disk = "-" if cell.placement == "host" else f"{cell.disk_rate / 1e9:g}"
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEADER)
     ranked = sorted(outcomes, key=lambda outcome: -outcome.over_oracle)
     for outcome in ranked[: options.worst] if options.worst else outcomes:
-        print(row(outcome))
+        print(cell_row(outcome))
     late = max(outcomes, key=lambda outcome: outcome.over_recompute)
     stuck = max(stalls, key=lambda outcome: outcome.over_recompute)
     for title, outcome in (("oracle", ranked[0]), ("recompute", late), ("recompute, disk stalls for ever", stuck)):
-        print(f"worst over {title}:\n{row(outcome)}")
+        print(f"worst over {title}:\n{cell_row(outcome)}")
     median = statistics.median(outcome.recompute / outcome.planner for outcome in outcomes)
     missed = [o for o in outcomes if o.over_oracle > ORACLE_GOAL or o.over_recompute > RECOMPUTE_GOAL]
     print(f"{len(outcomes)} cells, {len(missed)} miss a goal; median {median:.2f} times as fast as recomputing")

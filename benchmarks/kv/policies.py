@@ -204,7 +204,7 @@ def shortfall(lru: float, other: float) -> float:
     return (lru - other) / max(RELATIVE * lru, ABSOLUTE)
 
 
-def compare(name: str, capacity: int, seeds: int, policy: str) -> tuple[float, float, float]:
+def compare_policies(name: str, capacity: int, seeds: int, policy: str) -> tuple[float, float, float]:
     """Mean hit rates of LRU and of `policy` over the seeds, and the largest shortfall of one seed."""
     lru_sum = other_sum = 0.0
     worst = -float("inf")
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.workload or WORKLOADS:
         cells = []
         for capacity in capacities:
-            lru, other, worst = compare(name, capacity, args.seeds, args.policy)
+            lru, other, worst = compare_policies(name, capacity, args.seeds, args.policy)
             cells.append(f"{lru:.4f} > {other:.4f}" + (" (!)" if worst > 1 else ""))
             if worst > 1:
                 broken.append(f"{name}, {capacity} pages: {worst:.1f} tolerances below LRU in the worst seed")

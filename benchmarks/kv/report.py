@@ -64,7 +64,7 @@ class Comparison:
     differing: Sequence[tuple[str, int, Turn]]
 
 
-def compare(runs: Sequence[ArmRun]) -> Comparison:
+def compare_answers(runs: Sequence[ArmRun]) -> Comparison:
     """Every answer of every arm against the first round's unlimited arm, later rounds of that arm included."""
     reference = {s.turn: s.token_ids for r in runs if r.round == 0 and r.arm in (UNLIMITED, NEXT) for s in r.served}
     requests = tokens = 0

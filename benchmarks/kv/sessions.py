@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import progress
+from benchmarks.common import note
 from benchmarks.cpu.decode import QUIET_LOAD, prompt_source
 from benchmarks.kv.report import (
     DEVICE,
@@ -35,7 +35,7 @@ from benchmarks.kv.report import (
     NoReuse,
     arm_results,
     as_json,
-    compare,
+    compare_answers,
     markdown,
     requirement_json,
     requirements,
@@ -129,7 +129,7 @@ def play(
     after = core.stats()
     run = ArmRun(arm, number, served, tier_hits(before, after), [asdict(tier) for tier in after.kv.tiers])
     result = run.throughput
-    progress(
+    note(
         f"round {number}, {arm}: {result.duration_s:.1f} s, {result.output_tokens_per_s:.1f} generated tokens/s, "
         f"hits {dict(run.hits)} of {result.prompt_tokens} prompt tokens"
     )
@@ -187,9 +187,7 @@ def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
                 differing += sum(answers[0][turn] != answers[1][turn] for turn in answers[0])
             if number:
                 ratios.append(seconds[0] / seconds[1])
-                progress(
-                    f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers"
-                )
+                note(f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers")
         names = [tier.tier for tier in tiered.core.stats().kv.tiers]
     return NoReuse(requests, tokens, differing, ratios, drains, names, arm)
 
@@ -214,7 +212,7 @@ def _drain(core: EngineCore) -> float:
         core.step()
         time.sleep(0.0005)
         if time.perf_counter() - started > DRAIN_S:
-            progress(f"transfers were still under way after {DRAIN_S:.0f} s")
+            note(f"transfers were still under way after {DRAIN_S:.0f} s")
             break
     return time.perf_counter() - started
 
@@ -242,7 +240,7 @@ def _shape(args: argparse.Namespace) -> TrafficShape:
     return TrafficShape(**base | ({"sessions": args.sessions} if args.sessions else {}))
 
 
-def measure(
+def measure_arms(
     bench: Experiment, arms: Sequence[str], rounds: int, groups: int, without: str = DISK
 ) -> tuple[list[ArmRun], NoReuse | None]:
     """All rounds, the arms in the opposite order every other time; then traffic without reuse on the tiers of
@@ -258,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and a line per requirement; returns the exit code."""
     args = _arguments(argv)
     if (load := os.getloadavg()[0]) > QUIET_LOAD:
-        progress(f"load average {load:.1f}: other work is running here, so these figures say little")
+        note(f"load average {load:.1f}: other work is running here, so these figures say little")
     shape = _shape(args)
     rounds = args.rounds or (1 if args.quick else 3)
     groups = args.groups if args.groups is not None else (1 if args.quick else 20)
@@ -276,10 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{_mib(sizes.working_set)} of KV. Device pool {_mib(sizes.device)}, host {_mib(sizes.host)}, "
             f"disk {_mib(sizes.disk)}; the unlimited device pool is {_mib(sizes.unlimited)}."
         )
-        runs, without = measure(bench, args.arms, rounds, groups, ARMS[args.without_reuse])
+        runs, without = measure_arms(bench, args.arms, rounds, groups, ARMS[args.without_reuse])
     results = arm_results(runs)
     print(markdown(results, without))
-    found = requirements(results, compare(runs), without, judge_speed=not args.quick)
+    found = requirements(results, compare_answers(runs), without, judge_speed=not args.quick)
     report = make_report(
         "kv",
         target="in process",

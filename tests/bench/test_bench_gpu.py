@@ -263,7 +263,7 @@ def test_the_served_command_is_one_that_exists(tmp_path, capsys):
 
     _, *arguments = gpu_startup.command(tmp_path)[2:]
     assert run([*arguments, "--print-config"]) == 0
-    assert f'engine: "{tmp_path}"  # flag' in capsys.readouterr().out
+    assert f'engine: "{tmp_path}"  # argument' in capsys.readouterr().out
 
 
 # ---- stages
@@ -328,7 +328,7 @@ def faked(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "BEGUN", gpu.time.monotonic())
     monkeypatch.setattr(gpu_step_check, "CASES", gpu_step_check.CASES[:2])
     monkeypatch.setattr(
-        gpu_step_check, "check", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()
+        gpu_step_check, "check_step", lambda case, say, tables: calls.append("check") or bad.get("check", "").split()
     )
     monkeypatch.setattr(gpu_ours, "BatchRunner", BatchRunner)
     monkeypatch.setattr("benchmarks.gpu.engines.Engines", Engines)

@@ -210,20 +210,20 @@ def new_traffic(cost: float = 0.5, differing: int = 0, tiers=("device", "host", 
 def test_one_wrong_token_in_any_arm_is_found(arm):
     first = runs()
     second = [replace(r, round=1) for r in runs()]
-    clean = kv_report.compare(first + second)
+    clean = kv_report.compare_answers(first + second)
     assert (clean.requests, clean.tokens, list(clean.differing)) == (17, 34, [])
     at = next(i for i, r in enumerate(second) if r.arm == arm)
     wrong = list(second[at].served)
     wrong[-1] = replace(wrong[-1], token_ids=(7, 9))
     second[at] = replace(second[at], served=wrong)
-    found = kv_report.compare(second + first)
+    found = kv_report.compare_answers(second + first)
     assert list(found.differing) == [(arm, 1, wrong[-1].turn)]
     held = kv_report.requirements(kv_report.arm_results(first + second), found, None, judge_speed=True)[0]
     assert held.held is False and f"the first: {arm}, round 1" in held.figure
 
 
 def test_an_answer_without_a_counterpart_counts_as_different():
-    alone = kv_report.compare([run(DISK, 0, 1.0)])
+    alone = kv_report.compare_answers([run(DISK, 0, 1.0)])
     assert len(alone.differing) == alone.requests == 2
 
 
@@ -242,7 +242,9 @@ def test_an_answer_without_a_counterpart_counts_as_different():
     ],
 )
 def test_requirements(arms, traffic, missed):
-    found = kv_report.requirements(kv_report.arm_results(arms), kv_report.compare(arms), traffic, judge_speed=True)
+    found = kv_report.requirements(
+        kv_report.arm_results(arms), kv_report.compare_answers(arms), traffic, judge_speed=True
+    )
     assert len(found) == 5
     lines = [r.line() for r in found if not r.held]
     assert [line.removeprefix("NOT held: ")[: len(start)] for line, start in zip(lines, missed, strict=True)] == missed
@@ -251,7 +253,7 @@ def test_requirements(arms, traffic, missed):
 def test_speed_is_not_judged_by_a_short_run():
     slow = runs(share=0.1)
     found = kv_report.requirements(
-        kv_report.arm_results(slow), kv_report.compare(slow), new_traffic(50.0), judge_speed=False
+        kv_report.arm_results(slow), kv_report.compare_answers(slow), new_traffic(50.0), judge_speed=False
     )
     assert [r.held for r in found] == [True, True, None, True, None]
 
@@ -316,10 +318,10 @@ def fake_bench(monkeypatch, tmp_path):
 
 
 def test_arms_take_turns_and_a_restart_finds_the_disk_of_its_arm(fake_bench):
-    found, without = kv.measure(fake_bench.bench, list(kv.ARMS), 2, 0)
+    found, without = kv.measure_arms(fake_bench.bench, list(kv.ARMS), 2, 0)
     there = [DEVICE, HOST, DISK, RESTART, UNLIMITED, NEXT]
     assert [r.arm for r in found] == [*there, UNLIMITED, NEXT, DISK, RESTART, HOST, DEVICE] and without is None
-    comparison = kv_report.compare(found)
+    comparison = kv_report.compare_answers(found)
     assert not comparison.differing and comparison.requests == 2 * (4 * 8 + 2 * 4) - 12
     disks = [s.get("kv.disk_path") for s in fake_bench.opened]
     assert disks[2] == disks[3] is not None and disks[6] == disks[7] != disks[2] and disks.count(None) == 6

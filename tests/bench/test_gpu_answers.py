@@ -10,7 +10,7 @@ import torch
 from parity.tiny import cast
 from runtime.triton_cpu import executor_of, oracle_of, rounded, small_model
 
-from benchmarks.answers.check import Subject, check, company
+from benchmarks.answers.check import Subject, check_answers, company
 from benchmarks.answers.data import (
     DEFAULT,
     INVARIANT,
@@ -60,7 +60,7 @@ def torch_subject(model, dtype: str, tensors=None) -> Subject:
 def test_the_oracle_agrees_with_itself_and_survives_a_file(tmp_path):
     model, oracle = made_oracle(1)
     lines: list[str] = []
-    problems, tokens = check(torch_subject(model, "float32", model.tensors), oracle, lines.append)
+    problems, tokens = check_answers(torch_subject(model, "float32", model.tensors), oracle, lines.append)
     assert problems == [] and (tokens == oracle.tokens).all(), lines
     oracle.save(tmp_path / "oracle.npz")
     again = Oracle.load(tmp_path / "oracle.npz")
@@ -73,7 +73,7 @@ def test_the_oracle_agrees_with_itself_and_survives_a_file(tmp_path):
 def test_a_wrong_model_is_noticed():
     model, oracle = made_oracle(2)
     wrong = {n: t * 1.2 if n.endswith("ln_f.weight") else t for n, t in model.tensors.items()}
-    problems, _ = check(torch_subject(model, "float32", wrong), oracle, silent)
+    problems, _ = check_answers(torch_subject(model, "float32", wrong), oracle, silent)
     assert any("logits err" in p for p in problems)
 
 
@@ -130,7 +130,7 @@ def test_company_that_changes_bits_is_a_problem_in_invariant_mode(by):
 
         yield Drifting(rounded_step, by), executor.layout
 
-    problems, _ = check(Subject("bfloat16", opened, (INVARIANT,), has_graphs=True), oracle, silent)
+    problems, _ = check_answers(Subject("bfloat16", opened, (INVARIANT,), has_graphs=True), oracle, silent)
     assert any("other bits" in p for p in problems) == bool(by)
 
 

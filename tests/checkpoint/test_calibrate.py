@@ -18,7 +18,7 @@ from text.synthetic_tokenizer import write as write_tokenizer
 from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
-from wicore_trt.backends.torch.calibrate import TextCalibration, calibrate_checkpoint, measure
+from wicore_trt.backends.torch.calibrate import TextCalibration, calibrate_checkpoint, measure_magnitudes
 from wicore_trt.bench.perplexity import ExecutorScorer, default_text
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
@@ -109,8 +109,8 @@ def test_amax_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     assert whole.dtype == "float32"
     pieces = [[BOS, *tokens[i : i + 47]] for i in range(0, len(tokens), 47)]
     expected = hf_amax(model, pieces)
-    assert measure(whole, tokens, BOS) == pytest.approx(expected, rel=2e-5)
-    assert measure(whole, tokens[:20], BOS) == pytest.approx(hf_amax(model, [pieces[0][:21]]), rel=2e-5)
+    assert measure_magnitudes(whole, tokens, BOS) == pytest.approx(expected, rel=2e-5)
+    assert measure_magnitudes(whole, tokens[:20], BOS) == pytest.approx(hf_amax(model, [pieces[0][:21]]), rel=2e-5)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -123,7 +123,7 @@ def test_scales_of_a_conversion(tp: int, source: Path, text: Path, tmp_path: Pat
     token_ids = Tokenizer.from_dir(source).encode(text.read_text(), add_bos=False)[:500]
     whole = SourceTensors(open_source(source))
     assert whole.dtype == "bfloat16"
-    amax = measure(whole, token_ids, BOS)
+    amax = measure_magnitudes(whole, token_ids, BOS)
     expected = {name: np.float32(value) / np.float32(448) for name, value in amax.items()}
     for file in checkpoint.rank_files:
         assert static_scales(file) == expected
@@ -189,7 +189,7 @@ def test_one_matrix_is_in_memory_at_a_time(source: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "_tensor", watched)
     whole = SourceTensors(open_source(source))
-    measure(whole, [random.randrange(400) for _ in range(200)], BOS)
+    measure_magnitudes(whole, [random.randrange(400) for _ in range(200)], BOS)
     steps = 2  # 200 tokens are 5 pieces, 3 to a step
     assert matrices == steps * whole.spec.num_layers * 4, "each matrix is read once a step, the head never"
 

@@ -14,7 +14,7 @@ from fuzz.models import EMBEDDING
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.backends.torch.calibrate import TextCalibration
-from wicore_trt.bench.perplexity import compare
+from wicore_trt.bench.perplexity import compare_engines
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.source import open_source
 from wicore_trt.engine.build import build_engine
@@ -172,7 +172,7 @@ def test_added_tokens_without_a_row_are_noted(tmp_path: Path) -> None:
         convert(path, tmp_path / "d", dtype="fp8", calibration=TextCalibration(text, 10))
     engine = build_engine(tmp_path / "c", tmp_path / "e")
     with pytest.raises(ConfigError, match="token id 48, for which the model has no row"):
-        compare([engine.path], text, tokens=10, context=8, stride=None, threads=1, progress=lambda *_: None)
+        compare_engines([engine.path], text, tokens=10, context=8, stride=None, threads=1, progress=lambda *_: None)
     with LLM(engine.path) as llm, pytest.raises(InvalidRequestError, match="Token id 48 is outside"):
         llm.generate("<image_soft_token>", SamplingParams(max_tokens=1))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk_store_helpers import SPACE, make_page
 
-from benchmarks.kv.disk_index import MODELS, measure
+from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
 from wicore_trt.kv.disk.files import Files, write_buffers
 from wicore_trt.kv.disk.format import RECORD_BYTES, SlotFormat
@@ -185,6 +185,6 @@ def test_the_measurement_finds_all_pages() -> None:
     slots = {"gemma3-27b": {"global": 3, "local": 16}, "gemma3-270m": {"global": 1, "local": 5}}
     windows = {"gemma3-27b": 32, "gemma3-270m": 16}
     for model in MODELS:
-        found = measure(model, 1024 * slots[model]["global"] + windows[model] * slots[model]["local"])
+        found = measure_index(model, 1024 * slots[model]["global"] + windows[model] * slots[model]["local"])
         assert found["slots_per_page"] == slots[model]
         assert found["pages"] == {"global": 1024, "local": windows[model]}

@@ -157,7 +157,7 @@ def read_tokens(tokenizer: Tokenizer, path: Path | None, tokens: int) -> list[in
     return token_ids[:tokens]
 
 
-def compare(
+def compare_engines(
     engines: Sequence[Path],
     text: Path | None,
     *,
@@ -214,8 +214,8 @@ def compare(
 COLUMNS = ("engine", "dtype", "kernels", "tokens", "perplexity", "difference")
 
 
-def row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """A result of `compare` under COLUMNS."""
+def table_row(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """A result of `compare_engines` under COLUMNS."""
     return (
         *(str(result[name]) for name in ("engine", "dtype", "kernels", "tokens")),
         f"{result['perplexity']:.4f}",

@@ -285,7 +285,9 @@ def report(found: dict[str, Any], point: Point) -> str:
     )
 
 
-def checked(target: str, wanted: list[tuple[AttentionSizes, str, bool]]) -> tuple[dict[Any, list[Kernel]], int]:
+def kernels_that_hold(
+    target: str, wanted: list[tuple[AttentionSizes, str, bool]]
+) -> tuple[dict[Any, list[Kernel]], int]:
     """Kernels that hold, by (model, KV type, prefill), and the number that do not."""
     import torch
 
@@ -336,7 +338,7 @@ def main() -> int:
     print(f"{properties.name}, torch {torch.__version__}")
     todo = points(arguments.quick)
     wanted = list(dict.fromkeys((p.model, p.kv, p.tokens > 0) for p in todo))
-    kernels, wrong = checked(f"sm{properties.major}{properties.minor}", wanted)
+    kernels, wrong = kernels_that_hold(f"sm{properties.major}{properties.minor}", wanted)
     lines, results = [], []
     for point in todo:
         if time.monotonic() > until:

@@ -239,7 +239,7 @@ def print_summary(sweep: Sweep, shapes: dict[tuple[str, str], LinearShape], coun
             print(f"    {key_of(sweep.target, shapes[row[:2]], row[2])}: {sweep.best[row].config},")
 
 
-def measure(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
+def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -293,7 +293,7 @@ def main() -> int:
         return 2
     workers = max(1, min(WORKERS, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        return measure(options, pool)
+        return measure_linears(options, pool)
 
 
 if __name__ == "__main__":

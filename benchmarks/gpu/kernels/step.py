@@ -248,7 +248,7 @@ def attempt(results: Results, name: str, what: Callable[[], Any]) -> Any:
     return None
 
 
-def checked(gpu: Gpu, one: Work, results: Results) -> dict[str, Callable[[Any], Any]]:
+def variants_that_hold(gpu: Gpu, one: Work, results: Results) -> dict[str, Callable[[Any], Any]]:
     """The variants that compile and are right."""
 
     def check(build: Callable[[Any], Any]) -> bool:
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = all_work(QUICK_ROWS if options.quick else ROWS, target)
     gpu = Gpu(compile_all(work, target, results))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    right = [(one, checked(gpu, one, results)) for one in work]
+    right = [(one, variants_that_hold(gpu, one, results)) for one in work]
     total = sum(len(one.variants) for one in work)
     print(
         f"{sum(len(v) for _, v in right)} of {total} variants are right; {time.monotonic() - begin:.1f} s", flush=True

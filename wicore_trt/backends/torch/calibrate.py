@@ -113,7 +113,7 @@ def _calibrate(
     whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress | None
 ) -> StaticScales:
     token_ids = _token_ids(calibration, tokenizer, whole.spec.vocab_size)
-    amax = measure(whole, token_ids, tokenizer.bos_id, progress)
+    amax = measure_magnitudes(whole, token_ids, tokenizer.bos_id, progress)
     wrong = [name for name, value in amax.items() if not np.isfinite(value)]
     if wrong:
         raise CheckpointError(
@@ -143,7 +143,7 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: i
     return token_ids[: calibration.tokens]
 
 
-def measure(
+def measure_magnitudes(
     whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress | None = None
 ) -> dict[str, float]:
     """Largest magnitude over the text, by the name of the scale that it gives: of each linear's input, and of the keys
@@ -167,7 +167,7 @@ def measure(
 
 class _StreamedModel(TorchModel):
     """A model whose matrices are read when they are used, and whose layers share the KV pages of one: a step begins
-    its sequences, so no page is read after its layer. `amax` collects what `measure` returns."""
+    its sequences, so no page is read after its layer. `amax` collects what `measure_magnitudes` returns."""
 
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
