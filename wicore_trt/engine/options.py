@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.model.spec import Gemma3Spec
-    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.executor import Executor, RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
 
@@ -72,9 +72,10 @@ class Backend(Protocol):
         says of them. `options` have their targets and max_context filled in."""
         ...
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
-        """The executor of an engine of this backend. Raises EnvironmentUnfitError where this machine cannot run it,
-        EngineFormatError for files that do not fit, ConfigError for settings that do not."""
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
+        """The executor of an engine of this backend: a RequestExecutor of those in SCHEDULE_THEMSELVES. Raises
+        EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit, ConfigError
+        for settings that do not."""
         ...
 
 
@@ -85,6 +86,8 @@ BACKENDS = {
     "tensorrt-llm": "wicore_trt.backends.trtllm.build:TensorRTLLMBackend",
 }
 """Name of a backend to "module:class"."""
+SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
+"""Backends whose engines take whole requests and have a KV cache of their own."""
 
 
 def find_backend(name: str) -> Backend:
