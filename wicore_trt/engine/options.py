@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from wicore_trt.runtime.options import ExecutorOptions
 
 
+LAYERS, PLUGIN = "layers", "plugin"
+"""Attention by a backend's own means, or by our TensorRT plugin."""
+
+
 @dataclass(frozen=True, slots=True)
 class DummyModel:
     """A model without weights, for measurements of speed: whoever loads the engine makes some up."""
@@ -34,7 +38,7 @@ class DummyModel:
 class BuildOptions:
     """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
     engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and
-    `revision` is the source's hub commit, branch or tag."""
+    `revision` is the source's hub commit, branch or tag. `attention` is LAYERS, or PLUGIN for backend tensorrt."""
 
     backend: str
     dtype: str
@@ -48,6 +52,7 @@ class BuildOptions:
     calibration: Calibration | None
     dummy: DummyModel | None = None
     revision: str | None = None
+    attention: str = LAYERS
 
 
 class Backend(Protocol):
