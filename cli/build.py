@@ -66,6 +66,9 @@ def command(
         int | None,
         typer.Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
     ] = None,
+    attention: Annotated[
+        str, typer.Option(help="Backend tensorrt: layers, or plugin (needs full TensorRT and Triton).")
+    ] = "layers",
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
@@ -138,6 +141,7 @@ def command(
             max_context=settings.scheduler.max_context,
             max_batch=settings.build.max_batch,
             max_chunk=settings.build.max_chunk,
+            attention=attention,
             calibration=calibration,
             dummy=dummy,
             revision=revision,

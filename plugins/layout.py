@@ -1,7 +1,8 @@
 """Shapes of the KV memory that the kernels work on, and how their launches follow from it: plain arithmetic.
 
 Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are those of contiguous arrays
-pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D], in elements.
+pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D], in elements; but for
+`LinearPages`, which are pages over such a cache.
 """
 
 from __future__ import annotations
@@ -46,6 +47,26 @@ class PoolShape:
             "pool_kv": kv,
             "pool_token": token,
             "pool_head": self.head_dim,
+        }
+
+
+@dataclass(frozen=True)
+class LinearPages(PoolShape):
+    """Linear caches [slots, kv_heads, entries, D] of one layer as pages of `page_tokens` entries, whose numbers count
+    kv_heads * entries / page_tokens for each slot. `values`: from the K to the V cache, in elements."""
+
+    entries: int
+    values: int
+
+    def strides(self) -> dict[str, int]:
+        assert self.layers == 1 and self.entries % self.page_tokens == 0
+        page = self.page_tokens * self.head_dim
+        return {
+            "pool_page": page,
+            "pool_layer": 0,
+            "pool_kv": self.values,
+            "pool_token": self.head_dim,
+            "pool_head": self.entries * self.head_dim,
         }
 
 

@@ -62,7 +62,7 @@ class BatchRunner:
     @classmethod
     def load(cls, settings: Settings) -> BatchRunner:
         begun = time.monotonic()
-        core = load_engine(settings).core
+        core = load_engine(settings).engine_core
         return cls(core, time.monotonic() - begun)
 
     def run(self, batch: int, context: int, tokens: int) -> float:

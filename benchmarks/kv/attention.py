@@ -114,7 +114,7 @@ def record_traces(engine: EngineDir, seeds: int, requests: int, threads: int) ->
         "scheduler.max_context": 8192,
     }
     loaded = load_engine(load_settings(None, overrides))
-    core = loaded.core
+    core = loaded.engine_core
     core.executor = MeasuringExecutor(core.executor)
     traces = [
         record(

@@ -115,7 +115,7 @@ def open_core(settings: Mapping[str, Any], executor: Executor | None = None) -> 
     try:
         yield loaded
     finally:
-        loaded.core.close()
+        loaded.engine_core.close()
         del loaded
         gc.collect()
 
@@ -145,12 +145,12 @@ def play_arm(bench: Experiment, arm: str, number: int) -> list[ArmRun]:
     with tempfile.TemporaryDirectory(dir=bench.scratch) as disk:
         settings = bench.settings(arm, Path(disk))
         with open_core(settings) as loaded:
-            runs = [play(bench, loaded.core, conversations, turns, arm, number)]
+            runs = [play(bench, loaded.engine_core, conversations, turns, arm, number)]
             if arm == UNLIMITED:
-                runs.append(play(bench, loaded.core, conversations, last, NEXT, number))
+                runs.append(play(bench, loaded.engine_core, conversations, last, NEXT, number))
         if arm == DISK:
             with open_core(settings) as loaded:
-                runs.append(play(bench, loaded.core, conversations, last, RESTART, number))
+                runs.append(play(bench, loaded.engine_core, conversations, last, RESTART, number))
     return runs
 
 
@@ -167,7 +167,7 @@ def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
     with (
         tempfile.TemporaryDirectory(dir=bench.scratch) as disk,
         open_core(bench.settings(DEVICE, None)) as plain,
-        open_core(bench.settings(arm, Path(disk)), plain.core.executor) as tiered,
+        open_core(bench.settings(arm, Path(disk)), plain.engine_core.executor) as tiered,
     ):
         for number in range(groups + 1):
             seconds = [0.0, 0.0]
@@ -175,11 +175,11 @@ def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
                 burst = [next(prompts) for _ in range(BURST)]
                 answers = []
                 for loaded in order:
-                    served = _burst(bench, loaded.core, burst)
+                    served = _burst(bench, loaded.engine_core, burst)
                     seconds[loaded is tiered] += max(s.record.finished for s in served)
                     seconds[loaded is tiered] -= min(s.record.started for s in served)
                     answers.append({s.turn: s.token_ids for s in served})
-                    drain = _drain(loaded.core)
+                    drain = _drain(loaded.engine_core)
                     if number and loaded is tiered:
                         drains.append(drain)
                 requests += BURST
@@ -188,7 +188,7 @@ def no_reuse(bench: Experiment, groups: int, arm: str = DISK) -> NoReuse:
             if number:
                 ratios.append(seconds[0] / seconds[1])
                 note(f"without reuse, group {number} of {groups}: {100 * ratios[-1]:.1f} % of the speed without tiers")
-        names = [tier.tier for tier in tiered.core.stats().kv.tiers]
+        names = [tier.tier for tier in tiered.engine_core.stats().kv.tiers]
     return NoReuse(requests, tokens, differing, ratios, drains, names, arm)
 
 

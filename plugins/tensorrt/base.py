@@ -1,4 +1,4 @@
-"""What the plugins have in common: TensorRT's three capability interfaces over one description of the tensors.
+"""What the plugins have in common: TensorRT's three interfaces over one description of tensors; never run in a plan.
 
 The classes of this package derive from TensorRT's only once a TensorRT module is at hand (`plugin_class`), so importing
 costs nothing and `tensorrt` and `tensorrt_rtx_bindings` serve alike. Invariant: a plugin's state is its configuration

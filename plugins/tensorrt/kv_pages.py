@@ -1,5 +1,6 @@
-"""The plugin `WicoreKvPages`: moves KV between pages and linear caches, converting FP8 pages on the way.
+"""The plugin `WicoreKvPages`: KV between pages and linear caches. `enqueue` ran on a GPU; no plan with it was built.
 
+It converts FP8 pages on the way. For networks of others: our executor launches the same kernels beside its plans.
 It offloads nothing itself: a plugin never waits for a disk or a network, it packs and unpacks for those that do.
 Invariant: the side that is written is changed in place and is the only output.
 """

@@ -1,21 +1,22 @@
-"""Registers the plugins with TensorRT and puts them into networks.
+"""Registers the plugins with TensorRT and puts them into networks; no network with one was ever built or run.
 
 Takes the TensorRT module as an argument, whichever is installed. Invariant: registering twice is harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.tensorrt.base import NAMESPACE, creator_class, plugin_class
+from wicore_trt.plugins.tensorrt.cache_attention import CacheAttention, CacheAttentionConfig
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig
 
-PLUGINS: tuple[Any, ...] = (PagedAttention, KvPages)
+PLUGINS: tuple[Any, ...] = (PagedAttention, CacheAttention, KvPages)
 _creators: dict[tuple[str, str], Any] = {}  # the registry keeps no reference of its own
 
 
@@ -35,6 +36,16 @@ def register(trt: Any) -> None:
                 f"TensorRT's registry refused the plugin {logic.NAME}.", fix="Is another version of it loaded?"
             )
         _creators[key] = creator
+
+
+def check_plugins(trt: Any) -> None:
+    """Raise EnvironmentUnfitError for a TensorRT whose networks take no plugins: RTX, or one that is too old."""
+    if not hasattr(trt.INetworkDefinition, "add_plugin_v3"):
+        raise EnvironmentUnfitError(
+            f"{trt.__name__} {trt.__version__} has networks without plugins.",
+            fix="Leave --attention plugin out, or build with full TensorRT 10.15 or newer on the GPU host.",
+        )
+    plugin_class(trt, CacheAttention)
 
 
 def allow_aliasing(trt: Any, config: Any) -> None:
@@ -75,6 +86,18 @@ def add_paged_attention(
         inputs.append(step.kv_scales)
     layer = _add(trt, network, PagedAttention, config, kernels, inputs)
     return layer.get_output(0), layer.get_output(1)
+
+
+def add_cache_attention(
+    trt: Any,
+    network: Any,
+    config: CacheAttentionConfig,
+    kernels: Mapping[str, CompiledKernel],
+    inputs: Sequence[Any],
+) -> Any:
+    """One layer's attention over its linear caches in `network`, `inputs` as in `CacheAttention`: the layer, whose
+    outputs are [N, heads, D] and both caches."""
+    return _add(trt, network, CacheAttention, config, kernels, list(inputs))
 
 
 def add_kv_pages(

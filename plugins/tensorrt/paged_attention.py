@@ -1,5 +1,7 @@
-"""The plugin `WicorePagedAttention`: writes a step's keys and values into KV pages and attends over them.
+"""The plugin `WicorePagedAttention`: attention over KV pages. `enqueue` ran on a GPU; no plan with it was built or run.
 
+It writes a step's keys and values into the pages first. For networks of others: our own lowering has linear caches, and
+takes `WicoreCacheAttention`.
 One plugin is one layer. Knows shapes and pointers; not models, pages' owners or files. Invariant: the pool is changed
 in place, so its output is its input's memory, and the next layer of the group takes it from there: the data flow orders
 the layers.

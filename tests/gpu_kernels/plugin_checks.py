@@ -14,6 +14,12 @@ from kernel_checks import TORCH, Runner
 
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.tensorrt import base
+from wicore_trt.plugins.tensorrt.cache_attention import (
+    PAGE,
+    CacheAttention,
+    CacheAttentionConfig,
+    cache_attention_specs,
+)
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig, paged_attention_specs
 
@@ -117,6 +123,35 @@ def check_attention(run: Runner, dtype: str, kv_dtype: str) -> None:
         verify()
 
 
+def check_cache_attention(run: Runner, dtype: str) -> None:
+    """The same over linear caches [slots, kv_heads, entries, D], K and V far apart in one allocation."""
+    case = Case(((40, 9), (0, 3), (125, 1)), 4, 2, 64, 16, dtype=dtype, kv_dtype=dtype, window=20)
+    problem, slots, entries = attention_checks.make(case), len(case.slices), 192
+    config = CacheAttentionConfig(entries, 4, 2, 64, dtype, case.window, case.head_dim**-0.5)
+    whole = torch.full((3, slots, 2, entries, 64), torch.nan, dtype=TORCH[dtype])  # K, something else, V
+    before = whole.clone()
+    for s, (first, n) in enumerate(case.slices):
+        for part, values in ((0, problem.keys), (2, problem.values)):
+            for position in range(first + n):
+                row = values[s][position].to(TORCH[dtype])
+                whole[part, s, :, position] = row
+                if position < first:
+                    before[part, s, :, position] = row
+    places = [(s, first + i) for s, (first, n) in enumerate(case.slices) for i in range(n)]
+    kv = torch.stack([torch.stack((problem.keys[s][p], problem.values[s][p])) for s, p in places]).to(TORCH[dtype])
+    memory = run.put(before.clone())
+    pages = entries // PAGE
+    inputs = [run.put(problem.q), *(run.put(kv[:, i].contiguous()) for i in (0, 1)), memory[0], memory[2]]
+    inputs += [run.ints([[s * 2 * pages + p for p in range(pages)] for s in range(slots)])]
+    inputs += [run.ints([p for _, p in places]), run.ints([s for s, _ in places])]
+    inputs += [run.ints(problem.bounds()), run.ints([first for first, _ in case.slices])]
+    out = torch.full_like(inputs[0], torch.nan)
+    enqueuer(run, CacheAttention, config, cache_attention_specs(config), inputs, [out, *inputs[3:5]])()
+    want, error = attention_checks.reference(problem)
+    kernel_checks.same_bits(memory.view(torch.uint8), whole.view(torch.uint8))  # NaN where nothing was written
+    assert ((out.cpu().double() - want).abs() <= error).all()
+
+
 def check_pages(run: Runner) -> None:
     """Pages to a cache and back: every page as before."""
     pool = run.put(kernel_checks.noise(6, 3, 2, 8, 2, 64, dtype="bfloat16"))
@@ -136,6 +171,10 @@ CHECKS: dict[str, Callable[[Runner], None]] = {
     **{
         f"plugin: attention {dtype}, {kv_dtype} pages": partial(check_attention, dtype=dtype, kv_dtype=kv_dtype)
         for dtype, kv_dtype in (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "fp8"))
+    },
+    **{
+        f"plugin: cache attention {dtype}": partial(check_cache_attention, dtype=dtype)
+        for dtype in ("bfloat16", "float16", "float32")
     },
     "plugin: pages": check_pages,
 }

@@ -19,6 +19,7 @@ from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError  # noqa: 
 from wicore_trt.plugins.aot import CompiledKernel  # noqa: E402
 from wicore_trt.plugins.layout import Launch  # noqa: E402
 from wicore_trt.plugins.tensorrt import base, network  # noqa: E402
+from wicore_trt.plugins.tensorrt.cache_attention import CacheAttention, CacheAttentionConfig  # noqa: E402
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig  # noqa: E402
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig  # noqa: E402
 
@@ -34,6 +35,7 @@ ATTENTION = PagedAttentionConfig(
     window=512,
     softmax_scale=0.1,
 )
+CACHE = CacheAttentionConfig(320, 8, 2, 64, dtype="bfloat16", window=512, softmax_scale=1.0)
 PAGES = KvPagesConfig(5, 16, 2, 64, cache_dtype="float16", kv_dtype="fp8", to_cache=True)
 TYPES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "fp8": "FP8", "int32": "INT32"}
 
@@ -45,6 +47,7 @@ def kernel(name: str, **constants: Any) -> CompiledKernel:
 
 KERNELS = {
     PagedAttention: {"kv_write": kernel("w", BLOCK=16), "attention": kernel("a", BLOCK_M=64, REPEAT=4)},
+    CacheAttention: {"kv_write": kernel("w", BLOCK=16), "attention": kernel("a", BLOCK_M=64, REPEAT=4)},
     KvPages: {"copy": kernel("c", BLOCK=32)},
 }
 
@@ -89,6 +92,14 @@ def attention_shapes(c: PagedAttentionConfig, tokens: int = 20, sequences: int =
     return [q, kv, kv, pool, *ints, *scales], [q, pool]
 
 
+def cache_shapes(c: CacheAttentionConfig, tokens: int = 3, slots: int = 3) -> tuple[list[Any], list[Any]]:
+    q = (c.dtype, (tokens, c.heads, c.head_dim))
+    kv = (c.dtype, (tokens, c.kv_heads, c.head_dim))
+    cache = (c.dtype, (slots, c.kv_heads, c.entries, c.head_dim))
+    ints = [("int32", s) for s in ((slots, c.entries // 64), (tokens,), (tokens,), (slots + 1,), (slots,))]
+    return [q, kv, kv, cache, cache, *ints], [q, cache, cache]
+
+
 def pages_shapes(c: KvPagesConfig) -> tuple[list[Any], list[Any]]:
     pool = (c.kv_dtype, (100, c.layers, 2, c.page_tokens, c.kv_heads, c.head_dim))
     cache = (c.cache_dtype, (c.layers, 2, 4, c.kv_heads, 300, c.head_dim))
@@ -96,11 +107,18 @@ def pages_shapes(c: KvPagesConfig) -> tuple[list[Any], list[Any]]:
     return [pool, cache, ("int32", (3, 9)), ("int32", (3, 4)), *scales], [cache if c.to_cache else pool]
 
 
-BOTH = [(PagedAttention, ATTENTION), (PagedAttention, replace(ATTENTION, kv_dtype="fp8")), (KvPages, PAGES)]
+BOTH = [
+    (CacheAttention, CACHE),
+    (PagedAttention, ATTENTION),
+    (PagedAttention, replace(ATTENTION, kv_dtype="fp8")),
+    (KvPages, PAGES),
+]
 BOTH += [(KvPages, replace(PAGES, to_cache=False, kv_dtype="float16"))]
 
 
 def shapes_of(config: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(config, CacheAttentionConfig):
+        return cache_shapes(config)
     return pages_shapes(config) if isinstance(config, KvPagesConfig) else attention_shapes(config)
 
 
@@ -173,12 +191,12 @@ def test_output_shapes_and_aliases(logic: Any, config: Any) -> None:
     inputs, outputs = shapes_of(config)
     exprs = [trt.DimsExprs(len(shape)) for _, shape in inputs]
     assert [len(e) for e in plugin.get_output_shapes(exprs, [], None)] == [len(shape) for _, shape in outputs]
-    assert plugin.get_output_shapes(list(range(9)), [], None) == (
-        [0, 3] if logic is PagedAttention else [plugin._target]
+    assert plugin.get_output_shapes(list(range(10)), [], None) == (
+        {PagedAttention: [0, 3], CacheAttention: [0, 3, 4]}.get(logic) or [plugin._target]
     )
     aliases = [plugin.get_aliased_input(i) for i in range(len(outputs))]
-    if logic is PagedAttention:
-        assert aliases == [-1, 3]
+    if logic is not KvPages:
+        assert aliases == [-1, 3, 4][: len(outputs)]
     else:
         assert aliases == [1 if config.to_cache else 0] and inputs[aliases[0]] == outputs[0]
 
@@ -222,6 +240,30 @@ def test_attention_launches(kv_dtype: str) -> None:
     assert (attend["window"], attend["softmax_scale"]) == (512, 0.1)
 
 
+def test_cache_attention_launches() -> None:
+    """Pages of 64 entries over the caches, and V so far behind K as it lies; before K, too."""
+    ins, outs = cache_shapes(CACHE, tokens=20, slots=1)
+    for apart in (1 << 20, -(1 << 20)):
+        plugin, pointers = make(CacheAttention, CACHE), [0x10000000 * (i + 1) for i in range(len(ins))]
+        pointers[4] = pointers[3] + apart
+        outputs = [0xA0000, *pointers[3:5]]
+        plugin.enqueue(descriptions(ins), descriptions(outs), pointers, outputs, 0, 0xCAFE)
+        (name, grid, write, stream), (name2, grid2, attend, stream2) = plugin.launcher.launches
+        assert (name, grid, stream) == ("w", (2, 2, 1), 0xCAFE)
+        assert (name2, grid2, stream2) == ("a", (20 // 16 + 1, 2, 1), 0xCAFE)
+        strides = {"pool_page": 64 * 64, "pool_kv": apart // 2, "pool_token": 64, "pool_head": 320 * 64}
+        for arguments in (write, attend):
+            assert arguments["pool"] == pointers[3] and arguments["kv_scale"] == 0
+            assert strides.items() <= arguments.items()
+            assert (arguments["tables"], arguments["table_length"], arguments["table_stride"]) == (pointers[5], 5, 5)
+        assert [write[n] for n in ("k", "v", "positions", "sequences")] == [pointers[i] for i in (1, 2, 6, 7)]
+        assert [attend[n] for n in ("q", "cu_seqlens", "first_positions")] == [pointers[i] for i in (0, 8, 9)]
+        assert attend["out"] == 0xA0000 and (attend["window"], attend["softmax_scale"]) == (512, 1.0)
+    pointers[4] = pointers[3] + 6
+    with pytest.raises(ValueError, match="bytes apart"):
+        plugin.enqueue(descriptions(ins), descriptions(outs), pointers, [0xA0000, *pointers[3:5]], 0, 0)
+
+
 @pytest.mark.parametrize("config", [PAGES, replace(PAGES, to_cache=False, kv_dtype="float16")])
 def test_page_launches(config: KvPagesConfig) -> None:
     plugin, (ins, outs) = make(KvPages, config), pages_shapes(config)
@@ -239,7 +281,7 @@ def test_page_launches(config: KvPagesConfig) -> None:
 def test_memory_that_is_not_aliased_is_an_error(logic: Any, config: Any) -> None:
     plugin, (ins, outs) = make(logic, config), shapes_of(config)
     with pytest.raises(ValueError, match="alias"):
-        plugin.enqueue(descriptions(ins), descriptions(outs), list(range(16, 200, 16)), [8, 8], 0, 0)
+        plugin.enqueue(descriptions(ins), descriptions(outs), list(range(16, 200, 16)), [8] * len(outs), 0, 0)
     assert not plugin.launcher.launches
 
 

@@ -1,144 +1,163 @@
-"""The executor's configuration, and the life of requests against scripted responses."""
+"""The executor's configuration, what it refuses to run, and what it makes of the library's answers."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integrations import trtllm_stand_in
 from integrations.trtllm_stand_in import Executor
 from integrations.trtllm_stand_in import FinishReason as Theirs
 
-from wicore_trt.backends.trtllm.executor import CacheSettings, TrtllmExecutor
-from wicore_trt.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineFormatError,
-    EnvironmentUnfitError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from wicore_trt.backends.trtllm.executor import TrtllmExecutor
+from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
-EOS = (1, 50)
-RUN = Theirs.NOT_FINISHED
-
-
-@pytest.fixture(autouse=True)
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trtllm_stand_in.install(monkeypatch)
-    trtllm_stand_in.install_metadata(monkeypatch, tmp_path / "site")
-    monkeypatch.setattr(Executor, "made", [])
-    monkeypatch.setattr(Executor, "script", {})
+STOPS = (1, 50)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Path:
-    return write_engine(tmp_path / "trtllm")
+def engine(trtllm_engine: Path) -> EngineDir:
+    return open_engine(trtllm_engine)
 
 
 @pytest.fixture
-def executor(engine: Path) -> Iterator[TrtllmExecutor]:
-    made = TrtllmExecutor(engine, eos_ids=EOS)
+def executor(engine: EngineDir) -> Iterator[TrtllmExecutor]:
+    made = TrtllmExecutor(engine, ExecutorOptions())
     yield made
     made.close()
 
 
-def write_engine(path: Path, world: int = 1, **changes: Any) -> Path:
-    path.mkdir()
-    model = {"vocab_size": 64, "num_hidden_layers": 3, "mapping": {"world_size": world}}
-    model |= {"runtime_defaults": {"max_attention_window": [16, 16, 4096]}}
-    build = {"max_seq_len": 128, "max_batch_size": 4, "max_num_tokens": 256}
-    (path / "config.json").write_text(json.dumps({"pretrained_config": model | changes, "build_config": build}))
-    return path
-
-
-def ask(first: int = 5, *, request_id: str = "r", deadline: float | None = None, salt: str = "", **params: Any):
-    return GenerateRequest(request_id, (first, 6, 7), SamplingParams(**params), deadline=deadline, cache_salt=salt)
-
-
-def theirs(executor: TrtllmExecutor) -> Any:
-    """The stand-in behind an executor."""
-    return executor._executor
+def ask(*, salt: str = "", **params: Any) -> GenerateRequest:
+    return GenerateRequest("r", (5, 6, 7), SamplingParams(**params), cache_salt=salt)
 
 
 def only(executor: TrtllmExecutor) -> Any:
     """The one request that TensorRT-LLM got."""
-    (request,) = theirs(executor).requests.values()
+    (request,) = executor._executor.requests.values()
     return request
 
 
-def tokens(outputs: list[TokenOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
+def answers(executor: TrtllmExecutor, request: GenerateRequest, script: list[Any]) -> list[TokenOutput]:
+    """The outputs of one request that the library answers so."""
+    Executor.script[5] = script
+    executor.submit(request, 0, 1, (*(() if request.params.ignore_eos else STOPS), *request.params.stop_token_ids))
+    found: list[TokenOutput] = []
+    while not found or found[-1].finish_reason is None:
+        found += executor.poll(0.01)
+    return found
 
 
 # --- configuration ---
 
 
-def test_configuration(engine: Path) -> None:
-    executor = TrtllmExecutor(engine, eos_ids=EOS, cache=CacheSettings(gpu_share=0.5, max_tokens=1000))
-    config = theirs(executor).config
-    assert config.max_batch_size == 4 and config.max_num_tokens == 256 and config.enable_chunked_context
-    kv = config.kv_cache_config
+def test_configuration(engine: EngineDir) -> None:
+    executor = TrtllmExecutor(engine, ExecutorOptions(kv_fraction=0.5, max_sequences=3, max_batch_tokens=99))
+    made = executor._executor
+    assert made.model_path == engine.path / "trtllm" and executor.max_sequences == 3
+    assert made.config.max_batch_size == 3 and made.config.max_num_tokens == 99 and made.config.enable_chunked_context
+    kv = made.config.kv_cache_config
     assert kv.enable_block_reuse is False  # crashes Gemma 3 engines
-    assert kv.max_attention_window == [16, 16, 128]  # of the engine's layers, not beyond its max_seq_len
-    assert (kv.free_gpu_memory_fraction, kv.max_tokens, kv.host_cache_size) == (0.5, 1000, None)
+    spec = engine.manifest.spec
+    assert kv.max_attention_window == [spec.sliding_window if g == "local" else 128 for g in spec.layer_groups]
+    assert (kv.free_gpu_memory_fraction, kv.host_cache_size) == (0.5, None)
+    assert executor.kernels == "tensorrt-llm-1.2.1-sm90"
     executor.close()
 
 
-def test_block_reuse_is_an_explicit_choice(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="13123"):
-        TrtllmExecutor(engine, eos_ids=EOS, cache=CacheSettings(host_bytes=1 << 30))
-    executor = TrtllmExecutor(engine, eos_ids=EOS, cache=CacheSettings(block_reuse=True, host_bytes=1 << 30))
-    kv = theirs(executor).config.kv_cache_config
-    assert kv.enable_block_reuse and kv.host_cache_size == 1 << 30 and kv.secondary_offload_min_priority == 35
-    assert kv.event_buffer_max_size == 1024 and "13123" in caplog.text
-    assert executor.tiers.device_blocks == {16: 20, 128: 21} and executor.tiers.host_blocks == {16: 8, 128: 8}
-    executor.close()
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"device": "cpu"}, "executor.device"),
+        ({"kernels": "torch"}, "executor.kernels"),
+        ({"threads": 2}, "executor.threads"),
+        ({"batch_invariant": True}, "executor.batch_invariant"),
+    ],
+)
+def test_settings_that_it_does_not_have_are_named(engine: EngineDir, settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        TrtllmExecutor(engine, ExecutorOptions(**settings))
 
 
-def test_a_host_cache_that_was_not_made_is_an_error(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Executor, "host_blocks", 0)
-    with pytest.raises(EnvironmentUnfitError, match="made no host cache"):
-        TrtllmExecutor(engine, eos_ids=EOS, cache=CacheSettings(block_reuse=True, host_bytes=1 << 30))
-    assert Executor.made[0].stopped
+def test_without_the_library_the_error_says_what_to_install(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if not path.endswith("site")])
+    with pytest.raises(EnvironmentUnfitError, match=r"not installed.*pip install .tensorrt-llm>=1\.2,<1\.3"):
+        TrtllmExecutor(engine, ExecutorOptions())
 
 
-def test_engines_that_cannot_run(tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineFormatError):
-        TrtllmExecutor(tmp_path, eos_ids=EOS)
-    with pytest.raises(EngineFormatError, match="each layer"):
-        TrtllmExecutor(write_engine(tmp_path / "short", num_hidden_layers=4), eos_ids=EOS)
-    two = write_engine(tmp_path / "two", world=2)
-    with pytest.raises(EnvironmentUnfitError, match="mpirun -n 2"):
-        TrtllmExecutor(two, eos_ids=EOS)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    TrtllmExecutor(two, eos_ids=EOS).close()
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
-    monkeypatch.setattr(Executor, "load_error", "no such GPU")
-    with pytest.raises(EnvironmentUnfitError, match="no such GPU"):
-        TrtllmExecutor(engine, eos_ids=EOS)
+def test_another_version_than_the_engine_s_is_refused(
+    engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trtllm_stand_in.install_metadata(monkeypatch, tmp_path, "1.2.0")
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"built by TensorRT-LLM 1\.2\.1, and 1\.2\.0 is installed"
+    ) as found:
+        TrtllmExecutor(engine, ExecutorOptions())
+    assert "wicore build" in str(found.value) and "\n" not in str(found.value)
 
 
-# --- requests ---
+def test_another_gpu_than_the_engine_s_is_refused(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    with pytest.raises(EnvironmentUnfitError, match="is for sm90, and this GPU is sm89"):
+        TrtllmExecutor(engine, ExecutorOptions())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentUnfitError, match="is for sm90, and PyTorch finds no GPU"):
+        TrtllmExecutor(engine, ExecutorOptions())
 
 
-def test_a_stream_of_tokens(executor: TrtllmExecutor) -> None:
-    Executor.script[5] = [[10], [11, 12], [], [13], Theirs.LENGTH]
-    outputs = list(executor.generate(ask(max_tokens=4)))
+def test_what_the_library_does_not_load_says_why_on_one_line(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executor, "load_error", "assertion failed:\n  no such GPU.\n")
+    with pytest.raises(EnvironmentUnfitError, match="does not load .* assertion failed: no such GPU") as found:
+        TrtllmExecutor(engine, ExecutorOptions())
+    assert "\n" not in str(found.value)
+
+
+def edit(config: dict[str, Any], section: str, **changes: Any) -> None:
+    config[section] |= changes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: edit(c, "pretrained_config", num_hidden_layers=9), "each layer"),
+        (lambda c: edit(c, "pretrained_config", mapping={"world_size": 2}), "split over 2 ranks"),
+        (lambda c: edit(c, "build_config", max_seq_len=None), "no TensorRT-LLM engine"),
+        (lambda c: c.pop("build_config"), "no TensorRT-LLM engine"),
+        (lambda c: c.update(build_config=[]), "no TensorRT-LLM engine"),
+    ],
+)
+def test_files_that_are_no_engine(
+    engine: EngineDir, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    config = json.loads((engine.path / "trtllm" / "config.json").read_text())
+    change(config)
+    (tmp_path / "trtllm").mkdir()
+    (tmp_path / "trtllm" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFormatError, match=words):
+        TrtllmExecutor(replace(engine, path=tmp_path), ExecutorOptions())
+    assert not Executor.made
+
+
+# --- what the library is asked ---
+
+
+def test_a_request(executor: TrtllmExecutor) -> None:
+    outputs = answers(executor, ask(max_tokens=4), [[10], [11, 12], [], [13], Theirs.LENGTH])
     assert [o.token_ids for o in outputs] == [(10,), (11, 12), (13,)]
     assert [o.finish_reason for o in outputs] == [None, None, FinishReason.LENGTH]
-    assert outputs[-1].usage is not None and outputs[-1].usage.completion_tokens == 4
     request = only(executor)
     assert request.input_token_ids == [5, 6, 7] and request.streaming and request.max_tokens == 4
     assert request.output_config.exclude_input_from_output  # the default would send the prompt as output
     assert (request.end_id, request.stop_words) == (1, [[50]])
-    assert executor.stats() == {"running": 0, "generated_tokens": 4, "kv_blocks": 10, "kv_blocks_free": 4}
 
 
 @pytest.mark.parametrize(
@@ -147,139 +166,69 @@ def test_a_stream_of_tokens(executor: TrtllmExecutor) -> None:
         ({"temperature": 0.0, "seed": 1, "top_p": 0.5}, {"top_k": 1, "top_p": None, "temperature": None}),
         ({}, {"top_k": None, "top_p": 1.0, "temperature": 1.0, "min_p": None}),  # without top_p it would be greedy
         ({"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1},
-         {"top_k": 9, "top_p": 0.9, "temperature": 0.5, "min_p": 0.1}),
+         {"top_k": 9, "top_p": 0.9, "temperature": 0.5, "min_p": 0.1, "seed": 1}),
         ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"min_tokens": 3, "ignore_eos": True}, {"min_tokens": 3}),
     ],
 )  # fmt: skip
-def test_sampling(executor: TrtllmExecutor, params: dict, expected: dict) -> None:
-    Executor.script[5] = [[9], Theirs.LENGTH]
-    list(executor.generate(ask(**params)))
+def test_sampling(executor: TrtllmExecutor, params: dict[str, Any], expected: dict[str, Any]) -> None:
+    answers(executor, ask(**params), [[9], Theirs.LENGTH])
     config = only(executor).sampling_config
     assert {key: getattr(config, key) for key in expected} == expected
     assert only(executor).max_tokens == 125  # to the engine's limit
 
 
-def test_sequences_have_seeds_of_their_own(executor: TrtllmExecutor) -> None:
-    Executor.script[5] = [[9], [8], Theirs.LENGTH]
-    outputs = list(executor.generate(ask(n=3, seed=-4)))
-    assert sorted(o.index for o in outputs if o.finish_reason) == [0, 1, 2] and len(tokens(outputs)) == 6
-    list(executor.generate(ask(n=3, seed=-4)))
-    seeds = [request.sampling_config.seed for request in theirs(executor).requests.values()]
-    assert len(set(seeds)) == 3 and seeds[:3] == seeds[3:]
+def test_tenants_have_numbers(executor: TrtllmExecutor) -> None:
+    for salt in ("", "a", "b", "a"):
+        answers(executor, ask(salt=salt), [[9], Theirs.LENGTH])
+    ids = [request.cache_salt_id for request in executor._executor.requests.values()]
+    assert ids[0] is None and ids[1] == ids[3] != ids[2] and 0 <= ids[1] < 1 << 63
+
+
+# --- what the library answers ---
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["reported", "swallowed"])
 def test_end_of_text_is_the_last_token(executor: TrtllmExecutor, reported: bool) -> None:
-    Executor.script[5] = [[10], [1] if reported else [], Theirs.END_ID]
-    outputs = list(executor.generate(ask()))
-    assert tokens(outputs) == [10, 1] and outputs[-1].finish_reason is FinishReason.STOP
+    outputs = answers(executor, ask(), [[10], [1] if reported else [], Theirs.END_ID])
+    assert [t for o in outputs for t in o.token_ids] == [10, 1] and outputs[-1].finish_reason is FinishReason.STOP
     assert outputs[-1].stop_reason is None and outputs[-1].usage is not None
     assert outputs[-1].usage.completion_tokens == 2
 
 
+def test_a_swallowed_stop_word_takes_no_token_along(executor: TrtllmExecutor) -> None:
+    """The text layer shows no text for the last token of an output that says STOP."""
+    outputs = answers(executor, ask(), [[10], [11], Theirs.STOP_WORDS])
+    assert [(o.token_ids, o.finish_reason) for o in outputs] == [
+        ((10,), None), ((11,), None), ((), FinishReason.STOP)
+    ]  # fmt: skip
+
+
 def test_a_stop_token_ends_the_sequence_here(executor: TrtllmExecutor) -> None:
-    """Also when the engine went on: what follows is dropped, and the engine is told."""
-    Executor.script[5] = [[10, 33, 34], "run"]
-    outputs = list(executor.generate(ask(stop_token_ids=(33,), ignore_eos=True)))
-    assert tokens(outputs) == [10, 33] and outputs[-1].stop_reason == 33
-    assert outputs[-1].finish_reason is FinishReason.STOP and theirs(executor).cancelled == [1]
+    """Also when the library went on: what follows is dropped, and the library is told."""
+    outputs = answers(executor, ask(stop_token_ids=(33,), ignore_eos=True), [[10, 33, 34], "run"])
+    assert outputs[-1].token_ids == (10, 33) and outputs[-1].stop_reason == 33
+    assert outputs[-1].finish_reason is FinishReason.STOP and executor._executor.cancelled == [1]
     assert only(executor).end_id == 33 and only(executor).stop_words is None
-
-
-def test_tenants_have_numbers(executor: TrtllmExecutor) -> None:
-    Executor.script[5] = [[9], Theirs.LENGTH]
-    for salt in ("", "a", "b", "a"):
-        list(executor.generate(ask(salt=salt)))
-    ids = [request.cache_salt_id for request in theirs(executor).requests.values()]
-    assert ids[0] is None and ids[1] == ids[3] != ids[2] and 0 <= ids[1] < 1 << 63
+    assert executor.poll(0.01) == [] == executor.poll(0.01)
 
 
 @pytest.mark.parametrize(
-    ("params", "field"),
+    ("theirs", "ours"),
     [
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"logit_bias": {1: 2.0}}, "logit_bias"),
-        ({"min_tokens": 1}, "min_tokens"),
-        ({"stop_token_ids": (64,)}, "stop_token_ids"),
+        (Theirs.TIMED_OUT, FinishReason.DEADLINE),
+        (Theirs.CANCELLED, FinishReason.CANCELLED),
+        ("bad\nsequence", FinishReason.ERROR),
     ],
 )
-def test_what_would_mean_something_else_is_refused(executor: TrtllmExecutor, params: dict, field: str) -> None:
-    with pytest.raises(InvalidRequestError) as found:
-        executor.generate(ask(**params))
-    assert found.value.field == field
+def test_other_ends(executor: TrtllmExecutor, theirs: Any, ours: FinishReason) -> None:
+    output = answers(executor, ask(), [[9], theirs])[-1]
+    assert output.finish_reason is ours and output.error == ("bad sequence" if ours is FinishReason.ERROR else None)
 
 
-def test_bad_prompts_are_refused(executor: TrtllmExecutor) -> None:
-    for prompt in ((), (64,), (2,) * 128):
-        with pytest.raises(InvalidRequestError):
-            executor.generate(GenerateRequest("r", prompt, SamplingParams()))
-    with pytest.raises(InvalidRequestError, match="63 is not liked"):
-        list(executor.generate(ask(63)))
-    assert executor.stats()["running"] == 0
-
-
-# --- ends ---
-
-
-def test_cancel_from_another_thread(executor: TrtllmExecutor) -> None:
-    stream = executor.generate(ask(request_id="mine", n=2))
-    next(stream)
-    other = executor.generate(ask(request_id="other"))
-    next(other)
-    executor.cancel("mine")
-    executor.cancel("unknown")
-    rest = list(stream)
-    assert [o.finish_reason for o in rest if o.finish_reason] == [FinishReason.CANCELLED] * 2
-    assert sorted(theirs(executor).cancelled) == [1, 2] and next(other).token_ids == (7,)
-    other.close()
-    assert sorted(theirs(executor).cancelled) == [1, 2, 3] and executor.stats()["running"] == 0
-
-
-def test_a_deadline_ends_open_sequences(executor: TrtllmExecutor) -> None:
-    outputs = list(executor.generate(ask(deadline=time.monotonic() + 0.05, n=2)))
-    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.DEADLINE] * 2
-    assert sorted(theirs(executor).cancelled) == [1, 2]
-
-
-def test_an_error_of_one_request(executor: TrtllmExecutor) -> None:
-    Executor.script |= {5: [[9], "bad sequence"], 6: [[9], Theirs.LENGTH]}
-    outputs = list(executor.generate(ask(5)))
-    assert outputs[-1].finish_reason is FinishReason.ERROR and outputs[-1].error == "bad sequence"
-    assert tokens(list(executor.generate(ask(6)))) == [9]
-
-
-def test_a_dead_engine_ends_all_streams(executor: TrtllmExecutor) -> None:
-    stream, found = executor.generate(ask()), []
-    next(stream)
-    theirs(executor).broken = RuntimeError("CUDA error")
-    with pytest.raises(EngineDeadError, match="CUDA error"):
-        found.extend(stream)
-    with pytest.raises(EngineDeadError):
-        list(executor.generate(ask()))
-
-
-def test_close_ends_waiting_streams(engine: Path) -> None:
-    executor = TrtllmExecutor(engine, eos_ids=EOS)
-    ended: list[Exception] = []
-
-    def read() -> None:
-        try:
-            list(executor.generate(ask()))
-        except UnavailableError as error:
-            ended.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    while executor.stats()["running"] < 3:
-        time.sleep(0.001)
-    executor.close()
-    executor.close()
-    for reader in readers:
-        reader.join(60)
-    assert len(ended) == 3 and theirs(executor).stopped
-    with pytest.raises(UnavailableError):
-        list(executor.generate(ask()))
+def test_a_broken_library_is_not_silence(executor: TrtllmExecutor) -> None:
+    Executor.script[5] = [[9], "break"]
+    executor.submit(ask(), 0, 1, STOPS)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        for _ in range(3):
+            executor.poll(0.01)

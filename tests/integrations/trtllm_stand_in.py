@@ -2,18 +2,18 @@
 
 Signatures are 1.2's (nanobind/executor/*.cpp, models/gemma/model.py, layers/attention.py, kv_cache_connector.py), so an
 argument that does not exist is a TypeError, and so is one of a wrong type. The Gemma class has the two faults that ours
-repairs. The executor answers with tokens that a test scripts.
+repairs. The executor answers with tokens that a test scripts, or with those of `next_token`.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -141,88 +141,100 @@ class Response:
         return bool(self.error_msg)
 
 
+FIRST_LETTER = 262
+
+
+def next_token(tokens: list[int], seed: int | None = None) -> int:
+    """The model: a letter of the tests' tokenizer, by all tokens so far, and by the seed too where it samples."""
+    return FIRST_LETTER + int.from_bytes(blake2b(repr((tokens, seed)).encode(), digest_size=4).digest()) % 52
+
+
 class Executor:
-    """`script` maps a request's first prompt token to what it answers: tokens, FinishReasons and error texts. The list
-    is per response; a token list goes on, the others end. A request without a script runs until it is cancelled."""
+    """`script` maps a request's first prompt token to what it answers: token lists, FinishReasons and error texts, an
+    item per response; a token list goes on, the others end, and "run" is a 7 in every response until it is cancelled.
+    Without a script it answers with `next_token`, one in each response. `pace_s`: time between responses."""
 
     made: list[Executor] = []
     script: dict[int, list[Any]] = {}
-    host_blocks = 8
     load_error = ""
+    pace_s = 0.002
 
     def __init__(self, model_path: Any, model_type: ModelType, executor_config: ExecutorConfig) -> None:
         if not isinstance(model_path, (str, Path)) or not isinstance(executor_config, ExecutorConfig):
             raise TypeError("Executor")
         if self.load_error:
             raise RuntimeError(self.load_error)
-        self.config, self.requests, self.cancelled, self.stopped = executor_config, {}, [], False
+        self.model_path, self.config = Path(model_path), executor_config
+        self.requests: dict[int, Request] = {}
+        self.cancelled: list[int] = []
+        self.stopped = False
         self.broken: Exception | None = None
         self._todo: dict[int, list[Any]] = {}
-        self._lock = threading.Lock()
+        self._made: dict[int, list[int]] = {}
         Executor.made.append(self)
-
-    def can_enqueue_requests(self) -> bool:
-        return True
 
     def enqueue_request(self, request: Request) -> int:
         if not isinstance(request, Request):
             raise TypeError("request")
-        if request.input_token_ids[0] == 63:
+        if self.stopped or request.input_token_ids[0] == 63:
             raise RuntimeError("prompt 63 is not liked")
-        with self._lock:
-            engine_id = len(self.requests) + 1
-            self.requests[engine_id] = request
-            self._todo[engine_id] = list(self.script.get(request.input_token_ids[0], ["run"]))
+        engine_id = len(self.requests) + 1
+        self.requests[engine_id] = request
+        self._todo[engine_id] = list(self.script.get(request.input_token_ids[0], ["model"]))
+        self._made[engine_id] = []
         return engine_id
 
     def await_responses(self, *, timeout: timedelta) -> list[Response]:
         if not isinstance(timeout, timedelta):
             raise TypeError("timeout")
-        time.sleep(0.002)
+        assert not self.stopped, "waiting after shutdown"
+        time.sleep(min(timeout.total_seconds(), self.pace_s))
         if self.broken is not None:
             raise self.broken
-        with self._lock:
-            found = [response for engine_id in list(self._todo) if (response := self._step(engine_id)) is not None]
-        return found
+        running = list(self._todo)[: self.config.max_batch_size]
+        return [response for engine_id in running if (response := self._step(engine_id)) is not None]
 
     def _step(self, engine_id: int) -> Response | None:
         todo = self._todo[engine_id]
         step = FinishReason.CANCELLED if engine_id in self.cancelled else todo[0]
-        if step != "run":
-            todo.pop(0)
+        if step == "break":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if step == "run":
+            return Response(engine_id, [7], FinishReason.NOT_FINISHED)
+        if step == "model":
+            return self._model(engine_id)
+        todo.pop(0)
         if not isinstance(step, list):
-            if step != "run":
-                del self._todo[engine_id]
+            del self._todo[engine_id]
             if isinstance(step, FinishReason):
                 return Response(engine_id, [], step)
-            return (
-                Response(engine_id, [7], FinishReason.NOT_FINISHED)
-                if step == "run"
-                else Response(engine_id, [], FinishReason.NOT_FINISHED, step)
-            )
+            return Response(engine_id, [], FinishReason.NOT_FINISHED, step)
         if todo and isinstance(todo[0], FinishReason):
             del self._todo[engine_id]
             return Response(engine_id, step, todo.pop(0))
         return Response(engine_id, step, FinishReason.NOT_FINISHED)
 
+    def _model(self, engine_id: int) -> Response:
+        request, made = self.requests[engine_id], self._made[engine_id]
+        sampling = request.sampling_config
+        token = next_token(request.input_token_ids + made, None if sampling.top_k == 1 else sampling.seed)
+        if token == request.end_id and len(made) < (sampling.min_tokens or 0):
+            token += 1  # min_tokens hides end_id from the sampling, and no other token
+        made.append(token)
+        reason = FinishReason.NOT_FINISHED
+        if token == request.end_id:
+            reason = FinishReason.END_ID
+        elif [token] in (request.stop_words or []):
+            reason = FinishReason.STOP_WORDS
+        elif len(made) == request.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not FinishReason.NOT_FINISHED:
+            del self._todo[engine_id]
+        return Response(engine_id, [token], reason)
+
     def cancel_request(self, id: int) -> None:
         assert not self.stopped, "cancelled after shutdown"
         self.cancelled.append(id)
-
-    def get_latest_iteration_stats(self) -> list[Any]:
-        kv = SimpleNamespace(max_num_blocks=10, free_num_blocks=4)
-        return [SimpleNamespace(kv_cache_stats=None), SimpleNamespace(kv_cache_stats=kv)]
-
-    def get_kv_cache_event_manager(self) -> Any:
-        kv = self.config.kv_cache_config
-        if not (kv.enable_block_reuse and kv.event_buffer_max_size):
-            return None
-        host = self.host_blocks if kv.host_cache_size else 0
-        events = [
-            SimpleNamespace(event_id=i, window_size=w, data=SimpleNamespace(num_blocks_per_cache_level=[20 + i, host]))
-            for i, w in enumerate(sorted(set(kv.max_attention_window)))
-        ]
-        return SimpleNamespace(get_latest_events=lambda timeout_ms=None: events)
 
     def shutdown(self) -> None:
         assert not self.stopped
@@ -400,14 +412,14 @@ def install(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
 def install_metadata(monkeypatch: pytest.MonkeyPatch, directory: Path, version: str = "1.2.1") -> None:
     """Make importlib.metadata find the package in `version`."""
     info = directory / f"tensorrt_llm-{version}.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(directory))
 
 
 def install_command(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """Put a `trtllm-build` on PATH."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     command = directory / "trtllm-build"
     script = Path(__file__).with_name("trtllm_build_stand_in.py")
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')

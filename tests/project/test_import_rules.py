@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
-    "runtime.executor": ("model.spec", "runtime.batch"),
+    "runtime.executor": ("model.spec", "runtime.batch", "types"),
     "runtime": ("errors", "files", "types", "model", "checkpoint", "plugins", "runtime"),
     "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "runtime.executor", "runtime.options"),
     "backends.torch.calibrate": (*BACKEND, "text", "backends.torch"),  # reads a text

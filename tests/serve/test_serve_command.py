@@ -34,9 +34,13 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
     monkeypatch.setenv("WICORE_SERVER__API_KEY", "hidden")
     assert run(["serve", str(tmp_path), "--port", "7002", "--no-reflection", "--print-config"]) == 0
     out = capsys.readouterr().out
-    for line in ("port: 7002  # flag", "grace_s: 9.0  # env WICORE_SERVER__GRACE_S", "reflection: false  # flag"):
+    for line in (
+        "port: 7002  # --port",
+        "grace_s: 9.0  # env WICORE_SERVER__GRACE_S",
+        "reflection: false  # --reflection",
+    ):
         assert line in out
-    assert f'engine: "{tmp_path}"  # flag' in out and "hidden" not in out
+    assert f'engine: "{tmp_path}"  # argument' in out and "hidden" not in out
 
 
 def test_settings_are_explained_without_an_engine_and_help_shows_their_defaults(capsys):
@@ -80,7 +84,7 @@ def value_of(settings, key):
         (["serve", "gemma3-270m-cpu"], 4, "wicore build --recipe gemma3-270m-cpu"),
         (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
-        (["serve", ".", "--port", "70000"], 3, "server.port"),
+        (["serve", ".", "--port", "70000"], 3, "--port: "),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
         (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "/no.pem is missing"),
         (["serve", ".", "--host", "192.0.2.1"], 4, "Cannot listen on 192.0.2.1"),

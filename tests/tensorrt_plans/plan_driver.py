@@ -95,7 +95,7 @@ class PlanDriver:
 
     def __init__(
         self, spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], path: Path, limits: PlanLimits, *,
-        dtype: str, kv_dtype: str | None = None, tp_size: int = 1,
+        dtype: str, kv_dtype: str | None = None, tp_size: int = 1, attention: str = "layers",
     ) -> None:  # fmt: skip
         self.spec, self.limits, self.dtype = spec, limits, dtype
         ranks = [shard(spec, tensors, rank, tp_size) for rank in range(tp_size)]
@@ -106,7 +106,7 @@ class PlanDriver:
         self.networks, self.inputs, self.evaluators = {}, {}, {}
         self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         for phase in PHASES:
-            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase)
+            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase, attention)
             network, io = make_network(trt, self._builder, request)
             bound = []
             for rank, parts in enumerate(ranks):

@@ -6,30 +6,43 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
-from wicore_trt.config import Settings
+from wicore_trt.config import KVSettings, Settings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.loop import Core
+from wicore_trt.core.request_core import RequestCore
 from wicore_trt.engine.directory import EngineDir, open_engine
-from wicore_trt.engine.options import find_backend
+from wicore_trt.engine.options import SCHEDULE_THEMSELVES, find_backend
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.executor import Executor
+from wicore_trt.runtime.executor import Executor, RequestExecutor
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
+
+THEIR_KV = ("device_fraction", "prefix_cache")
+"""Settings of kv that an engine with a KV cache of its own may be given: the share of memory is its own too, and it
+shares nothing between requests anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """An engine that is ready to step, its tokenizer and what it is."""
 
-    core: EngineCore
+    core: Core
     tokenizer: Tokenizer
     info: ModelInfo
+
+    @property
+    def engine_core(self) -> EngineCore:
+        """The core of an engine whose steps are made here, for measurements of its parts."""
+        assert isinstance(self.core, EngineCore)
+        return self.core
 
 
 def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedEngine:
@@ -43,9 +56,37 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
     engine = open_engine(Path(settings.engine))
     tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
-    executor = executor or make_executor(engine, settings)
-    manifest, layout = engine.manifest, executor.layout
+    manifest = engine.manifest
     max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)
+    core: Core
+    if manifest.backend in SCHEDULE_THEMSELVES:
+        core = _make_request_core(engine, settings, tokenizer, max_context)
+        kernels, kv_dtype = core.executor.kernels, manifest.kv_dtype
+    else:
+        core = _make_core(engine, settings, executor or make_executor(engine, settings), tokenizer, max_context)
+        kernels, kv_dtype = core.executor.kernels, core.executor.layout.kv_dtype
+    info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, settings.model.name)
+    return LoadedEngine(core, tokenizer, info)
+
+
+def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokenizer, max_context: int) -> RequestCore:
+    """Raises ConfigError for settings of a KV cache that is not ours."""
+    for setting in fields(KVSettings):
+        if setting.name not in THEIR_KV and getattr(settings.kv, setting.name) != getattr(KVSettings(), setting.name):
+            name = f"kv.{setting.name}"
+            raise ConfigError(
+                f"{name}: an engine of backend {engine.manifest.backend} keeps its KV cache to itself.",
+                fix=f"Leave {name} out.",
+            )
+    executor = find_backend(engine.manifest.backend).open(engine, executor_options(settings))
+    return RequestCore(cast(RequestExecutor, executor), eos_ids=tokenizer.eos_ids, max_context=max_context)
+
+
+def _make_core(
+    engine: EngineDir, settings: Settings, executor: Executor, tokenizer: Tokenizer, max_context: int
+) -> EngineCore:
+    """A core with a cache and a scheduler of its own on `executor`."""
+    manifest, layout = engine.manifest, executor.layout
     manager, loader = make_cache(
         settings.kv,
         layout,
@@ -67,13 +108,21 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
         slice_tokens=executor.slice_tokens,
     )
     warm_up(executor)
-    core = EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)
-    return LoadedEngine(core, tokenizer, model_info(engine, executor, tokenizer, max_context, settings.model.name))
+    return EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:
-    """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that."""
-    values = ExecutorOptions(
+    """The executor of the engine's backend. Raises EnvironmentUnfitError where this machine cannot run that, or for a
+    backend that makes its steps itself."""
+    backend = engine.manifest.backend
+    if backend in SCHEDULE_THEMSELVES:
+        raise EnvironmentUnfitError(f"Engines of backend {backend} make their steps themselves; this needs one step.")
+    return cast(Executor, find_backend(backend).open(engine, executor_options(settings)))
+
+
+def executor_options(settings: Settings) -> ExecutorOptions:
+    """What an executor is told of the settings."""
+    return ExecutorOptions(
         device=settings.executor.device,
         kernels=settings.executor.kernels,
         threads=settings.executor.threads,
@@ -86,7 +135,6 @@ def make_executor(engine: EngineDir, settings: Settings) -> Executor:
         batch_invariant=settings.executor.batch_invariant,
         loads=settings.kv.host_bytes > 0,
     )
-    return find_backend(engine.manifest.backend).open(engine, values)
 
 
 def warm_up(executor: Executor) -> None:
@@ -106,16 +154,16 @@ def warm_up(executor: Executor) -> None:
 
 
 def model_info(
-    engine: EngineDir, executor: Executor, tokenizer: Tokenizer, max_context: int, name: str | None
+    engine: EngineDir, kernels: str, kv_dtype: str, tokenizer: Tokenizer, max_context: int, name: str | None
 ) -> ModelInfo:
     """What GetModelInfo and `wicore inspect` say of a loaded engine."""
     manifest, spec = engine.manifest, engine.manifest.spec
     return ModelInfo(
         model_id=name or manifest.model_id,
         backend=manifest.backend,
-        kernels=executor.kernels,
+        kernels=kernels,
         dtype=manifest.dtype,
-        kv_dtype=executor.layout.kv_dtype,
+        kv_dtype=kv_dtype,
         quantization=manifest.quantization["algo"] if manifest.quantization else None,
         max_context_tokens=max_context,
         vocab_size=spec.vocab_size,

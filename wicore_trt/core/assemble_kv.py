@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.disk.secret import secret_of
-from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
@@ -31,8 +29,6 @@ from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.types import MAX_TTL_S
-
-QUEUE_LIMIT = 256
 
 
 def make_cache(
@@ -103,7 +99,17 @@ def _make_tiers(
         )
     store: DiskStore | None = None
     if settings.disk_path is not None:
-        store = _open_store(settings, namespace, slot_bytes, files)
+        store = open_store(
+            settings.disk_path,
+            namespace,
+            slot_bytes,
+            limit_bytes=settings.disk_bytes,
+            free_bytes=settings.disk_free_bytes,
+            threads=settings.disk_threads,
+            timeout_s=settings.disk_timeout_s,
+            key_file=settings.disk_key_file,
+            files=files,
+        )
 
     def index(tier: str, slots: int) -> TierIndex:
         return TierIndex(
@@ -133,23 +139,6 @@ def _make_tiers(
         stored=events.append_stored,
     )
     return LowerTiers(transfers, threshold=settings.host_threshold), store.secret if store is not None else None
-
-
-def _open_store(settings: KVSettings, namespace: Namespace, slot_bytes: int, files: Files | None) -> DiskStore:
-    assert settings.disk_path is not None
-    cipher = AesGcmPageCipher(load_key_file(settings.disk_key_file)) if settings.disk_key_file is not None else None
-    return DiskStore(
-        Path(settings.disk_path),
-        namespace=namespace,
-        slot_bytes=slot_bytes,
-        limit_bytes=settings.disk_bytes,
-        free_bytes=settings.disk_free_bytes,
-        threads=settings.disk_threads,
-        queue_limit=QUEUE_LIMIT,
-        timeout_s=settings.disk_timeout_s,
-        cipher=cipher,
-        files=files,
-    )
 
 
 def _keep_times(retention: Retention, transfers: Transfers) -> None:

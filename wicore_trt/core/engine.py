@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
+from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
@@ -28,6 +29,7 @@ from wicore_trt.types import (
     EngineStats,
     FinishReason,
     GenerateRequest,
+    SamplingParams,
     TokenLogprob,
     TokenOutput,
     Usage,
@@ -60,6 +62,32 @@ def sequence_seed(seed: int | None, index: int) -> int:
     if seed is None:
         return secrets.randbits(64)
     return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None:
+    """Raise InvalidRequestError for a prompt that does not fit `max_context`, and for ids outside the vocabulary."""
+    prompt, params = request.prompt_token_ids, request.params
+    if not prompt:
+        raise InvalidRequestError("The prompt is empty.", field="prompt")
+    if len(prompt) >= max_context:
+        raise InvalidRequestError(
+            f"The prompt has {len(prompt)} tokens; this engine takes at most {max_context - 1}.",
+            field="prompt",
+            fix="Shorten it, or serve with a larger scheduler.max_context.",
+        )
+    for name, ids in (
+        ("prompt_token_ids", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            bad = next(token for token in ids if not 0 <= token < vocab)
+            raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
+
+
+def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a sequence, each once."""
+    return tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
 
 
 class EngineCore:
@@ -97,34 +125,31 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def kv_events(self) -> KVEventLog:
+        """What the KV cache gains and loses; any thread may read it."""
+        return self.scheduler.manager.events
+
+    def kv_events_of(self, tenant: str) -> EventFeed:
+        """The same of one tenant's pages alone."""
+        return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
+
+    def load(self) -> tuple[Counter[str], Counter[str]]:
+        """Sequences that run and that wait, by tenant."""
+        running = Counter(s.request.tenant for s in self.scheduler.running if s.finish_reason is None)
+        return running, Counter(self.scheduler.waiting.counts())
+
     def validate(self, request: GenerateRequest) -> None:
         """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any
         thread may call it."""
-        prompt, params = request.prompt_token_ids, request.params
-        if not prompt:
-            raise InvalidRequestError("The prompt is empty.", field="prompt")
-        if len(prompt) >= self.max_context:
-            raise InvalidRequestError(
-                f"The prompt has {len(prompt)} tokens; this engine takes at most {self.max_context - 1}.",
-                field="prompt",
-                fix="Shorten it, or serve with a larger scheduler.max_context.",
-            )
-        vocab = self.executor.spec.vocab_size
-        for name, ids in (
-            ("prompt_token_ids", prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", tuple(params.logit_bias)),
-        ):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                bad = next(token for token in ids if not 0 <= token < vocab)
-                raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
+        check_tokens(request, self.max_context, self.executor.spec.vocab_size)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
         assert request.request_id not in self._sequences
         arrival = self._clock()
         params = request.params
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+        stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.names(request.tenant, request.cache_salt)
         sequences = []
         for index in range(params.n):

@@ -14,8 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import (
     EngineDeadError,
@@ -34,14 +34,73 @@ TIDY_S = 0.02
 Sink = Callable[[list[TokenOutput]], None]
 
 
+class Core(Protocol):
+    """What the loop steps: `core.engine.EngineCore` over an executor of steps, `core.request_core.RequestCore` over one
+    that takes whole requests. Single-threaded, except for `validate` and the KV events."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def kv_events(self) -> KVEventLog:
+        """What the KV cache gains and loses. Raises EnvironmentUnfitError for an engine that does not tell."""
+        ...
+
+    def kv_events_of(self, tenant: str) -> EventFeed:
+        """The same of one tenant's pages alone."""
+        ...
+
+    def validate(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError when this engine can never run the request."""
+        ...
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
+        """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
+        ...
+
+    def abort_all(self) -> list[TokenOutput]: ...
+
+    def step(self) -> list[TokenOutput]:
+        """What sequences gained since the last step. Raises when the engine is broken."""
+        ...
+
+    def settle(self) -> None:
+        """Land what nobody waits for any more, for callers that do not go on stepping."""
+        ...
+
+    def tidy(self) -> bool:
+        """Housekeeping between requests. True while more is under way."""
+        ...
+
+    def rest_s(self) -> float | None:
+        """Seconds until `tidy` has something to do again although no request comes; None for never."""
+        ...
+
+    def is_live(self, request_id: str) -> bool: ...
+
+    def load(self) -> tuple[Counter[str], Counter[str]]:
+        """Sequences that run and that wait, by tenant."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """The end of it; frees the device."""
+        ...
+
+
 class EngineLoop:
-    """Owns an EngineCore and the thread that steps it. `sink` is called on that thread, once per step.
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step.
 
     `max_waiting` bounds the sequences that wait for their first step. A named tenant may have as many waiting as there
     is room left: one that floods gets half of the queue, and the next one finds room.
     """
 
-    def __init__(self, core: EngineCore, sink: Sink, *, max_waiting: int) -> None:
+    def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
         self._core = core
         self._sink = sink
         self._max_waiting = max_waiting
@@ -62,11 +121,11 @@ class EngineLoop:
     @property
     def kv_events(self) -> KVEventLog:
         """What the KV cache gains and loses; any thread may read it."""
-        return self._core.scheduler.manager.events
+        return self._core.kv_events
 
     def kv_events_of(self, tenant: str) -> EventFeed:
         """The same of one tenant's pages alone."""
-        return self.kv_events.of(self._core.scheduler.manager.names(tenant, "").tag)
+        return self._core.kv_events_of(tenant)
 
     @property
     def dead(self) -> str | None:
@@ -180,9 +239,7 @@ class EngineLoop:
 
     def _look(self) -> None:
         """Note the engine's present state for other threads; with the lock held."""
-        running = self._core.scheduler.running
-        self._waiting = Counter(self._core.scheduler.waiting.counts())
-        self._running = Counter(s.request.tenant for s in running if s.finish_reason is None)
+        self._running, self._waiting = self._core.load()
         self._stats, self._stats_time = self._core.stats(), time.monotonic()
 
     def _emit(self, outputs: list[TokenOutput]) -> None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from wicore_trt.checks import shown
-from wicore_trt.core.engine import EngineCore
-from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
@@ -157,7 +156,7 @@ class TextEngine:
     Construct and `start` it on that loop; all methods except the EngineLoop's callback run there.
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, info: ModelInfo, *, max_waiting: int = 1024) -> None:
+    def __init__(self, core: Core, tokenizer: Tokenizer, info: ModelInfo, *, max_waiting: int = 1024) -> None:
         self.tokenizer = tokenizer
         self.info = info
         self.draining = False

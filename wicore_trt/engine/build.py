@@ -36,7 +36,7 @@ from wicore_trt.engine.manifest import (
     Manifest,
     compute_fingerprint,
 )
-from wicore_trt.engine.options import Backend, BuildOptions, DummyModel, find_backend, split_targets
+from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend, split_targets
 from wicore_trt.engine.weights import WeightFile, has_tensor, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
 from wicore_trt.files import present, printable
@@ -77,6 +77,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     calibration: Calibration | None = None,
     dummy: DummyModel | None = None,
     revision: str | None = None,
+    attention: str = LAYERS,
     force: bool = False,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
@@ -88,9 +89,10 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     the activations. "fp8" is a KV cache in E4M3, with the checkpoint's KV scales or else unscaled. `page_tokens` is the
     KV page size in tokens; `max_context` limits sequences in tokens (None: the backend's choice, at most the model's
     limit); `max_batch` and `max_chunk` limit the steps of compiled engines; `calibration` measures static scales on the
-    way; `revision` is the commit, branch or tag of a hub id. An existing engine is replaced only with `force`. `note`
-    gets a sentence for every kind of loss that converting the source brought. The manifest's `created` is the time in
-    the environment variable SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
+    way; `revision` is the commit, branch or tag of a hub id; `attention` is "layers", or "plugin" for
+    backend tensorrt. An existing engine is replaced only with `force`. `note` gets a sentence for every kind of loss
+    that converting the source brought. The manifest's `created` is the time in the environment variable
+    SOURCE_DATE_EPOCH (seconds since 1970) where it is set.
 
     Raises ConfigError for options that do not fit the checkpoint or an output that is in the way, CheckpointError
     for a bad source or a damaged checkpoint, EnvironmentUnfitError for a backend that is not here or a full disk.
@@ -108,6 +110,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
         calibration,
         dummy,
         revision,
+        attention,
     )
     created = _created()
     _check_options(options, source)
@@ -140,6 +143,10 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise ConfigError(f"kv_dtype {options.kv_dtype!r} is unknown.", fix=f"Known: {', '.join(KV_DTYPES)}.")
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
+    if options.attention not in (LAYERS, PLUGIN):
+        raise ConfigError(f"attention {options.attention!r} is unknown.", fix=f"Known: {LAYERS}, {PLUGIN}.")
+    if options.attention == PLUGIN and options.backend != "tensorrt":
+        raise ConfigError("only backend 'tensorrt' has the attention plugin.", fix="Leave --attention out.")
     if options.revision and (present(Path(source)) or not is_hub_id(str(source))):
         raise ConfigError(
             f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."

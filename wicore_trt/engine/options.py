@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir, Progress
     from wicore_trt.model.spec import Gemma3Spec
-    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.executor import Executor, RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
+
+
+LAYERS, PLUGIN = "layers", "plugin"
+"""Attention by a backend's own means, or by our TensorRT plugin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class DummyModel:
 class BuildOptions:
     """The arguments of `build_engine` that say what to build. `max_batch` and `max_chunk` limit a step of a compiled
     engine: sequences of a decode step, and tokens of a prefill step. `dummy` stands in for a source, and
-    `revision` is the source's hub commit, branch or tag."""
+    `revision` is the source's hub commit, branch or tag. `attention` is LAYERS, or PLUGIN for backend tensorrt."""
 
     backend: str
     dtype: str
@@ -48,6 +52,7 @@ class BuildOptions:
     calibration: Calibration | None
     dummy: DummyModel | None = None
     revision: str | None = None
+    attention: str = LAYERS
 
 
 class Backend(Protocol):
@@ -72,9 +77,10 @@ class Backend(Protocol):
         says of them. `options` have their targets and max_context filled in."""
         ...
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
-        """The executor of an engine of this backend. Raises EnvironmentUnfitError where this machine cannot run it,
-        EngineFormatError for files that do not fit, ConfigError for settings that do not."""
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
+        """The executor of an engine of this backend: a RequestExecutor of those in SCHEDULE_THEMSELVES. Raises
+        EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit, ConfigError
+        for settings that do not."""
         ...
 
 
@@ -85,6 +91,8 @@ BACKENDS = {
     "tensorrt-llm": "wicore_trt.backends.trtllm.build:TensorRTLLMBackend",
 }
 """Name of a backend to "module:class"."""
+SCHEDULE_THEMSELVES = frozenset({"tensorrt-llm"})
+"""Backends whose engines take whole requests and have a KV cache of their own."""
 
 
 def find_backend(name: str) -> Backend:

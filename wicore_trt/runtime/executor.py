@@ -1,7 +1,8 @@
-"""The contract between the engine loop and a device.
+"""The contracts between the engine loop and what computes.
 
-An executor loads an engine and runs one step: batch in, sampled tokens out. It must not know requests, queues or
-prefix reuse. Invariant: a sequence's tokens depend on that sequence alone (and its seed), not on the batch.
+An `Executor` loads an engine and runs one step: batch in, sampled tokens out. It must not know requests, queues or
+prefix reuse. A `RequestExecutor` takes whole requests and makes its steps itself. Invariant: a sequence's tokens depend
+on that sequence alone (and its seed), not on the batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
+from wicore_trt.types import GenerateRequest, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +93,35 @@ class AheadExecutor(Executor, Protocol):
 
     def leads(self, batch: StepBatch) -> bool:
         """Whether the step after `batch`, the last one submitted, may name the tokens that this one samples UNREAD."""
+        ...
+
+
+class RequestExecutor(Protocol):
+    """One loaded engine that schedules by itself: sequences of requests in, their tokens out as they come. At most
+    `max_sequences` are submitted and not ended. All calls but `check` come from one thread."""
+
+    spec: Gemma3Spec
+    kernels: str
+    max_sequences: int
+
+    def check(self, request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
+        """Raise InvalidRequestError for what the engine cannot do, or would do otherwise than SamplingParams says."""
+        ...
+
+    def submit(self, request: GenerateRequest, index: int, seed: int, stop_ids: tuple[int, ...]) -> None:
+        """Start the index-th sequence of a checked request; `seed` is in [0, 2**64). `stop_ids` end it, and are
+        reported as its last token. Raises WicoreError where the engine does not take it, which fails alone."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[TokenOutput]:
+        """What sequences gained; waits at most `timeout_s` seconds for something. The last output of a sequence has a
+        finish reason. Raises when the engine is broken."""
+        ...
+
+    def cancel(self, request_id: str, index: int) -> None:
+        """End a sequence that was submitted; nothing of it is reported any more. Unknown ones are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and free device memory. The executor is unusable afterwards."""
         ...

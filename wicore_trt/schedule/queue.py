@@ -14,42 +14,55 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from wicore_trt.schedule.sequence import Sequence
+from wicore_trt.types import GenerateRequest
 
 AGEING_S = 5.0
 
 
-def order_key(sequence: Sequence) -> tuple[float, int]:
+class Queued(Protocol):
+    """What the queue reads of a sequence, and `turn`, which it writes (`schedule.sequence.Sequence`)."""
+
+    seq_id: int
+    request: GenerateRequest
+    arrival: float
+    turn: int | None
+
+
+S = TypeVar("S", bound=Queued)
+
+
+def order_key(sequence: Queued) -> tuple[float, int]:
     """Smaller runs earlier; ties by seq_id."""
     return (sequence.arrival + sequence.request.priority * AGEING_S, sequence.seq_id)
 
 
 @dataclass(slots=True)
-class _TenantQueue:
+class _TenantQueue(Generic[S]):
     """Waiting sequences of one tenant, a heap, and the places that others of it hold. `turns` counts the places it was
     given, beginning at no fewer than any that came to their end before."""
 
     turns: int = 0
     held: int = 0
-    heap: list[tuple[tuple[float, int], Sequence]] = field(default_factory=list)
+    heap: list[tuple[tuple[float, int], S]] = field(default_factory=list)
 
 
-class WaitingQueue:
+class WaitingQueue(Generic[S]):
     """Taking is linear in the number of tenants that wait, removal from the middle in the tenant's sequences."""
 
     def __init__(self) -> None:
-        self._members: dict[int, Sequence] = {}
-        self._tenants: dict[str, _TenantQueue] = {}
+        self._members: dict[int, S] = {}
+        self._tenants: dict[str, _TenantQueue[S]] = {}
         self._now = 0  # most turns with which a place was given that was given up since
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: S) -> bool:
         return sequence.seq_id in self._members
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[S]:
         """Members in no particular order."""
         return iter(list(self._members.values()))
 
@@ -57,7 +70,7 @@ class WaitingQueue:
         """Members by tenant, of those that have any."""
         return {name: len(tenant.heap) for name, tenant in self._tenants.items() if tenant.heap}
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: S) -> None:
         """Add a sequence; one that has a place gives it up."""
         assert sequence.seq_id not in self._members
         tenant = self._tenants.setdefault(sequence.request.tenant, _TenantQueue())
@@ -67,7 +80,7 @@ class WaitingQueue:
         tenant.turns = max(tenant.turns, self._now)
         self._add(sequence, tenant)
 
-    def put_back(self, sequences: Iterable[Sequence]) -> None:
+    def put_back(self, sequences: Iterable[S]) -> None:
         """Undo the `pop` of sequences that did not run."""
         for sequence in sequences:
             tenant = self._tenants[sequence.request.tenant]
@@ -76,30 +89,30 @@ class WaitingQueue:
             sequence.turn = None
             self._add(sequence, tenant)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: S) -> None:
         """A sequence that was taken out gives its place up."""
         assert sequence.turn is not None
         self._tenants[sequence.request.tenant].held -= 1
         self._now = max(self._now, sequence.turn)
         sequence.turn = None
 
-    def _add(self, sequence: Sequence, tenant: _TenantQueue) -> None:
+    def _add(self, sequence: S, tenant: _TenantQueue[S]) -> None:
         self._members[sequence.seq_id] = sequence
         heapq.heappush(tenant.heap, (order_key(sequence), sequence))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: S) -> None:
         """Take a member out; not being there is a bug of the caller."""
         del self._members[sequence.seq_id]
         tenant = self._tenants[sequence.request.tenant]
         tenant.heap = [entry for entry in tenant.heap if entry[1] is not sequence]
         heapq.heapify(tenant.heap)
 
-    def first(self) -> Sequence | None:
+    def first(self) -> S | None:
         """The member to admit next, or None when empty."""
         tenant = self._next()
         return tenant.heap[0][1] if tenant is not None else None
 
-    def pop(self) -> Sequence | None:
+    def pop(self) -> S | None:
         """Take out the member to admit next and give it a place, or None when empty."""
         tenant = self._next()
         if tenant is None:
@@ -111,6 +124,6 @@ class WaitingQueue:
         tenant.held += 1
         return sequence
 
-    def _next(self) -> _TenantQueue | None:
+    def _next(self) -> _TenantQueue[S] | None:
         waiting = [tenant for tenant in self._tenants.values() if tenant.heap]
         return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0][0]), default=None)

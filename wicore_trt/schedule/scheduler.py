@@ -66,7 +66,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
-        self.waiting = WaitingQueue()
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.

@@ -25,8 +25,10 @@ from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import PlanRequest
 from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
 from wicore_trt.backends.tensorrt.plan_worker import BuiltPlan, finish, start
-from wicore_trt.engine.options import BuildOptions
+from wicore_trt.engine.options import PLUGIN, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.plugins.tensorrt.network import check_plugins
 from wicore_trt.runtime.tensor_specs import weight_tensors
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class TensorRTBackend:
         for target in targets:
             api.check_target(target)
         check_dtypes(targets, (options.dtype, options.kv_dtype))  # what is known before converting takes its time
+        if options.attention == PLUGIN:
+            check_plugins(api.module)
         return targets
 
     def default_context(self, limit: int) -> int:
@@ -77,6 +81,8 @@ class TensorRTBackend:
                 fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
             )
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
+        if options.attention == PLUGIN:
+            check_plugin_heads(checkpoint.spec)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
@@ -96,6 +102,7 @@ class TensorRTBackend:
             "version": api.version,
             "max_batch": limits.max_batch,
             "max_chunk": limits.max_chunk,
+            **({"attention": PLUGIN} if options.attention == PLUGIN else {}),
         }
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
@@ -112,7 +119,9 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
     weights = weight_tensors(files, spec, kv_dtype)
     return [
-        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase)
+        PlanRequest(
+            spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase, options.attention
+        )
         for target in options.targets
         for phase in PHASES
     ]
@@ -127,6 +136,15 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
                     f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
                     fix="Leave the target out, or build it from a checkpoint of another dtype.",
                 )
+
+
+def check_plugin_heads(spec: Gemma3Spec) -> None:
+    """Raises ConfigError for heads that the attention plugin's kernels cannot do."""
+    if spec.head_dim < 16 or spec.head_dim & (spec.head_dim - 1):
+        raise ConfigError(
+            f"--attention plugin needs a head_dim that is a power of two of at least 16, not {spec.head_dim}.",
+            fix="Leave --attention out.",
+        )
 
 
 def build_plans(

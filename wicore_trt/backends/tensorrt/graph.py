@@ -172,6 +172,11 @@ class Graph:
         layer.decomposable = True  # a target without a fused kernel of this shape still gets a plan
         return layer.get_output(0)
 
+    def plugin(self, layer: Any, count: int) -> list[Tensor]:
+        """The outputs of a plugin's layer that was added."""
+        layer = self._add("plugin", layer)
+        return [layer.get_output(i) for i in range(count)]
+
     def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
         """ "sum": the sum over tensor-parallel ranks; "gather": all ranks' parts stacked on dim 0."""
         collective = self.trt.CollectiveOperation

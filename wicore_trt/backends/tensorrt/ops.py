@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
+from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.tensorrt.cache_attention import PAGE, CacheAttentionConfig
+from wicore_trt.plugins.tensorrt.network import add_cache_attention
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 E4M3_STEP = 1 / 448
@@ -50,18 +54,21 @@ def define_network(  # noqa: PLR0913 -- each is one independent fact about the n
     dtype: str,
     kv_dtype: str,
     tp_size: int = 1,
+    plugin_kernels: Mapping[str, CompiledKernel] | None = None,
 ) -> list[TensorSpec]:
     """Define one rank's network of a phase in `network`; returns its inputs and outputs.
 
     `dtype` is that of the activations ("float32", "float16", "bfloat16"); a linear is FP8 when its weight is.
     `kv_dtype` is `dtype`, or "fp8": keys and values are then rounded to E4M3 before they enter a cache of `dtype`.
+    With `plugin_kernels` (`plugin_config`'s, for this target) attention is the plugin WicoreCacheAttention.
     """
     local, profile = rank_spec(spec, tp_size), limits.profile(phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
     tensors = [*plan_io.step_tensors(spec, limits, tp_size), *weights, *caches]
     inputs = [tensor.fixed(profile) for tensor in tensors]
     graph = Graph(network, trt)
-    ops = TensorRTOps(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, kv_dtype, tp_size)
+    ops_class = TensorRTOps if plugin_kernels is None else partial(PluginOps, plugin_kernels, profile)
+    ops = ops_class(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, kv_dtype, tp_size)
     graph.output(forward(ops, local), plan_io.LOGITS)
     for name, tensor in ops.updated.items():
         graph.output(tensor, plan_io.updated(name))
@@ -74,6 +81,8 @@ class TensorRTOps:
     `updated` maps each cache input to its tensor after the step.
     """
 
+    MASKS: ClassVar[bool] = True
+
     def __init__(
         self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str, tp_size: int
     ) -> None:
@@ -85,7 +94,7 @@ class TensorRTOps:
         self._batch = graph.gather(shape, graph.constant([0], np.int32))
         self._chunk = graph.gather(shape, graph.constant([1], np.int32))
         self._rows = graph.binary("PROD", self._batch, self._chunk)
-        self._mask = self._window_mask() if spec.layers_of(LOCAL) else None
+        self._mask = self._window_mask() if spec.layers_of(LOCAL) and self.MASKS else None
 
     def embed(self) -> Tensor:
         g = self._g
@@ -128,12 +137,16 @@ class TensorRTOps:
         v = self._heads(split, normed, spec.num_kv_heads)
         q = self._rotated(g.binary("PROD", q, self._in[layer_weight(layer, "attention.q_layernorm")]), layer)
         k = self._rotated(g.binary("PROD", k, self._in[layer_weight(layer, "attention.k_layernorm")]), layer)
-        first = self._in[plan_io.write_indices(spec.layer_groups[layer])]
-        for part, values in (("k", k), ("v", v)):
-            name = plan_io.cache(part, layer)
-            self.updated[name] = g.update_cache(self._in[name], self._entry(values, layer), first)
+        self._write(layer, self._entry(k, layer), self._entry(v, layer))
         # TensorRT's attention does not scale, so the queries are.
         return g.cast(g.binary("PROD", q, float(spec.query_pre_attn_scalar**-0.5)), self._dtype)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put entries [B, kv_heads, T, D] into the layer's caches."""
+        first = self._in[plan_io.write_indices(self._spec.layer_groups[layer])]
+        for part, values in (("k", k), ("v", v)):
+            name = plan_io.cache(part, layer)
+            self.updated[name] = self._g.update_cache(self._in[name], values, first)
 
     def attention(self, q: Tensor, layer: int) -> Tensor:
         g, spec = self._g, self._spec
@@ -232,16 +245,75 @@ class TensorRTOps:
             x = g.binary("PROD", rounded, factor)
         return g.cast(x, self._dtype)
 
+    def _entries(self, group: str) -> Tensor:
+        """int32 [B, T]: the cache entry of each token."""
+        g, positions = self._g, self._in[plan_io.POSITIONS]
+        offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
+        return g.binary("SUM", offset, g.reshape(self._in[plan_io.write_indices(group)], (-1, 1)))
+
     def _window_mask(self) -> Tensor:
         """bool [B, 1, T, entries]: entry j is within the window that ends at the token's own entry."""
         g, spec = self._g, self._spec
         g.scope = "window"
-        positions = self._in[plan_io.POSITIONS]
-        offset = g.binary("SUB", positions, g.slice(positions, (0, 0), g.dims(self._batch, 1)))
-        first = g.reshape(self._in[plan_io.write_indices(LOCAL)], (-1, 1))
-        own = g.reshape(g.binary("SUM", offset, first), g.dims(self._batch, 1, self._chunk, 1))
+        own = g.reshape(self._entries(LOCAL), g.dims(self._batch, 1, self._chunk, 1))
         entries = self._in[plan_io.cache("k", spec.layers_of(LOCAL)[0])].shape[2]
         j = g.constant(np.arange(entries).reshape(1, 1, 1, -1), np.int32)
         not_after = g.binary("LESS", j, g.binary("SUM", own, 1))
         inside = g.binary("GREATER", j, g.binary("SUB", own, spec.sliding_window))
         return g.binary("AND", not_after, inside)
+
+
+class PluginOps(TensorRTOps):
+    """The same with WicoreCacheAttention in place of TensorRT's cache update and attention. `kernels` are the plugin's
+    for the target, `profile` is the phase's."""
+
+    MASKS = False
+
+    def __init__(self, kernels: Mapping[str, CompiledKernel], profile: Mapping[str, Sequence[int]], *ops: Any) -> None:
+        super().__init__(*ops)
+        self._kernels = kernels
+        self._step: dict[str, tuple[Tensor, ...]] = {}
+        self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._counted = int(profile[plan_io.BATCH][-1])
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The plugin writes them when it attends."""
+        order, shape = (0, 2, 1, 3), (-1, self._spec.num_kv_heads, self._spec.head_dim)
+        self._rows_of[layer] = self._g.transpose(k, order, shape), self._g.transpose(v, order, shape)
+
+    def attention(self, q: Tensor, layer: int) -> Tensor:
+        g, spec = self._g, self._spec
+        group = spec.layer_groups[layer]
+        step = self._step.get(group) or self._step.setdefault(group, self._step_tensors(group))
+        self._enter(layer_weight(layer, "attention.core"))
+        names = [plan_io.cache(part, layer) for part in ("k", "v")]
+        caches = [self._in[name] for name in names]
+        config = plugin_config(spec, group, caches[0].shape[2], self._dtype)
+        rows = g.transpose(q, (0, 2, 1, 3), (-1, spec.num_heads, spec.head_dim))
+        inputs = [rows, *self._rows_of.pop(layer), *caches, *step]
+        added = add_cache_attention(g.trt, g.network, config, self._kernels, inputs)
+        attended, *after = g.plugin(added, 3)
+        self.updated |= dict(zip(names, after, strict=True))
+        return g.cast(g.reshape(attended, (-1, spec.q_size)), "float32")
+
+    def _step_tensors(self, group: str) -> tuple[Tensor, ...]:
+        """What the plugin is told of a step, the same for all layers of a group: page table, entries, slots,
+        cu_seqlens and first entries, as `CacheAttention` has them."""
+        g, spec = self._g, self._spec
+        g.scope = f"step.{group}"
+        entries = self._in[plan_io.cache("k", spec.layers_of(group)[0])].shape[2]
+        count = g.constant(np.arange(self._counted + 1), np.int32)
+        slot = g.reshape(g.slice(count, (0,), self._batch), (-1, 1))
+        own = self._entries(group)
+        places = g.constant(np.arange(entries // PAGE).reshape(1, -1), np.int32)
+        table = g.binary("SUM", g.binary("PROD", slot, spec.num_kv_heads * entries // PAGE), places)
+        slots = g.reshape(g.binary("SUM", g.binary("PROD", own, 0), slot), (-1,))
+        bounds = g.slice(count, (0,), g.binary("SUM", self._batch, g.constant([1], np.int64)))
+        cu_seqlens = g.binary("PROD", bounds, g.cast(self._chunk, "int32"))
+        return table, g.reshape(own, (-1,)), slots, cu_seqlens, self._in[plan_io.write_indices(group)]
+
+
+def plugin_config(spec: Gemma3Spec, group: str, entries: int, dtype: str) -> CacheAttentionConfig:
+    """The plugin of one layer of `group`; `spec` is the rank's. The queries are scaled before they come."""
+    window = spec.sliding_window if group == LOCAL else 0
+    return CacheAttentionConfig(entries, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, window, 1.0)

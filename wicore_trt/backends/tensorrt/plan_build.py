@@ -12,17 +12,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
-from wicore_trt.backends.tensorrt.ops import define_network
+from wicore_trt.backends.tensorrt.ops import define_network, plugin_config, rank_spec
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
+from wicore_trt.engine.options import LAYERS, PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.plugins.aot import CompiledKernel, compile_kernels
+from wicore_trt.plugins.tensorrt.cache_attention import PAGE, cache_attention_specs
+from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, register
 from wicore_trt.runtime.tensor_specs import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """All that a plan depends on. `dtype` is that of the activations."""
+    """All that a plan depends on. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
 
     spec: Gemma3Spec
     limits: PlanLimits
@@ -32,6 +36,7 @@ class PlanRequest:
     tp_size: int
     target: str
     phase: str
+    attention: str = LAYERS
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -69,11 +74,16 @@ def build_plan(
     Raises EnvironmentUnfitError with TensorRT's reason when it cannot.
     """
     trt, book = api.module, BuildLog()
+    if request.attention == PLUGIN:
+        check_plugins(trt)
+        register(trt)
     builder = trt.Builder(make_logger(trt, book))
     network, tensors = make_network(trt, builder, request)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # kernel names; no effect on what is built
     config.clear_flag(trt.BuilderFlag.TF32)
+    if request.attention == PLUGIN:
+        allow_aliasing(trt, config)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if api.targets[request.target] is not None:
@@ -116,8 +126,16 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
         dtype=request.dtype,
         kv_dtype=request.kv_dtype,
         tp_size=request.tp_size,
+        plugin_kernels=_plugin_kernels(request) if request.attention == PLUGIN else None,
     )
     return network, tensors
+
+
+def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:
+    """The attention plugin's kernels, which all layers share."""
+    local = rank_spec(request.spec, request.tp_size)
+    config = plugin_config(local, local.layer_groups[0], PAGE, request.dtype)
+    return compile_kernels(cache_attention_specs(config), request.target)
 
 
 def hash_network(network: Any) -> str:

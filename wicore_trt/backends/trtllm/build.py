@@ -1,4 +1,4 @@
-"""The backend `tensorrt-llm`: builds TensorRT-LLM engines with its own command, `trtllm-build`.
+"""The backend `tensorrt-llm`, never run with the library itself: builds engines with its command `trtllm-build`.
 
 Makes a checkpoint of the layout it takes, runs the command, and compares the engine's configuration with what was asked
 for, because the command changes arguments that it does not like. It must not know how engines run. Invariant: `trtllm/`
@@ -27,7 +27,7 @@ from wicore_trt.files import Door
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir, Progress
-    from wicore_trt.runtime.executor import Executor
+    from wicore_trt.runtime.executor import RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
 ENGINE_DIR = "trtllm"
@@ -108,11 +108,10 @@ class TensorRTLLMBackend:
             shutil.rmtree(scratch, ignore_errors=True)
         return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
-        raise EnvironmentUnfitError(
-            f"engine {engine.path} is of backend 'tensorrt-llm', which this version does not run.",
-            fix="Build it again with --backend torch, triton or tensorrt.",
-        )
+    def open(self, engine: EngineDir, settings: ExecutorOptions) -> RequestExecutor:
+        from wicore_trt.backends.trtllm.executor import TrtllmExecutor
+
+        return TrtllmExecutor(engine, settings)
 
 
 def build_arguments(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, str | int]:

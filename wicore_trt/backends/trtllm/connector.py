@@ -1,4 +1,4 @@
-"""Our host and disk tiers as KV-cache connector of TensorRT-LLM's PyTorch backend (1.1 and later).
+"""Our tiers as KV-cache connector of TensorRT-LLM's PyTorch backend (1.1 and later); never run with the library itself.
 
     LLM(model=DIRECTORY, kv_connector_config=KvCacheConnectorConfig(**CONNECTOR))
 

@@ -9,7 +9,6 @@ Names: tensorrt_llm.bindings.executor of 1.2 (nanobind/executor/request.cpp).
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -26,27 +25,9 @@ _FINISH = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What an engine was built for. `eos_ids` are the model's stop tokens."""
-
-    vocab_size: int
-    max_seq_len: int
-    eos_ids: tuple[int, ...]
-
-
-def check_request(request: GenerateRequest, limits: EngineLimits) -> None:
+def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
     """Raise InvalidRequestError for what the engine cannot do, or would do otherwise than SamplingParams says."""
-    prompt, params = request.prompt_token_ids, request.params
-    if not prompt or len(prompt) >= limits.max_seq_len:
-        raise InvalidRequestError(
-            f"The prompt has {len(prompt)} tokens; this engine takes 1 to {limits.max_seq_len - 1}.", field="prompt"
-        )
-    for name, ids in (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
-        bad = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {limits.vocab_size}.", field=name)
-    other = "TensorRT-LLM engines do not have it as this API defines it."
+    params, other = request.params, "TensorRT-LLM engines do not have it as this API defines it."
     if params.presence_penalty or params.frequency_penalty:  # it counts the prompt's tokens, we do not
         name = "presence_penalty" if params.presence_penalty else "frequency_penalty"
         raise InvalidRequestError(f"{name}: {other}", field=name, fix="Use repetition_penalty.")
@@ -54,40 +35,26 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> None:
         raise InvalidRequestError(f"logprobs: {other}", field="logprobs", fix="Leave it out.")
     if params.logit_bias:
         raise InvalidRequestError(f"logit_bias: {other}", field="logit_bias", fix="Leave it out.")
-    if params.min_tokens and len(stop_ids(params, limits)) > 1:  # it holds back one stop token only
+    if params.min_tokens and len(stop_ids) > 1:  # it holds back one stop token only
         raise InvalidRequestError(f"min_tokens with several stop tokens: {other}", field="min_tokens")
 
 
-def stop_ids(params: SamplingParams, limits: EngineLimits) -> tuple[int, ...]:
-    """Tokens that end a sequence."""
-    return tuple(dict.fromkeys((*(() if params.ignore_eos else limits.eos_ids), *params.stop_token_ids)))
-
-
-def make_request(bindings: Any, request: GenerateRequest, index: int, seed: int, limits: EngineLimits) -> Any:
-    """bindings.Request of the `index`-th of n sequences. `bindings` is tensorrt_llm.bindings.executor."""
+def make_request(
+    bindings: Any, request: GenerateRequest, seed: int, stop_ids: tuple[int, ...], max_context: int
+) -> Any:
+    """bindings.Request of one sequence. `bindings` is tensorrt_llm.bindings.executor."""
     params, prompt = request.params, request.prompt_token_ids
-    room = limits.max_seq_len - len(prompt)
-    stops = stop_ids(params, limits)
+    room = max_context - len(prompt)
     return bindings.Request(
         input_token_ids=list(prompt),
         max_tokens=min(room, params.max_tokens or room),
         streaming=True,
-        sampling_config=_sampling(bindings, params, sequence_seed(seed, index)),
+        sampling_config=_sampling(bindings, params, seed),
         output_config=bindings.OutputConfig(exclude_input_from_output=True),
-        end_id=stops[0] if stops else None,
-        stop_words=[[token] for token in stops[1:]] or None,
+        end_id=stop_ids[0] if stop_ids else None,
+        stop_words=[[token] for token in stop_ids[1:]] or None,
         cache_salt_id=salt_id(request.cache_salt),
     )
-
-
-def new_seed(params: SamplingParams) -> int:
-    """The request's seed, or a random one."""
-    return params.seed if params.seed is not None else secrets.randbits(64)
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """Seed of one of n sequences, so that they differ; below 2**64."""
-    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
 def salt_id(salt: str) -> int | None:
@@ -122,7 +89,7 @@ class SequenceOutput:
     produced: int = field(default=0)
     finished: bool = field(default=False)
 
-    def take(self, result: Any) -> TokenOutput:
+    def take(self, result: Any) -> list[TokenOutput]:
         """What a bindings.Result adds. `finished` tells whether this was the last."""
         tokens = list(result.output_token_ids[0])
         name = result.finish_reasons[0].name if result.is_final and result.finish_reasons else ""
@@ -137,13 +104,18 @@ class SequenceOutput:
         self.finished = reason is not None or result.is_final
         self.produced += len(tokens)
         if self.finished and reason is None:
-            return self.end(FinishReason.ERROR, error="TensorRT-LLM ended the sequence without a reason.")
-        return self._output(tuple(tokens), reason, tokens[-1] if stopped else None)
+            return [self.fail("TensorRT-LLM ended the sequence without a reason.")]
+        if reason is FinishReason.STOP and tokens and tokens[-1] not in self.stops:
+            # The engine kept the stop token to itself. The last token of an output that says STOP is no text.
+            return [self._output(tuple(tokens), None, None), self._output((), reason, None)]
+        if not tokens and reason is None:
+            return []
+        return [self._output(tuple(tokens), reason, tokens[-1] if stopped else None)]
 
-    def end(self, reason: FinishReason, *, error: str | None = None) -> TokenOutput:
-        """End the sequence here, without another token."""
+    def fail(self, error: str) -> TokenOutput:
+        """End the sequence here with an error."""
         self.finished = True
-        return self._output((), reason, None, error)
+        return self._output((), FinishReason.ERROR, None, error)
 
     def _output(
         self, tokens: tuple[int, ...], reason: FinishReason | None, stop: int | None, error: str | None = None

@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.secret import secret_of
-from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
@@ -32,7 +30,6 @@ from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
 
 GROUP = "blocks"
-QUEUE_LIMIT = 256
 _WAIT_S = 0.02
 
 
@@ -54,19 +51,16 @@ class BlockTiers:
         store = None
         self.secret = secret_of(settings.salt) if settings.salt else None
         if settings.disk_path is not None:
-            key = settings.disk_key_file
-            store = DiskStore(
-                Path(settings.disk_path),
-                namespace=namespace,
-                slot_bytes=slot_bytes,
+            store = open_store(
+                settings.disk_path,
+                namespace,
+                slot_bytes,
                 limit_bytes=settings.disk_bytes,
                 free_bytes=settings.disk_free_bytes,
                 threads=settings.disk_threads,
-                queue_limit=QUEUE_LIMIT,
                 timeout_s=settings.disk_timeout_s,
-                cipher=AesGcmPageCipher(load_key_file(key)) if key is not None else None,
+                key_file=settings.disk_key_file,
             )
-
             self.secret = self.secret or store.secret
 
         def index(slots: int, store: DiskStore | None) -> TierIndex:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.kv.disk.cipher import AesGcmPageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, NotOursError, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
@@ -38,6 +39,8 @@ from wicore_trt.kv.pages.page import Page
 
 WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
+QUEUE_LIMIT = 256
+"""Reads, and writes, that wait at a tier's store."""
 EXPIRED = 1
 """An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
 _MAX_PARTS = 65535
@@ -358,6 +361,36 @@ class DiskStore:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("disk tier: %s failed: %s (more of the same are not logged)", what, error)
+
+
+def open_store(  # noqa: PLR0913
+    path: str,
+    namespace: Namespace,
+    slot_bytes: int,
+    *,
+    limit_bytes: int,
+    free_bytes: int,
+    threads: int,
+    timeout_s: float,
+    key_file: str | None,
+    files: Files | None = None,
+) -> DiskStore:
+    """The store of a tier, as settings have it: encrypted where there is a `key_file`.
+
+    Raises what DiskStore raises, and ConfigError for a key file that is none.
+    """
+    return DiskStore(
+        Path(path),
+        namespace=namespace,
+        slot_bytes=slot_bytes,
+        limit_bytes=limit_bytes,
+        free_bytes=free_bytes,
+        threads=threads,
+        queue_limit=QUEUE_LIMIT,
+        timeout_s=timeout_s,
+        cipher=AesGcmPageCipher(load_key_file(key_file)) if key_file is not None else None,
+        files=files,
+    )
 
 
 def _cut(count: int, nbytes: int) -> list[memoryview]:

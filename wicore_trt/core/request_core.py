@@ -1,0 +1,201 @@
+"""The core over an engine that takes whole requests: it queues them, hands them on, and hands out what comes back.
+
+Stands where `core.engine.EngineCore` does, so that the loop, the text layer and the server are the same for both. The
+engine gets `max_sequences` sequences at most; others wait here, where tenants take turns and an abort costs nothing.
+It must not know the engine's library, text or threads. Invariant: every sequence that was added ends with exactly one
+output that carries a finish reason, whatever the engine says or does not say of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wicore_trt.core.engine import CLOSE_S, check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.errors import EnvironmentUnfitError, WicoreError
+from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.runtime.executor import RequestExecutor
+from wicore_trt.schedule.queue import WaitingQueue
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.005
+"""How long a step waits for the engine; new requests and aborts wait as long at most."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestSequence:
+    """One sequence of a request. `turn`: it was handed to the engine; `produced`: tokens that came back."""
+
+    seq_id: int
+    request: GenerateRequest
+    index: int
+    seed: int
+    arrival: float
+    turn: int | None = None
+    produced: int = 0
+
+
+class RequestCore:
+    """Implements `core.loop.Core`. `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt and
+    output."""
+
+    def __init__(
+        self,
+        executor: RequestExecutor,
+        *,
+        eos_ids: tuple[int, ...],
+        max_context: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.eos_ids = eos_ids
+        self.max_context = max_context
+        self._clock = clock
+        self._started = clock()
+        self._waiting: WaitingQueue[RequestSequence] = WaitingQueue()
+        self._live: dict[str, dict[int, RequestSequence]] = {}  # by request and index
+        self._running = 0
+        self._next_id = 0
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def kv_events(self) -> KVEventLog:
+        raise EnvironmentUnfitError("This server has no KV events: its engine keeps the KV cache to itself.")
+
+    def kv_events_of(self, tenant: str) -> EventFeed:
+        return self.kv_events
+
+    def validate(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError when this engine can never run the request. Any thread may call it."""
+        check_tokens(request, self.max_context, self.executor.spec.vocab_size)
+        self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a validated request with an id that is not live."""
+        assert request.request_id not in self._live
+        arrival, live = self._clock(), {}
+        for index in range(request.params.n):
+            seed = sequence_seed(request.params.seed, index)
+            live[index] = RequestSequence(self._next_id, request, index, seed, arrival)
+            self._next_id += 1
+        for sequence in live.values():
+            self._waiting.push(sequence)
+        self._live[request.request_id] = live
+        self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
+    ) -> list[TokenOutput]:
+        """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
+        live = [s for s in self._live.get(request_id, {}).values() if index is None or s.index == index]
+        return [self._end(sequence, reason) for sequence in live]
+
+    def abort_all(self) -> list[TokenOutput]:
+        """End every live sequence, for shutdown."""
+        return [output for request_id in list(self._live) for output in self.abort(request_id)]
+
+    def step(self) -> list[TokenOutput]:
+        """End what is late, hand on what has a place, and take what the engine made. Raises what the engine raises
+        when it is broken."""
+        outputs = self._expire() + self._hand_on()
+        if self._running:
+            for output in self.executor.poll(WAIT_S):
+                sequence = self._live.get(output.request_id, {}).get(output.index)
+                if sequence is None:
+                    continue  # it was ended here
+                sequence.produced += len(output.token_ids)
+                self._counts["generated"] += len(output.token_ids)
+                if output.finish_reason is not None:
+                    self._forget(sequence, output.finish_reason)
+                outputs.append(output)
+        return outputs
+
+    def settle(self) -> None:
+        """Nothing: the engine was told of every end."""
+
+    def tidy(self) -> bool:
+        return False
+
+    def rest_s(self) -> float | None:
+        return None
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether any sequence of the request still runs or waits."""
+        return request_id in self._live
+
+    def load(self) -> tuple[Counter[str], Counter[str]]:
+        """Sequences that run and that wait, by tenant."""
+        running = (s.request.tenant for live in self._live.values() for s in live.values() if s.turn is not None)
+        return Counter(running), Counter(self._waiting.counts())
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now; the engine does not tell its steps and pools."""
+        return EngineStats(
+            uptime_s=self._clock() - self._started,
+            requests_running=self._running,
+            requests_waiting=len(self._waiting),
+            requests_finished=dict(self._finished),
+            prompt_tokens=self._counts["prompt"],
+            cached_prompt_tokens=0,
+            generated_tokens=self._counts["generated"],
+            steps=0,
+            step_seconds=0.0,
+            preemptions=0,
+            pools=(),
+        )
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop the engine. The end of it; there is nothing to write for which `timeout_s` would be waited."""
+        self.executor.close()
+
+    def _hand_on(self) -> list[TokenOutput]:
+        """Give the engine waiting sequences; the last outputs of those that it does not take."""
+        outputs = []
+        while self._running < self.executor.max_sequences and (sequence := self._waiting.pop()) is not None:
+            self._running += 1
+            request = sequence.request
+            try:
+                stop_ids = stop_ids_of(request.params, self.eos_ids)
+                self.executor.submit(request, sequence.index, sequence.seed, stop_ids)
+            except WicoreError as error:
+                log.warning("request %s was not taken: %s", request.request_id, error)
+                outputs.append(self._end(sequence, FinishReason.ERROR, error=str(error)))
+        return outputs
+
+    def _expire(self) -> list[TokenOutput]:
+        now = self._clock()
+        requests = [next(iter(live.values())).request for live in self._live.values()]
+        late = [r.request_id for r in requests if r.deadline is not None and r.deadline <= now]
+        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
+
+    def _end(self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None) -> TokenOutput:
+        """End a live sequence from here."""
+        request = sequence.request
+        if sequence.turn is not None:
+            self.executor.cancel(request.request_id, sequence.index)
+        self._forget(sequence, reason)
+        usage = Usage(len(request.prompt_token_ids), sequence.produced)
+        return TokenOutput(request.request_id, sequence.index, (), finish_reason=reason, usage=usage, error=error)
+
+    def _forget(self, sequence: RequestSequence, reason: FinishReason) -> None:
+        """Take an ended sequence out of the books."""
+        if sequence.turn is None:
+            self._waiting.remove(sequence)
+        else:
+            self._waiting.ended(sequence)
+            self._running -= 1
+        live = self._live[sequence.request.request_id]
+        del live[sequence.index]
+        if not live:
+            del self._live[sequence.request.request_id]
+        self._finished[reason.value] += 1
