@@ -19,6 +19,7 @@ LARGE = PoolShape(52, 32, 16, 128, "bfloat16")
 SMALL = PoolShape(15, 16, 1, 256, "fp8")
 WIDE, NARROW = NormShape(5376, "bfloat16", fp8=True), NormShape(640, "float16")
 VOCAB = 262_208
+TARGETS = ("sm80", "sm90", *(pytest.param(t, marks=pytest.mark.long) for t in ("sm89", "sm100", "sm120")))
 
 
 def norm_calls() -> list[tuple[KernelSpec, Launch]]:
@@ -66,7 +67,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CALLS)
 def test_step_kernel_compiles(name: str, target: str) -> None:
     spec, call = CALLS[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -179,10 +178,8 @@ def test_a_parked_sequence_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -
         flip_bit(stack.transfers.host.buffers(copy), 5)
     stack.forget_device()
     plan.active = True
-    begun = time.monotonic()
     while not (plan.counts[Fault.READ_HANG] and stack.transfers.up.reading_bytes):
         stack.step()
-        assert time.monotonic() - begun < 50
     assert victim.pages.parked is not None and not victim.pages.load.finished
     stack.hurry_disk(0.1)
     stack.settle(60.0)

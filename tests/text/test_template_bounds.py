@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -42,11 +41,9 @@ def test_memory_is_bounded(source: str) -> None:
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = time.monotonic()
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="it takes more than 2 s"):
-        render(loop)
-    assert time.monotonic() - start < 30
+        render(loop)  # which takes hours
     assert render("{{ messages[0].content }}") == "hello"
 
 
@@ -81,12 +78,11 @@ def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.Monkey
     worker = template_process._worker[1].pid
     monkeypatch.setattr(template_process, "_WAIT_SECONDS", 0.2)
     os.kill(worker, signal.SIGSTOP)
-    rescue = threading.Timer(5, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
+    rescue = threading.Timer(60, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
     rescue.start()
-    start = time.monotonic()
     assert "broken" in template_process.run_template("{{ x }}", {}, {"x": "x" * (1 << 20)})
+    assert rescue.is_alive(), "the worker was ended from outside"
     rescue.cancel()
-    assert time.monotonic() - start < 4
     monkeypatch.undo()
     assert render("{{ 2 }}") == "2"
 
