@@ -25,6 +25,7 @@ from fault_injection import flip_bit
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import DiskStore
@@ -151,7 +152,10 @@ class Stack:
         ranked = partial(Namespace, rank=shape.rank, world=2)
         slabs = partial(DiskStore, slab_bytes=SLAB)  # several files, so that runs of slots end and slabs can be swapped
         clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
-        with mock.patch.multiple(assemble_kv, Namespace=ranked, DiskStore=slabs, time=clock):
+        with (
+            mock.patch.multiple(assemble_kv, Namespace=ranked, time=clock),
+            mock.patch.object(store, "DiskStore", slabs),
+        ):
             manager, loader = assemble_kv.make_cache(
                 self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,
                 copier=self.copier or executor.copier, files=self.files,

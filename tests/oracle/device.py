@@ -208,6 +208,8 @@ class AheadDevice(Device):
         self._todo.append(StepBatch(pieces, batch.measure_attention))
         if self.world.rng.random() < 0.3:
             self.flush()
+        if self.world.rng.random() < 0.5:  # to launch a step takes time, in which copies end and disks answer
+            self.world.advance(seconds * self.world.rng.random())
 
     def flush(self) -> None:
         """Let the device do all it was given."""
@@ -309,6 +311,7 @@ class LateCopier(Copier):
         with self._lock:
             page = self.page(group, slot)
             self._settle({(group, slot)})
+            page[:] = b"\xa5" * len(page)  # half-copied pages mean nothing, even where they would become what they were
 
             def move() -> None:
                 page[:] = b"".join(parts)

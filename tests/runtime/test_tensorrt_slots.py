@@ -159,7 +159,12 @@ class Model:
                 self.pages[group, sequence.pages[group][j]][position % self.size] = self.value(sequence, position)
 
     def jump(self, sequence: Sequence, count: int) -> None:
-        """Positions that a tier delivered: they appear in the pages and were never computed here."""
+        """Positions that a tier delivered: they appear in the pages and were never computed here. A page that was begun
+        becomes another one: after a rewind its old values must not pass for the delivered ones."""
+        for group, pages in sequence.pages.items():
+            if sequence.length % self.size and pages[-1] >= 0:
+                begun, pages[-1] = pages[-1], self.new_page(group)
+                self.pages[group, pages[-1]] = list(self.pages[group, begun])
         self.slice_of(sequence, count)
         sequence.length += count
         for group in self.groups:

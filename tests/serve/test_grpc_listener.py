@@ -65,6 +65,20 @@ async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_and_ends_no_s
             connection.close()
 
 
+async def test_a_socket_that_was_removed_is_made_again(tmp_path):
+    path = tmp_path / "socket"
+    async with process(step_s=0.01, server={"host": f"unix:{path}", "api_key": KEY}) as server:
+        await server.until_serving()
+        stream = server.stub.Generate(request("old", 100), metadata=METADATA)
+        first = await stream.read()
+        path.unlink()
+        assert await ask(server.address) == expected("new", 5)[0]
+        texts = [r.delta.text or r.finish.delta.text for r in [first, *await rest_of(stream)]]
+        assert "".join(texts) == expected("old", 100)[0]
+        server.process.terminate()
+        assert (await server.end())[0] == 0
+
+
 async def test_a_hundred_attacks_in_a_row_leave_little_of_a_log_and_a_server_that_answers():
     rng = random.Random(1)
     async with process() as server:

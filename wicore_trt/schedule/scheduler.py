@@ -128,10 +128,13 @@ class Scheduler:
         """Make up the step after `schedule` while that one still runs: a token more for each sequence that `goes_on`
         whatever is sampled now. None when the next step should wait for this one: a sequence loads or is not decoding,
         one could be admitted or would have to be preempted, or none goes on."""
+        # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
+        if any(s.pages.load is not None for s in self.running):
+            return None
         self.manager.housekeep()
         decoding = {s.seq_id for s, count in schedule.slices if count == s.remaining}
         following = [s for s, _ in schedule.slices if goes_on(s)]
-        if any(s.pages.load is not None or s.seq_id not in decoding for s in self.running if s.finish_reason is None):
+        if any(s.seq_id not in decoding for s in self.running if s.finish_reason is None):
             return None
         if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
             return None

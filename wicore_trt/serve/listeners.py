@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -32,6 +33,12 @@ STOP_S = 1.0
 _BROKEN: list[grpc.aio.Server] = []
 
 
+def gone(address: str) -> bool:
+    """Whether the file of a Unix socket is not there, so that nobody can connect: gRPC removes it when it closes the
+    port of a server that broke, and may do so after the next one has made it anew."""
+    return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
+
+
 class Generic:
     """A server to add services to, without registering their methods one by one.
 
@@ -48,7 +55,8 @@ class Generic:
 
 
 class Listeners:
-    """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken)."""
+    """Servers made by `make`, each bound by `bind` (raises RuntimeError when the address is taken). One whose Unix
+    socket was removed counts as broken."""
 
     def __init__(self, make: Callable[[], grpc.aio.Server], bind: Callable[[grpc.aio.Server, str], int]) -> None:
         self._make, self._bind = make, bind
@@ -76,7 +84,10 @@ class Listeners:
                 # Gives back why the server broke, but only when the time is over: its end may be far away.
                 if not await self._servers[place].wait_for_termination(WATCH_S):
                     return
+                broken = gone(address)
             except Exception:
+                broken = True
+            if broken and not self._stopping:
                 await self._replace(place, address)
 
     async def _replace(self, place: int, address: str) -> None:
@@ -96,7 +107,7 @@ class Listeners:
                 continue
             self._servers[place] = server
             await server.start()
-            self._broke("a request that cannot be decoded broke the listener; listening again", address=address)
+            self._broke("a call that cannot be decoded broke the listener, or its file is gone; anew", address=address)
             return
 
     async def stop(self, grace_s: float) -> None:
