@@ -401,8 +401,10 @@ class EngineCore:
             if flight is not None:
                 self._land(flight)
         finally:
-            self.scheduler.manager.close(timeout_s)
-            self.executor.close()
+            try:
+                self.scheduler.manager.close(timeout_s)
+            finally:
+                self.executor.close()
 
     def is_live(self, request_id: str) -> bool:
         """Whether any sequence of the request still runs or waits."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -206,6 +207,8 @@ class EngineLoop:
                 live, self._live = self._live, set()
             # Not by way of the core, which may have been left half-way through a change.
             self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
+            with suppress(Exception):  # free the device, the threads and the disk's lock; why it ended is logged
+                self._core.close()
 
     def _take_inbox(self) -> bool:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""

@@ -158,7 +158,7 @@ class LowerTiers:
                     load.in_flight += 1
                     self._fetching[fetch] = (load, item)
                     self._take_in()
-                elif self.transfers.outstanding:
+                elif self.transfers.going_on:
                     load.todo.appendleft(item)
                     break
                 else:  # nothing will make room

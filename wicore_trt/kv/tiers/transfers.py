@@ -66,6 +66,11 @@ class Transfers:
         return self.down.outstanding + self.up.outstanding
 
     @property
+    def going_on(self) -> bool:
+        """Whether any move will end soon: the disk has not let the time limit of all of them pass."""
+        return self.outstanding > self.down.late + self.up.late
+
+    @property
     def busy(self) -> bool:
         """Whether anything is under way or to be saved."""
         return bool(self.outstanding or self.down.to_save)
@@ -113,13 +118,14 @@ class Transfers:
         return found
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until another thread reports something, at most `timeout_s` seconds; then apply it."""
+        """Sleep until another thread reports something, at most `timeout_s` seconds; then apply what there is."""
         self._check_copier()
         self.down.hash_copied()
         report = self._next_report(timeout_s)
-        if report is not None:
+        while report is not None:
             self._apply(report)
-            self.down.hash_copied()
+            report = self._next_report(0)
+        self.down.hash_copied()
 
     def _next_report(self, timeout_s: float) -> Report | None:
         try:

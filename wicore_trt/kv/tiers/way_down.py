@@ -29,7 +29,7 @@ class WayDown:
     """`save_early`: copy host pages to disk as soon as they are stored, not only when the host fills up."""
 
     def __init__(self, movers: Movers, *, save_early: bool) -> None:
-        self.outstanding = 0
+        self.outstanding = self.late = 0
         self.to_save: OrderedDict[TierCopy, None] = OrderedDict()
         self.saving_slots = 0
         self.no_space: list[TierCopy] = []
@@ -157,6 +157,7 @@ class WayDown:
         index, store = movers.disk
         if outcome is Outcome.TIMEOUT:
             move.go(Stage.LATE)
+            self.late += 1
             movers.disk_traffic.failures["write timeout"] += 1
             index.abort(target, "timeout", touched=True)
             self._write_failed()
@@ -166,6 +167,7 @@ class WayDown:
         self.saving_slots -= len(copy.slots)
         movers.host.index.release(copy)
         if outcome is Outcome.RETURNED:
+            self.late -= 1
             store.erase(target.slots)
             index.reclaim(target)
         elif outcome is Outcome.OK and target.state is CopyState.LOST:

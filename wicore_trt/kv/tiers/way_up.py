@@ -23,7 +23,7 @@ class WayUp:
     a read took."""
 
     def __init__(self, movers: Movers) -> None:
-        self.outstanding = 0
+        self.outstanding = self.late = 0
         self.reading_bytes = 0
         self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
@@ -161,6 +161,7 @@ class WayUp:
         late, returned = outcome is Outcome.TIMEOUT, outcome is Outcome.RETURNED
         move.go(Stage.LATE if late else Stage.ENDED)
         self.outstanding -= not late
+        self.late += late - returned
         if returned:
             index.release(source)
             host.reclaim(copy)
