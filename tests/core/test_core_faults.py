@@ -133,3 +133,16 @@ def test_no_more_prompt_tokens_are_found_in_the_cache_than_there_are():
     finish(core)
     stats = core.stats()
     assert 0 < stats.cached_prompt_tokens <= stats.prompt_tokens
+
+
+def test_a_copier_that_breaks_leaves_neither_device_nor_disk_behind(tmp_path):
+    from wicore_trt.config import KVSettings
+
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 22, disk_free_bytes=0)
+    core, closed = make_core(kv=kv), []
+    close = core.executor.close
+    core.executor.close = lambda: (closed.append(True), close())
+    core.executor.copier.broken = RuntimeError("the bus fell off")
+    assert run_to_the_end(core, request("a", [5, 6, 7]))["a"].finish_reason is FinishReason.ERROR
+    assert closed
+    make_core(kv=kv).close()  # the directory is free

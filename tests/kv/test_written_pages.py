@@ -10,6 +10,7 @@ from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
+from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
 from wicore_trt.kv.tiers.load import PrefixLoad
@@ -275,3 +276,32 @@ def test_windows_within_prompts_do_not_crowd_out_those_at_their_ends():
             while core.has_work:
                 for output in core.step():
                     assert not turn or output.usage.cached_tokens == 124, (turn, k)
+
+
+def test_nothing_arrives_behind_a_step_under_way_while_a_sequence_loads():
+    """A page that came between a step's start and the next one would be copied into a slot that both use."""
+    core = make_core(pages={GLOBAL: 100, LOCAL: 40}, page_tokens=4, window=8, kv=KVSettings(host_bytes=1 << 20))
+    scheduler, tiers = core.scheduler, core.scheduler.manager.tiers
+    core.add(GenerateRequest("a", (5, 6, 7), GREEDY))
+    schedule = scheduler.schedule()
+    polled, poll = [], tiers.poll
+    tiers.poll = lambda: polled.append(True) or poll()
+    assert scheduler.follow(schedule, lambda sequence: True) is not None and polled
+    scheduler.running[0].pages.load = PrefixLoad(8, 2, [])
+    polled.clear()
+    assert scheduler.follow(schedule, lambda sequence: True) is None and not polled
+
+
+def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
+    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=4, window=8, kv=KVSettings(host_bytes=4000 * 4096))
+    prompt = [2 + i * 7 % 90 for i in range(600)]
+    transfers = core.scheduler.manager.tiers.transfers
+    jobs, submit = [], transfers.movers.checker.submit
+    transfers.movers.checker.submit = lambda run, moves: (jobs.append(len(moves)), submit(run, moves))
+    ask(core, "fill", prompt)
+    jobs.clear()
+    pages = [Page(bytes([i]) * 32, GLOBAL, i, None, b"t") for i in range(100)]
+    copies = [transfers.store(page, i, private=True) for i, page in enumerate(pages)]
+    assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
+    for copy in copies:
+        transfers.host.index.release(copy)
