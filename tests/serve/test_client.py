@@ -33,7 +33,7 @@ async def test_prompts_chats_and_streams_are_answered():
                 assert (completion.text, list(completion.token_ids)) == (text, tokens)
                 assert completion.finish_reason is FinishReason.LENGTH and completion.usage.completion_tokens == 8
             parts = await asyncio.to_thread(lambda: list(client.stream("one", GREEDY)))
-            assert "".join(part.text for part in parts) == expected("one", 8)[0] and len(parts) > 1
+            assert "".join(part.text for part in parts) == expected("one", 8)[0]
             turns = [{"role": "user", "content": "hello"}]
             several = SamplingParams(max_tokens=4, temperature=0, n=2, ignore_eos=True)
             hints = CacheHints("s", CachePriority.HIGH, 5.0)
