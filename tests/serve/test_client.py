@@ -21,6 +21,7 @@ from wicore_trt.serve import convert
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
 
 
 async def test_prompts_chats_and_streams_are_answered():
@@ -52,8 +53,7 @@ async def test_errors_are_those_of_the_engine():
 
             wrong = await asyncio.to_thread(fails, InvalidRequestError, [[1 << 30]])
             assert wrong.field == "token_ids"
-            late = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
-            await asyncio.to_thread(fails, DeadlineError, "hello", late, timeout_s=0.3)
+            await asyncio.to_thread(fails, DeadlineError, "hello", LONG, timeout_s=0.3)
     with Client(running.address) as client:
         with pytest.raises(UnavailableError):
             await asyncio.to_thread(client.generate, "hello", GREEDY)
@@ -67,7 +67,7 @@ async def test_a_full_queue_says_when_to_come_back_and_a_wrong_key_is_told(tmp_p
             await asyncio.to_thread(client.generate, "hello", GREEDY)
         with Client(running.address, api_key="k" * 32) as client:
             with pytest.raises(QueueFullError) as caught:
-                await asyncio.to_thread(client.generate, ["a", "b"] * 40, GREEDY)
+                await asyncio.to_thread(client.generate, ["a", "b"] * 40, LONG)
             assert caught.value.retry_after_s > 0
 
 
@@ -76,7 +76,7 @@ async def test_a_stream_that_is_dropped_ends_its_request():
         with Client(running.address) as client:
 
             def taste():
-                for _ in client.stream("hello", SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)):
+                for _ in client.stream("hello", LONG):
                     return
 
             await asyncio.to_thread(taste)
