@@ -30,34 +30,12 @@ import kernel_checks
 import plugin_checks
 import torch
 from attention_checks import Case
-from kernel_checks import Runner
+from step_runners import GPU
 
-from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
-from wicore_trt.plugins.launch import SHARED_LAUNCHER
-from wicore_trt.plugins.layout import Launch
 from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
 from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, paged_attention_specs
 
 CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
-_compiled: dict[str, CompiledKernel] = {}
-
-
-def compiled(spec: KernelSpec) -> CompiledKernel:
-    """`spec` for this machine's GPU, compiled once."""
-    if spec.name not in _compiled:
-        major, minor = torch.cuda.get_device_capability()
-        _compiled[spec.name] = compile_kernel(spec, f"sm{major}{minor}")
-    return _compiled[spec.name]
-
-
-def launch(spec: KernelSpec, call: Launch) -> None:
-    """As `interpreted.launch`, on the GPU."""
-    pointers = {n: a.data_ptr() if isinstance(a, torch.Tensor) else a for n, a in call.arguments.items()}
-    SHARED_LAUNCHER.launch(compiled(spec), Launch(call.grid, pointers), torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-
-
-GPU = Runner("cuda", launch, compiled, lambda tensors: SHARED_LAUNCHER)
 
 if __name__ != "__main__":
 

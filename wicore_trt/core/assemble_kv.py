@@ -11,7 +11,7 @@ from functools import partial
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk.files import Files, aligned_buffer
+from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.disk.secret import secret_of
@@ -21,11 +21,11 @@ from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheMana
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
+from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
-from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.types import MAX_TTL_S
@@ -122,18 +122,12 @@ def _make_tiers(
             on_evict=partial(_left, events, tier, store if tier == "disk" else None),
         )
 
-    slab = aligned_buffer(num_slots * slot_bytes)
-    if not copier.pin(slab):
-        populate(slab)
-    host = HostTier(index("host", num_slots), slab, slot_bytes, namespace.layout)
-    disk = None
-    if store is not None:
-        books = index("disk", store.num_slots)
-        books.restore(store.recover())
-        disk = (books, store)
-    transfers = Transfers(
-        host,
-        disk,
+    transfers = open_transfers(
+        index,
+        num_slots,
+        slot_bytes,
+        namespace.layout,
+        store,
         copier,
         save_early=settings.write_policy == "through",
         stored=events.append_stored,

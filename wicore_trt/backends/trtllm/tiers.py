@@ -14,18 +14,17 @@ from itertools import takewhile
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.host import HostTier, populate, slot_geometry
+from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.stored import CopyState, TierCopy
 from wicore_trt.kv.tiers.tiers import IN_FLIGHT, LowerTiers
-from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.types import TierStats
 
@@ -63,22 +62,14 @@ class BlockTiers:
             )
             self.secret = self.secret or store.secret
 
-        def index(slots: int, store: DiskStore | None) -> TierIndex:
+        def index(tier: str, slots: int) -> TierIndex:
             policy = make_policy(settings.policy, max(1, slots), page_tokens=namespace.page_tokens)
-            left = partial(_left, store)
+            left = partial(_left, store if tier == "disk" else None)
             quota = settings.tenant_quota
             return TierIndex(slots, slots_per_page, policy, primary=GROUP, quota=quota, on_evict=left)
 
-        slab = aligned_buffer(num_slots * slot_bytes)
-        if not copier.pin(slab):
-            populate(slab)
-        host = HostTier(index(num_slots, None), slab, slot_bytes, namespace.layout)
-        disk = None
-        if store is not None:
-            books = index(store.num_slots, store)
-            books.restore(store.recover())
-            disk = (books, store)
-        self.transfers = Transfers(host, disk, copier, save_early=settings.write_policy == "through")
+        early = settings.write_policy == "through"
+        self.transfers = open_transfers(index, num_slots, slot_bytes, namespace.layout, store, copier, save_early=early)
         self._tiers = LowerTiers(self.transfers, threshold=settings.host_threshold)
 
     def known(self, page: Page) -> bool:

@@ -9,20 +9,49 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
+from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.host import HostTier
+from wicore_trt.kv.tiers.host import HostTier, populate
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.movers import Movers, Traffic
 from wicore_trt.kv.tiers.moves import Checked, Copied, Fetch, Hashed, HaveRead, Placed, Report, Saved
 from wicore_trt.kv.tiers.way_down import WayDown
 from wicore_trt.kv.tiers.way_up import WayUp
 from wicore_trt.runtime.executor import PageCopier
+
+if TYPE_CHECKING:
+    from wicore_trt.kv.disk.store import DiskStore
+
+
+def open_transfers(
+    index: Callable[[str, int], TierIndex],
+    num_slots: int,
+    slot_bytes: int,
+    page_bytes: Mapping[str, int],
+    store: DiskStore | None,
+    copier: PageCopier,
+    *,
+    save_early: bool,
+    stored: Callable[[str, Page], None] = lambda tier, page: None,
+) -> Transfers:
+    """Transfers over a fresh slab of `num_slots` host slots, pinned if the copier can, and over what `store` recovers.
+    `index(tier, slots)` makes the books of "host" and "disk"; the rest as in `Transfers`."""
+    slab = aligned_buffer(num_slots * slot_bytes)
+    if not copier.pin(slab):
+        populate(slab)
+    host = HostTier(index("host", num_slots), slab, slot_bytes, page_bytes)
+    disk = None
+    if store is not None:
+        books = index("disk", store.num_slots)
+        books.restore(store.recover())
+        disk = (books, store)
+    return Transfers(host, disk, copier, save_early=save_early, stored=stored)
 
 
 class Transfers:
