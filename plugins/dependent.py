@@ -34,7 +34,8 @@ but a linear behind one would then become resident while the linear in front sti
 GPU is free first, and the fullest multiprocessor sets the time (on an H100 5 % to 19 % of a step at 8 to 32 rows).
 
 ALONE: launched ordinarily, and its own dependents as above. For a linear behind a kernel that fills the GPU itself,
-where crowding would be the same."""
+where crowding would be the same, and for one link of the longest chain, gate and up of E4M3 rows: with it in turn a
+step of 32 rows over FP8 KV took 13.8 ms on an H200, alone 12.9, and no step of 12 to 128 rows got slower."""
 
 IN_CHAINS = frozenset(
     {

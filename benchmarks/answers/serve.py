@@ -36,10 +36,10 @@ SEQUENCES, BATCH_TOKENS, CONTEXT = 32, 256, 2048
 ROOMY = ["--kv-bytes", "2GiB", "--max-context", str(CONTEXT)]
 TIGHT_CONTEXT = 768
 TIGHT = [
-    *("--kv-bytes", "18MiB", "--kv-host-bytes", "24MiB", "--kv-disk-bytes", "2GiB"),
+    *("--kv-bytes", "24MiB", "--kv-host-bytes", "28MiB", "--kv-disk-bytes", "2GiB"),
     *("--max-context", str(TIGHT_CONTEXT)),
 ]
-"""A conversation of Gemma 3 270M comes to 8 MB: twelve take five times the device pool, and more than the host has."""
+"""A conversation of Gemma 3 270M comes to 8 MB: twelve take four times the device pool, and more than the host has."""
 TURNS, TURN_TOKENS, TURN_OUTPUT, IN_FLIGHT = 3, 100, 24, 3
 CANCEL_AFTER = 5
 Say = Callable[[str], None]

@@ -146,7 +146,7 @@ class BatchRunner:
 def decode_batch(executor: Executor, count: int, keys: int) -> StepBatch:
     """A step of `count` sequences with one token behind `keys` - 1 others, on pages of their own."""
     size, window, slices = executor.layout.page_tokens, executor.spec.sliding_window, []
-    free = {group: list(range(pages)) for group, pages in executor.layout.num_pages.items()}
+    free = {group: list(slots) for group, slots in executor.layout.apart().items()}
     whole = div_ceil(keys, size)
     for i in range(count):
         gone = {GLOBAL: 0, LOCAL: max(0, keys - window) // size}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.kernels.e4m3 import decode
+from wicore_trt.plugins.kernels.e4m3 import decode, halves
 from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -26,16 +26,16 @@ CHUNK = tl.constexpr(16)
 
 
 @triton.jit
-def half_queries(q, AXIS: tl.constexpr):
-    """float16 queries and the power of two per row that they were divided by; AXIS is the one that holds a row.
+def half_queries(q):
+    """float16 queries [rows, columns] and the power of two per row that they were divided by.
 
     float16 holds every E4M3 value, and what a row loses is below 2**-24 of its largest element.
     """
     wide = q.to(tl.float32)
-    bits = tl.max(tl.abs(wide), axis=AXIS).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.max(tl.abs(wide), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.minimum(tl.maximum(bits, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-    return (wide * tl.expand_dims(inverse, AXIS)).to(tl.float16), bits.to(tl.float32, bitcast=True)
+    return (wide * inverse[:, None]).to(tl.float16), bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -46,6 +46,20 @@ def widen(x, dtype: tl.constexpr, FP8: tl.constexpr):
     elif FP8 == 1:
         x = decode(x)
     return x.to(dtype)
+
+
+@triton.jit
+def widen_pairs(x, FP8: tl.constexpr):
+    """float16 operands of the even and the odd elements of E4M3 pairs (uint16).
+
+    Pairs, because operands come out of shared memory 16 bits at a time: single bytes of values, whose rows are what is
+    summed over, would be loaded one by one.
+    """
+    if FP8 == 2:
+        even, odd = halves(x)
+    else:
+        even, odd = decode((x & 0xFF).to(tl.uint8)).to(tl.float16), decode((x >> 8).to(tl.uint8)).to(tl.float16)
+    return even, odd
 
 
 @triton.jit
@@ -69,42 +83,66 @@ def _combine_head(partials, stats, out, log_sum, n_splits, used, D: tl.constexpr
 
 
 @triton.jit
-def _take_keys(acc, top, total, q, k, v, hidden, scale, SWAP: tl.constexpr):
-    """Take a block of keys into the online softmax: (acc, top, total) before and after, and the block's weights.
+def _combine_if_last(
+    arrived,
+    partials,
+    stats,
+    out,
+    log_sums,
+    heads,
+    n_splits,
+    used,
+    LIVE: tl.constexpr,
+    D: tl.constexpr,
+    MASS: tl.constexpr,
+):
+    """`_combine_head` of a group's LIVE heads from row `heads` on, by the last of its `used` programs."""
+    # Every thread's stores are before the barrier, and the counter releases and acquires for all of them.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
+        for h in range(LIVE):
+            at = heads + h
+            parts, found = partials + at * n_splits * D, stats + at * 2 * n_splits
+            _combine_head(parts, found, out + h * D, log_sums + at, n_splits, used, D, MASS)
+        tl.store(arrived, 0)
+
+
+@triton.jit
+def _take_scores(scores, top, total, hidden, scale):
+    """Take the scores of a block of keys into the online softmax: (top, total) before and after, the block's weights,
+    and what earlier results fade by.
 
     `hidden` is added to the scores: 0 for a key to use, -inf for one that is not seen, NaN for one that is not there.
     `top` is the largest score so far in units of log2, `total` the sum of weights.
     """
-    AXIS: tl.constexpr = 0 if SWAP else 1  # along keys
-    if SWAP:
-        scores = tl.dot(k, q) * scale[None, :]
-    else:
-        scores = tl.dot(q, tl.trans(k)) * scale[:, None]
-    scores += tl.expand_dims(hidden, 1 - AXIS)
-    new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
+    scores = scores * scale[:, None] + hidden[None, :]
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
+    weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(weights, axis=AXIS)
-    acc *= tl.expand_dims(fade, AXIS)
-    if SWAP:
-        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc)
-    else:
-        acc = tl.dot(weights.to(v.dtype), v, acc)
-    return acc, new_top, total, weights
+    return new_top, total * fade + tl.sum(weights, axis=1), weights, fade[:, None]
 
 
 @triton.jit
-def _store_page_sums(
-    to, live, weights, top, ROWS: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr
-):
-    """log2 of a block's weights, summed by page; `top` is what they are relative to."""
-    PAGES: tl.constexpr = BLOCK_K // PAGE_TOKENS
-    if SWAP:
-        sums = tl.sum(tl.reshape(weights, [PAGES, PAGE_TOKENS, ROWS]), axis=1)
-    else:
-        sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
-    tl.store(to, tl.log2(sums) + tl.expand_dims(top, 0 if SWAP else 1), live)
+def _take_pairs(keys, values, there, query_even, query_odd, top, total, hidden, scale, even, odd, FP8: tl.constexpr):
+    """`_take_scores` of a block of E4M3 pairs at pointers `keys` and `values` (uint16), and its values into the sums of
+    the even and the odd columns: (top, total, weights, even, odd)."""
+    k_even, k_odd = widen_pairs(tl.load(keys, there[:, None], 0), FP8)
+    v_even, v_odd = widen_pairs(tl.load(values, there[:, None], 0), FP8)
+    scores = tl.dot(query_odd, tl.trans(k_odd), tl.dot(query_even, tl.trans(k_even)))
+    top, total, weights, fade = _take_scores(scores, top, total, hidden, scale)
+    even = tl.dot(weights.to(tl.float16), v_even, even * fade)
+    odd = tl.dot(weights.to(tl.float16), v_odd, odd * fade)
+    return top, total, weights, even, odd
+
+
+@triton.jit
+def _store_page_sums(to, live, weights, top, PAGE_TOKENS: tl.constexpr):
+    """log2 of a block's weights [rows, keys], summed by page; `top` is what they are relative to."""
+    ROWS: tl.constexpr = weights.shape[0]
+    PAGES: tl.constexpr = weights.shape[1] // PAGE_TOKENS
+    sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
+    tl.store(to, tl.log2(sums) + top[:, None], live)
 
 
 @triton.jit
@@ -146,7 +184,6 @@ def split_decode(
     BLOCK_K: tl.constexpr,
     LEAST: tl.constexpr,
     FP8: tl.constexpr,
-    SWAP: tl.constexpr,
     FUSED: tl.constexpr,
     MASS: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
@@ -160,10 +197,9 @@ def split_decode(
     weights in stats [S, heads, 2, n_splits]; FUSED: the last program of (s, group of heads) to arrive adds them up,
     counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after. MASS: page_sums float32 [S, heads,
     table_length] gets log2 of the sum of exp(score) over the keys of each page that is seen, log_sums [S, heads] that
-    over all keys (from `combine_splits` where that adds up). SWAP: keys, not queries, are the rows of the products.
+    over all keys (from `combine_splits` where that adds up).
     Grid: (KV_HEADS // HEADS, n_splits, S).
     """
-    GROUPS: tl.constexpr = KV_HEADS // HEADS
     LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
     TOKEN: tl.constexpr = KV_HEADS * D
     group, z, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -182,45 +218,56 @@ def split_decode(
     if z >= used:
         return
     r, c = tl.arange(0, ROWS), tl.arange(0, HEADS * D)
-    AXIS: tl.constexpr = 0 if SWAP else 1  # along keys and columns; queries lie along the other
-    row, column = tl.expand_dims(r, AXIS), tl.expand_dims(c, 1 - AXIS)
+    row, column = r[:, None], c[None, :]
     own = (column // D == row // REPEAT) & (row < LIVE)
     elements = (group * LIVE + row) * D + column % D
     query = tl.load(q + s * q_row + elements, own, 0.0)
-    unit = softmax_scale * LOG2_E
     factor = 1.0
     if FP8:
         factor = tl.load(kv_scale)
-        half, scale = half_queries(query, AXIS)
-        query, scale = half, scale * (unit * factor)
+        half, scale = half_queries(query)
+        query_even, query_odd = tl.split(tl.reshape(half, [ROWS, HEADS * D // 2, 2]))
+        scale *= softmax_scale * LOG2_E * factor
+        pairs = pool.to(tl.pointer_type(tl.uint16))
+        pair = tl.arange(0, HEADS * D // 2)
+        even = tl.zeros([ROWS, HEADS * D // 2], tl.float32)
+        odd = tl.zeros([ROWS, HEADS * D // 2], tl.float32)
     else:
-        scale = tl.zeros([ROWS], tl.float32) + unit
+        scale = tl.full([ROWS], softmax_scale * LOG2_E, tl.float32)
+        acc = tl.zeros([ROWS, HEADS * D], tl.float32)
     heads = s * (KV_HEADS * REPEAT) + group * LIVE  # rows of `stats` and the like before the first head
 
-    acc = tl.zeros([HEADS * D, ROWS] if SWAP else [ROWS, HEADS * D], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for block in range(first, (z + 1) * blocks // used):
         n = begin + block * BLOCK_K + i
         seen = (n >= low) & (n < length)
         there = page >= 0
-        offset = page.to(tl.int64) * pool_page + n % PAGE_TOKENS * TOKEN
-        keys = pool + offset[:, None] + c[None, :]
-        k = widen(tl.load(keys, there[:, None], 0), query.dtype, FP8)
-        v = widen(tl.load(keys + PAGE_TOKENS * TOKEN, there[:, None], 0), query.dtype, FP8)
-        page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K < reach, -1)
         hidden = tl.where(there, 0.0, tl.where(seen, float("nan"), float("-inf")))
-        acc, top, total, weights = _take_keys(acc, top, total, query, k, v, hidden, scale, SWAP)
+        if FP8:
+            at = page.to(tl.int64) * (pool_page // 2) + n % PAGE_TOKENS * (TOKEN // 2)
+            keys = pairs + at[:, None] + pair[None, :]
+            values = keys + PAGE_TOKENS * TOKEN // 2
+            top, total, weights, even, odd = _take_pairs(
+                keys, values, there, query_even, query_odd, top, total, hidden, scale, even, odd, FP8
+            )
+        else:
+            at = page.to(tl.int64) * pool_page + n % PAGE_TOKENS * TOKEN
+            keys = pool + at[:, None] + c[None, :]
+            k, v = tl.load(keys, there[:, None], 0), tl.load(keys + PAGE_TOKENS * TOKEN, there[:, None], 0)
+            top, total, weights, fade = _take_scores(tl.dot(query, tl.trans(k)), top, total, hidden, scale)
+            acc = tl.dot(weights.to(v.dtype), v, acc * fade)
+        page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K < reach, -1)
         if MASS:
             j = (begin + block * BLOCK_K) // PAGE_TOKENS + tl.arange(0, BLOCK_K // PAGE_TOKENS)
-            j = tl.expand_dims(j, 1 - AXIS)
-            to = page_sums + (heads + row) * table_length + j
-            live = (row < LIVE) & (j < tl.cdiv(reach, PAGE_TOKENS))
-            _store_page_sums(to, live, weights, top, ROWS, PAGE_TOKENS, BLOCK_K, SWAP)
+            live = (row < LIVE) & (j < tl.cdiv(reach, PAGE_TOKENS))[None, :]
+            _store_page_sums(page_sums + (heads + row) * table_length + j[None, :], live, weights, top, PAGE_TOKENS)
+    if FP8:
+        acc = tl.reshape(tl.join(even, odd), [ROWS, HEADS * D])
 
     if used == 1:
         all_keys = tl.where(total == 0, 1.0, total)  # a sequence of length 0
-        result = acc / tl.expand_dims(all_keys, AXIS) * factor
+        result = acc / all_keys[:, None] * factor
         tl.store(out + s * out_row + elements, result.to(out.dtype.element_ty), own)
         if MASS:
             tl.store(log_sums + heads + r, top + tl.log2(total), r < LIVE)
@@ -229,16 +276,8 @@ def split_decode(
     tl.store(stats + (heads + r) * 2 * n_splits + z, top, r < LIVE)
     tl.store(stats + ((heads + r) * 2 + 1) * n_splits + z, total, r < LIVE)
     if FUSED:
-        # Every thread's stores are before the barrier, and the counter releases and acquires for all of them.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + s * GROUPS + group, 1, sem="acq_rel") == used - 1:
-            for h in range(LIVE):
-                at = heads + h
-                to = out + s * out_row + (group * LIVE + h) * D
-                _combine_head(
-                    partials + at * n_splits * D, stats + at * 2 * n_splits, to, log_sums + at, n_splits, used, D, MASS
-                )
-            tl.store(arrived + s * GROUPS + group, 0)
+        to, counter = out + s * out_row + group * (LIVE * D), arrived + s * (KV_HEADS // HEADS) + group
+        _combine_if_last(counter, partials, stats, to, log_sums, heads, n_splits, used, LIVE, D, MASS)
 
 
 @triton.jit

@@ -61,11 +61,10 @@ def decode_spec(
         "BLOCK_K": config.block_k,
         "LEAST": config.least,
         "FP8": _fp8(pool, target),
-        "SWAP": config.swap,
         "FUSED": config.fused and config.splits > 1,
         "MASS": mass,
     }
-    form = f"{'swap' if config.swap else 'rows'}{'_fused' if constants['FUSED'] else ''}{'_mass' if mass else ''}"
+    form = f"rows{'_fused' if constants['FUSED'] else ''}{'_mass' if mass else ''}"
     name = (
         f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"

@@ -154,7 +154,7 @@ def paged_prefill(
     factor = 1.0
     if FP8:
         factor = tl.load(kv_scale)
-        half, scale = half_queries(query, 1)
+        half, scale = half_queries(query)
         query, scale = half, scale * (softmax_scale * LOG2_E * factor)
     else:
         scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale * LOG2_E

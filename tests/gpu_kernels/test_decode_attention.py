@@ -142,8 +142,8 @@ CASES = {
     "edges of pages, blocks and splits": Case(EDGES, ROWS),
     "window 40, second launch": Case(EDGES, replace(ROWS, fused=False), window=40),
     "window 32": Case((31, 32, 33, 63, 64, 65, 97), ROWS, window=32),
-    "swapped, two KV heads": Case(EDGES, DecodeConfig(2, 32, 3, swap=True)),
-    "swapped, window, second launch": Case(EDGES, DecodeConfig(2, 16, 4, True, False), window=17),
+    "two KV heads": Case(EDGES, DecodeConfig(2, 32, 3)),
+    "two KV heads, window, second launch": Case(EDGES, DecodeConfig(2, 16, 4, fused=False), window=17),
     "few splits of many blocks": Case(EDGES, DecodeConfig(1, 16, 4, least=4), window=190),
     "few splits, second launch": Case(EDGES, DecodeConfig(1, 16, 4, fused=False, least=5)),
     "more splits than a chunk": Case((600, 7), DecodeConfig(1, 16, 35)),
@@ -153,7 +153,7 @@ CASES = {
     "three query heads per KV head": Case((70, 3), DecodeConfig(2, 32, 2), 6, 2),
     "rows for 32 heads, pages of 64": Case((130, 64), DecodeConfig(8, 64, 2), 32, 8, 16, 64),
     "fp8, sm80": Case((70, 3, 16), ROWS, 4, 2, 32, dtype="bfloat16", kv_dtype="fp8", window=60, target="sm80"),
-    "fp8, swapped": Case((70, 3, 16), replace(ROWS, swap=True, heads=2), 4, 2, 32, dtype="bfloat16", kv_dtype="fp8"),
+    "fp8, two KV heads": Case((70, 3, 16), replace(ROWS, heads=2), 4, 2, 32, dtype="bfloat16", kv_dtype="fp8"),
     "fp8, float16": Case((70, 3), ROWS, 4, 2, 32, kv_dtype="fp8"),
 }
 
@@ -173,10 +173,10 @@ def test_queries_of_any_size_meet_fp8_keys(dtype: str) -> None:
     check(problem)
 
 
-@pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_row_does_not_depend_on_the_others(swap: bool, fused: bool) -> None:
-    whole = make(Case((150, 1, 47, 0), DecodeConfig(2, 16, 4, swap, fused), window=100))
+@pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
+def test_a_row_does_not_depend_on_the_others(kv_dtype: str, fused: bool) -> None:
+    whole = make(Case((150, 1, 47, 0), DecodeConfig(2, 16, 4, fused), window=100, kv_dtype=kv_dtype))
     together, _ = attend(whole)
     for s in range(4):
         alone = replace(whole, case=replace(whole.case, lengths=(whole.case.lengths[s],)))
@@ -184,8 +184,9 @@ def test_a_row_does_not_depend_on_the_others(swap: bool, fused: bool) -> None:
         assert torch.equal(attend(alone)[0][0], together[s])
 
 
-def test_what_is_seen_and_not_there_makes_the_row_nan() -> None:
-    case = Case((150, 60), DecodeConfig(1, 16, 4), window=100)
+@pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
+def test_what_is_seen_and_not_there_makes_the_row_nan(kv_dtype: str) -> None:
+    case = Case((150, 60), DecodeConfig(1, 16, 4), window=100, kv_dtype=kv_dtype)
     whole = make(case)
     clean, _ = attend(whole)
     for cut in (False, True):
@@ -196,16 +197,16 @@ def test_what_is_seen_and_not_there_makes_the_row_nan() -> None:
         assert got[0].isnan().all() and torch.equal(got[1], clean[1])
     for kv in (0, 1):
         problem = replace(whole, pool=whole.pool.clone())
-        problem.pool[whole.tables[0, 6], 1, kv, 3, 1, 5] = torch.nan
+        problem.pool[whole.tables[0, 6], 1, kv, 3, 1, 5] = 0x7F if kv_dtype == "fp8" else torch.nan
         got, _ = attend(problem)
         bad = got[0, 2:] if kv == 0 else got[0, 2:, 5]  # of the second KV head
         assert bad.isnan().all() and torch.equal(got[0, :2], clean[0, :2]) and torch.equal(got[1], clean[1])
 
 
-@pytest.mark.parametrize("swap, fused, window", [(False, True, 0), (True, False, 0), (True, True, 75)])
-def test_masses_of_pages(swap: bool, fused: bool, window: int) -> None:
+@pytest.mark.parametrize("fused, window", [(True, 0), (False, 0), (True, 75)])
+def test_masses_of_pages(fused: bool, window: int) -> None:
     lengths = (1, 17, 150, 32)
-    problem = make(Case(lengths, DecodeConfig(2, 32, 3, swap, fused), window=window, mass=True))
+    problem = make(Case(lengths, DecodeConfig(2, 32, 3, fused), window=window, mass=True))
     problem.q[2] *= 4
     mass = attend(problem)[1]
     assert mass is not None and torch.allclose(mass.sum(1), torch.ones(len(lengths)))
@@ -232,8 +233,6 @@ def test_compiles(target: str) -> None:
         config = decode_layout.decode_config(target, pool, heads, rows)
         aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config, mass=rows == 8), target)
     aot.compile_kernel(specs.combine_spec(LARGE, "bfloat16", config), target)
-    swapped = DecodeConfig(2, 32, 8, swap=True, fused=False, num_stages=2)
-    aot.compile_kernel(specs.decode_spec(LARGE, "bfloat16", 32, target, swapped), target)
     aot.compile_kernel(specs.page_mass_spec(LARGE, 32), target)
 
 

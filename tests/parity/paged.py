@@ -48,7 +48,7 @@ class PagedDriver:
         self.rng = random.Random(seed)
         self.sampler = RecordingSampler()
         executor._sampler = self.sampler  # type: ignore[assignment]
-        self._free = {g: list(range(n)) for g, n in executor.layout.num_pages.items()}
+        self._free = {g: list(slots) for g, slots in executor.layout.apart().items()}
         self._count = 0
 
     def new_sequence(self) -> PagedSequence:

@@ -58,7 +58,7 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
 def _in_turn(listed: ListedKernel, target: str) -> KernelSpec:
     """A kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function = listed.spec, listed.spec.function.__name__
-    crowds = function == "linear_matrix" and listed.role.removesuffix(INVARIANT) in ("o", "down")
+    crowds = function == "linear_matrix" and listed.role.removesuffix(INVARIANT) in ("o", "down", "gate_up" + X8)
     mode = mode_of(function, target, crowds=crowds)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 

@@ -40,7 +40,7 @@ KERNEL, KERNEL8, MM, MM16, SCALED_MM = "kernel", "kernel8", "mm", "mm16", "scale
 float32 or with bfloat16 results, or torch._scaled_mm of E4M3 rows, whose results are bfloat16."""
 
 DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "float32 results": 0}
-CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 16, "fp8 rows": 128, "float32 results": 0}}
+CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128, "float32 results": 0}}
 """By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
 Triton's own of those are faster than cuBLAS's ("fp8 rows"). "float32 results": the most rows for which cuBLAS writes
