@@ -12,6 +12,7 @@ import random
 import time
 from dataclasses import replace
 from hashlib import blake2b
+from math import lcm
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
@@ -19,6 +20,7 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import UNREAD, SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
@@ -84,6 +86,17 @@ class FakeExecutor:
         self.step_s = 0.0
         self.poison: set[int] = set()
 
+    def share(self, slab_pages: dict[str, int] | None) -> None:
+        """Writing a slot wipes those of the other group that lie in the same memory."""
+        if slab_pages is not None:
+            size = lcm(*slab_pages.values())
+            page_bytes = {group: size // count for group, count in slab_pages.items()}
+            self.layout = replace(self.layout, page_bytes=page_bytes, slab_pages=slab_pages)
+
+    def _wipe(self, group: str, slot: int) -> None:
+        for other, shared in self.layout.overlapping(group, slot)[1:]:
+            self.memory[other][shared] = [b"wiped"] * self.layout.page_tokens
+
     def execute(self, batch: StepBatch) -> StepResult:
         if self.step_s:
             time.sleep(self.step_s)
@@ -111,6 +124,8 @@ class FakeExecutor:
             for position, token in enumerate(piece.token_ids, piece.start):
                 before = chain(before, token)
                 memory[table[position // size]][position % size] = before
+                if self.layout.slab_pages is not None:
+                    self._wipe(group, table[position // size])
                 first = max(0, position - self.spec.sliding_window + 1) if group == LOCAL else 0
                 for page in {first // size, position // size}:
                     assert table[page] >= 0, f"{group} page {page} slid out while position {position} needs it"
@@ -237,17 +252,24 @@ def make_core(
     engine: str = "fake",
     files: Files | None = None,
     ahead: int | None = None,
+    slab_pages: dict[str, int] | None = None,
+    kv_policy: str | None = None,
 ) -> EngineCore:
     """An EngineCore over a FakeExecutor (core.executor) with small pools; with `kv` its cache is made as a server's is,
-    `files` being what its disk tier does to the system. `ahead` is the seed of an executor that runs ahead."""
+    `files` being what its disk tier does to the system. `ahead` is the seed of an executor that runs ahead.
+    With `slab_pages` the groups share one memory; `kv_policy` orders what leaves it."""
     pages = pages or {GLOBAL: 64, LOCAL: 64}
     sizes = (pages, page_tokens, window, max_batch_tokens)
     executor = FakeExecutor(*sizes) if ahead is None else AheadFakeExecutor(*sizes, seed=ahead)
+    executor.share(slab_pages)
     if kv is None:
         manager, loader = (
             KVCacheManager(
                 pages, window, KeyChain(engine, page_tokens), 
-                options=CacheOptions(prefix_cache=prefix_cache, checkpoint_tokens=checkpoint_tokens),
+                options=CacheOptions(
+                    prefix_cache=prefix_cache, checkpoint_tokens=checkpoint_tokens, slab_pages=slab_pages
+                ),
+                policy=make_policy(kv_policy, pages[GLOBAL] // 2, page_tokens=page_tokens) if kv_policy else None,
             ),
             None,
         )  # fmt: skip

@@ -55,3 +55,8 @@ class Lane:
         if not isinstance(head, Event):
             head()
         return True
+
+    def run_all(self) -> None:
+        """All that can run."""
+        while self.run_one():
+            pass

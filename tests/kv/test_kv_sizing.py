@@ -16,9 +16,10 @@ from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
+from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.pool_sizes import pages_per_sequence, pool_sizes
+from wicore_trt.runtime.pool_sizes import pages_per_sequence, pool_sizes, shared_pages
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -116,13 +117,20 @@ def test_a_tier_of_the_planned_bytes_holds_the_sessions_and_not_one_more(geometr
 def test_the_device_budget_holds_the_active_sessions(geometry, sessions, tokens, batch, loads):
     spec, size = geometry.spec, {"float32": 4, "bfloat16": 2, "fp8": 1}[geometry.kv_dtype]
     budget = geometry.device_bytes(sessions, tokens, batch, loads=loads)
-    pools = pool_sizes(
-        spec, geometry.page_tokens, size, budget, tokens, max_batch_tokens=batch, max_sequences=sessions, loads=loads
-    )
+    given = (spec, geometry.page_tokens, size, budget, tokens)
+    shared = shared_pages(*given, max_batch_tokens=batch, loads=loads)
+    assert geometry.device_sessions(budget, tokens, batch, loads=loads) >= sessions
+    need = {}
+    for group in geometry.page_bytes:
+        held = pages_per_sequence(spec, group, geometry.page_tokens, tokens)
+        need[group] = sessions * (held + (sessions > 1)) + (held if loads and group == LOCAL else 0)
+    if shared is not None:
+        slabs = Slabs(budget // geometry.slab_bytes, shared.slab_pages)
+        assert slabs.fits(need) and budget == slabs.count * geometry.slab_bytes
+        return
+    pools = pool_sizes(*given, max_batch_tokens=batch, max_sequences=sessions, loads=loads)
     for group, pages in pools.items():
-        window = pages_per_sequence(spec, group, geometry.page_tokens, tokens)
-        need = sessions * (window + (sessions > 1)) + (window if loads and group == LOCAL else 0)
-        assert need <= pages <= need + -(-batch // geometry.page_tokens)
+        assert need[group] <= pages <= need[group] + -(-batch // geometry.page_tokens)
     assert sum(pools[group] * geometry.page_bytes[group] for group in pools) == budget
 
 

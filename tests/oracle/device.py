@@ -57,9 +57,11 @@ class Device:
         self.steps = self.tokens = 0
         self.busy_s = self.busy_until = 0.0
         self.pages: dict[str, list[memoryview]] = {}
+        shared = memoryview(bytearray(POISON * (layout.memory_bytes // DIGEST)))
         for group, count in layout.num_pages.items():
             nbytes = layout.page_bytes[group]
-            memory = memoryview(bytearray(POISON * (nbytes * count // DIGEST)))
+            own = memoryview(bytearray(POISON * (nbytes * count // DIGEST)))
+            memory = own if layout.slab_pages is None else shared
             self.pages[group] = [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
     # --- what tests do to it -------------------------------------------------------------------------------------
@@ -68,6 +70,16 @@ class Device:
         """A slot changes hands: nobody may read it before it is written."""
         page = self.pages[group][slot]
         page[:] = POISON * (len(page) // DIGEST)
+
+    def same_bytes(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+        """Whether two slots have a byte in common."""
+        if one[0] == other[0] or self.layout.slab_pages is None:
+            return one == other
+        (begin, end), (start, stop) = (
+            (slot * self.layout.page_bytes[group], (slot + 1) * self.layout.page_bytes[group])
+            for group, slot in (one, other)
+        )
+        return begin < stop and start < end
 
     # --- what an engine does with it -----------------------------------------------------------------------------
 
@@ -169,6 +181,7 @@ class Device:
             table = piece.pages[group]
             if number >= len(table) or table[number] < 0:
                 raise Failure("absent", f"no {group} page to write {position} of {piece.seq_id}: {list(table)}")
+            self.copier.written(group, table[number])
             self.pages[group][table[number]][place * len(value) : (place + 1) * len(value)] = value
 
     @staticmethod
@@ -260,6 +273,9 @@ class Copier:
     def begin_step(self, batch: StepBatch) -> None:
         pass
 
+    def written(self, group: str, slot: int) -> None:
+        pass
+
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
         self._spend()
         put(parts, self.page(group, slot))
@@ -294,14 +310,20 @@ class LateCopier(Copier):
         self._lock = threading.RLock()
         self._until = {True: 0.0, False: 0.0}
         self._loads: deque[tuple[tuple[str, int], Callable[[], None]]] = deque()
+        self._leaving: list[list] = []
+        """Copies to the host that nobody has waited for: [slot, what is read there]."""
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
         with self._lock:
             self._settle({(group, slot)})
-            data = bytes(self.page(group, slot))
+            leaving = [(group, slot), bytes(self.page(group, slot))]
+            self._leaving.append(leaving)
 
         def over() -> None:
             if self.broken is None:
+                with self._lock:
+                    self._leaving = [other for other in self._leaving if other is not leaving]
+                    data = leaving[1]
                 put(parts, data)
                 done()
 
@@ -311,6 +333,7 @@ class LateCopier(Copier):
         with self._lock:
             page = self.page(group, slot)
             self._settle({(group, slot)})
+            self.written(group, slot)
             page[:] = b"\xa5" * len(page)  # half-copied pages mean nothing, even where they would become what they were
 
             def move() -> None:
@@ -340,11 +363,21 @@ class LateCopier(Copier):
             self._settle(written)
 
     def _settle(self, slots: set[tuple[str, int]]) -> None:
-        """The copies towards these slots have happened, and so have those before them."""
+        """The copies of these slots have happened, and so have those before them."""
+        slots = {other for slot in slots for other in self.device.layout.overlapping(*slot)}
+        self._leaving = [leaving for leaving in self._leaving if leaving[0] not in slots]
         if any(slot in slots for slot, _ in self._loads):
             last = max(i for i, (slot, _) in enumerate(self._loads) if slot in slots)
             for _ in range(last + 1):
                 self._loads.popleft()[1]()
+
+    def written(self, group: str, slot: int) -> None:
+        """Tear the copies to the host that still read bytes of a slot which is being written."""
+        if self._leaving:
+            with self._lock:
+                for leaving in self._leaving:
+                    if self.device.same_bytes(leaving[0], (group, slot)):
+                        leaving[1] = b"\x5a" * len(leaving[1])
 
     def _queue(self, towards_device: bool, over: Callable[[], None]) -> None:
         world = self.device.world

@@ -41,6 +41,8 @@ class Life:
         self.ledger = Ledger(counts)
         self.progress = Progress(self.ledger, self.world.clock())
         self.lone: Lone | None = None
+        self.together = False
+        """Whether several requests lived at once since one had to start afresh."""
         self.spoilt = self.steps = 0
         self.trace: list[tuple[float, Happening]] = []
 
@@ -100,14 +102,19 @@ class Life:
             check_idle(self.stack)
 
     def step(self) -> None:
-        stack, before = self.stack, self.stack.scheduler.preemptions
+        stack, before, afresh = self.stack, self.stack.scheduler.preemptions, self.counts["started afresh"]
         alone = len(self.ledger.live) == 1
         self.steps += 1
         outputs: list[TokenOutput] = []
         if not self._unbroken(lambda: outputs.extend(stack.core.step())):
             return
         self._take(outputs)
-        if alone and stack.scheduler.preemptions > before:
+        if not alone:
+            self.together = True
+        elif self.counts["started afresh"] > afresh:  # pages of those that were there lay between its own
+            require(self.together, "starts afresh", "a sequence that is alone lost its pages twice")
+            self.together, self.lone = False, None
+        elif stack.scheduler.preemptions > before:
             raise Failure("preempts itself", "a sequence that is alone lost its pages")
         self.progress.stepped(stack)
         if self.rng.random() < 0.1:

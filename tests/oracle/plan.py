@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 from fault_injection import Fault
@@ -45,6 +46,7 @@ class Setup:
     priors: dict[str, float]
     faults: dict[Fault, float]
     queue_limit: int
+    shared: bool = False
     engine: str = "oracle"
 
     @property
@@ -125,7 +127,20 @@ def draw_setup(seed: int) -> Setup:
         },
         faults=draw_faults(rng) if rng.random() < 0.25 else {},
         queue_limit=some(rng, (0.8, 256), (0.2, rng.choice((1, 3, 9)))),
+        shared=draw_shared(rng, entry_bytes),
     )
+
+
+def draw_shared(rng: random.Random, entry_bytes: dict[str, int]) -> bool:
+    """Whether the groups share one memory; then mostly with pages of different sizes."""
+    if len(entry_bytes) < 2 or rng.random() < 0.4:
+        return False
+    if len(set(entry_bytes.values())) == 1:
+        for group, factor in zip(
+            entry_bytes, rng.choice(((1, 1), (2, 1), (5, 1), (3, 2), (5, 2), (2, 3))), strict=True
+        ):
+            entry_bytes[group] *= factor
+    return lcm(*entry_bytes.values()) <= 8 * max(entry_bytes.values())
 
 
 def draw_speeds(rng: random.Random, token: float, page_tokens: int) -> Speeds:

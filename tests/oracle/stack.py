@@ -23,6 +23,7 @@ from oracle.device import AheadDevice, Copier, Device, Failure, LateCopier
 from oracle.model import DIGEST, EOS, POISON
 from oracle.plan import Setup
 from oracle.world import replace_everywhere
+from wicore_trt.arithmetic import div_ceil, pages_per_slab
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
@@ -32,6 +33,7 @@ from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.prefix.planner import TierRate
+from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
@@ -81,6 +83,22 @@ def least_pages(setup: Setup) -> dict[str, int]:
     return found
 
 
+def shared_layout(setup: Setup, page_bytes: dict[str, int]) -> KVLayout:
+    """One memory for both groups, of the fewest slabs that the product accepts for max_context, and some."""
+    slab_pages, count = pages_per_slab(page_bytes), 0
+    while True:
+        count += 1
+        pages = {group: count * size for group, size in slab_pages.items()}
+        options = CacheOptions(slab_pages=slab_pages)
+        tiers: Any = SimpleNamespace() if setup.host_slots and setup.kv["prefix_cache"] else None
+        manager = KVCacheManager(pages, setup.window, KeyChain("", setup.page_tokens), options=options, tiers=tiers)
+        if manager.fits(setup.max_context, setup.max_batch_tokens):
+            break
+    count += div_ceil(sum(setup.spare.values()), max(slab_pages.values()))
+    pages = {group: count * size for group, size in slab_pages.items()}
+    return KVLayout(setup.page_tokens, "float32", pages, page_bytes, slab_pages)
+
+
 @contextmanager
 def constants(setup: Setup) -> Iterator[None]:
     """What the planner believes before it has measured, and how much it must see to measure, at the campaign's scale:
@@ -125,6 +143,8 @@ class Stack:
         least = least_pages(setup)
         pages = {group: least[group] + setup.spare[group] for group in setup.groups}
         layout = KVLayout(setup.page_tokens, "float32", pages, self.page_bytes)
+        if setup.shared:
+            layout = shared_layout(setup, self.page_bytes)
         kind = AheadDevice if setup.ahead else Device
         self.device = kind(
             world, setup.model, layout, max_batch_tokens=setup.max_batch_tokens, slice_tokens=setup.slice_tokens
@@ -212,9 +232,9 @@ class Stack:
 
         def then_poison(change: Callable) -> Callable:
             def changed(*args, **kwargs):
-                before = set(pool._free)
+                before = set().union(*pool.states())
                 result = change(*args, **kwargs)
-                for slot in set(pool._free) - before:
+                for slot in before.difference(*pool.states()):
                     self.device.poison(group, slot)
                 return result
 
@@ -318,6 +338,14 @@ class Stack:
             counts["step ahead"] += found is not None
             return found
 
+        start_afresh = manager.memory.start_afresh
+
+        def afresh():
+            done = start_afresh()
+            counts["started afresh"] += done
+            return done
+
+        manager.memory.start_afresh = afresh
         manager.lookup, manager.drop, self.scheduler.follow = looked, dropped, followed
 
     def tally(self) -> None:
@@ -335,6 +363,8 @@ class Stack:
         for load, _ in self.loads:
             counts["load with a failed page"] += load.failed
         counts["steps"] += stats.steps
+        if isinstance(self.manager.memory, SharedMemory):
+            counts["slab changed hands"] += self.manager.memory.slabs.changes
 
     @contextmanager
     def without_tiers(self) -> Iterator[None]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import lcm
+from types import SimpleNamespace
 
 import pytest
 
 from wicore_trt.errors import ConfigError
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.sizing import MODELS, builtin_spec
 from wicore_trt.model.spec import Gemma3Spec
-from wicore_trt.runtime.pool_sizes import TYPICAL_WINDOWS, pages_per_sequence, pool_sizes
+from wicore_trt.runtime.pool_sizes import TYPICAL_WINDOWS, pages_per_sequence, pool_sizes, shared_pages
 
 SPEC = Gemma3Spec(
     vocab_size=100,
@@ -98,3 +103,32 @@ def fits(budget: int) -> bool:
     except ConfigError:
         return False
     return True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_shared_from_a_size_on_that_holds_the_longest_sequence_however_it_lies(name: str) -> None:
+    """The manager takes whatever is shared; below that size the memory is split."""
+    spec = builtin_spec(name)
+    context = spec.max_position_embeddings
+    page_bytes = {g: spec.page_bytes(g, 32, 2) for g in ("global", "local")}
+    slab = lcm(*page_bytes.values())
+    for loads in (False, True):
+        many = range(1, 2000)
+        first = next(n for n in many if shared_pages(spec, 32, 2, n * slab, context, max_batch_tokens=512, loads=loads))
+        for count in (first, first + 1, 5 * first):
+            found = shared_pages(spec, 32, 2, count * slab + slab - 1, context, max_batch_tokens=512, loads=loads)
+            assert found is not None
+            assert {g: n * page_bytes[g] for g, n in found.num_pages.items()} == dict.fromkeys(page_bytes, count * slab)
+            options = CacheOptions(slab_pages=found.slab_pages)
+            tiers = SimpleNamespace() if loads else None
+            chain = KeyChain("", 32)
+            manager = KVCacheManager(found.num_pages, spec.sliding_window, chain, options=options, tiers=tiers)  # type: ignore[arg-type]
+            assert manager.fits(context, 512)
+        # not much more than the sequence takes: its global pages, and a slab for each local one
+        whole, window = context // 32, spec.sliding_window // 32 + 1
+        assert first * slab <= whole * page_bytes["global"] + (window + 24 + 2 * window * loads) * slab
+
+
+def test_a_model_with_one_group_shares_nothing() -> None:
+    spec = replace(SPEC, layer_groups=("global",) * 6)
+    assert shared_pages(spec, 16, 2, 1 << 24, 1000, max_batch_tokens=64) is None

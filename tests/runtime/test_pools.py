@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import lcm
 
 import pytest
 
@@ -12,7 +13,7 @@ from parity.tiny import tiny_model  # noqa: E402
 
 from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions  # noqa: E402
-from wicore_trt.runtime.pools import RESERVE_BYTES, check_pool_room, layout_of, new_pool, sized_layout, spare_bytes  # noqa: E402
+from wicore_trt.runtime.pools import RESERVE_BYTES, check_pool_room, layout_of, new_pools, sized_layout, spare_bytes  # noqa: E402
 
 GIB = 1 << 30
 
@@ -31,15 +32,15 @@ def test_pages_by_number_and_by_bytes() -> None:
 
     def used(settings: ExecutorOptions, kv_bytes: int | None = None) -> int:
         found = layout_of(spec, "bfloat16", 8, 64, settings, kv_bytes)
-        return sum(found.num_pages[g] * found.page_bytes[g] for g in found.num_pages)
+        return found.memory_bytes
 
-    page = max(given.page_bytes.values())
+    slab = lcm(*given.page_bytes.values())
     for bytes_, total in (
         (1 << 22, used(ExecutorOptions(kv_bytes=1 << 22))),
         (1 << 23, used(ExecutorOptions(kv_bytes=1 << 22), 1 << 23)),
         (DEFAULT_KV_BYTES, used(ExecutorOptions(kv_bytes=None))),
     ):
-        assert bytes_ - page < total <= bytes_
+        assert bytes_ - slab < total <= bytes_
 
 
 def test_pools_that_do_not_fit_are_refused() -> None:
@@ -54,6 +55,22 @@ def test_pools_that_do_not_fit_are_refused() -> None:
 def test_pools_hold_nothing_that_could_be_text(dtype: str) -> None:
     spec = tiny_model(1).spec
     layout = sized_layout(spec, dtype, 8, lambda group: 2)
-    for group in layout.num_pages:
-        pool = new_pool(spec, layout, group, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+    pools = new_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+    for group, pool in pools.items():
         assert pool[0].nbytes == layout.page_bytes[group] and pool.float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_groups_that_share_memory_have_views_of_it(dtype: str) -> None:
+    spec = tiny_model(1).spec
+    layout = layout_of(spec, dtype, 8, 64, ExecutorOptions(kv_bytes=1 << 22, max_batch_tokens=16))
+    assert layout.slab_pages is not None and (1 << 22) - layout.memory_bytes < 1 << 18
+    pools = new_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+    assert len({pool.data_ptr() for pool in pools.values()}) == 1
+    for group, pool in pools.items():
+        assert pool.is_contiguous() and pool.nbytes == layout.memory_bytes and pool.float().isnan().all()
+        assert pool.shape[0] == layout.num_pages[group] and pool[0].nbytes == layout.page_bytes[group]
+        assert layout.num_pages[group] % layout.slab_pages[group] == 0
+    pools["global"][3] = 1
+    for other, slot in layout.overlapping("global", 3):
+        assert (pools[other][slot].float() == 1).any()

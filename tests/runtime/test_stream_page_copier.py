@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from lanes import Event, Lane
 
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, make_copier, written_slots
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, alone, make_copier, written_slots
 
 PAGE_TOKENS, SLOTS, BYTES = 4, 3, 64
+SLABS = {"global": 3, "local": 2}
 
 
 class FakeDevice:
@@ -190,3 +193,44 @@ def test_a_device_that_fails_is_heard_of() -> None:
     while world.copier.broken is None and time.monotonic() < end:
         time.sleep(0.01)
     assert isinstance(world.copier.broken, ZeroDivisionError) and not happened.is_set()
+
+
+def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
+    """A page leaves for the host; its slab changes hands, and a step writes another group's page in the same bytes."""
+    layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
+    seen = {}
+    for overlapping in (layout.overlapping, alone):
+        memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
+        pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
+        copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping)  # type: ignore[arg-type]
+        compute, out, into = device.lanes
+        host, done = aligned_buffer(32)[:32], threading.Event()
+        copier.to_host("global", 4, [host], done.set)  # bytes 128 to 160: local pages 2 and 3
+        copier.begin_step(StepBatch([SequenceSlice(1, [0], 0, {"local": [2]})]))
+        compute.put(lambda pool=pools["local"]: pool[2].fill_(9))
+        copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda: None)  # and 96 to 128: page 2
+        compute.run_all()
+        for lane in (into, out, compute, into):
+            lane.run_all()
+        assert done.wait(5)
+        seen[overlapping] = bytes(host), bytes(memory[96:128].numpy())
+        copier.close()
+    assert seen[layout.overlapping] == (bytes(32), b"\7" * 32)
+    assert seen[alone][0] != bytes(32), "the copy read what the step wrote: nothing waited"
+
+
+def test_what_overlaps_is_what_has_a_byte_in_common() -> None:
+    layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
+    for group, slot in [("global", i) for i in range(6)] + [("local", i) for i in range(4)]:
+        mine = set(range(slot * layout.page_bytes[group], (slot + 1) * layout.page_bytes[group]))
+        expected = [
+            (other, i)
+            for other, size in layout.page_bytes.items()
+            for i in range(layout.num_pages[other])
+            if other != group and mine & set(range(i * size, i * size + size))
+        ]
+        assert layout.overlapping(group, slot) == [(group, slot), *expected]
+    assert replace(layout, slab_pages=None).overlapping("global", 1) == [("global", 1)]
+    assert layout.apart() == {"global": range(3), "local": range(2, 4)}
+    assert replace(layout, slab_pages=None).apart() == {"global": range(6), "local": range(4)}
+    assert layout.memory_bytes == 192 and replace(layout, slab_pages=None).memory_bytes == 384

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,17 @@ from parity.tiny import TinyModel, tiny_model
 from tiny_source import write_tiny_tokenizer
 
 from wicore_trt.backends.torch.executor import TorchExecutor, torch_kernels
+from wicore_trt.config import KVSettings
+from wicore_trt.core.assemble_kv import make_cache
+from wicore_trt.core.engine import EngineCore
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.types import GenerateRequest, SamplingParams
 
 PAGES = {"global": 20, "local": 20}
 
@@ -72,7 +79,7 @@ def test_kv_budget_is_divided_and_kept() -> None:
     model = tiny_model(21)
     executor = executor_of(model, kv_pages=None, kv_bytes=1 << 22, max_context=300)
     layout = executor.layout
-    assert sum(p.nbytes for p in executor.pools.values()) <= 1 << 22
+    assert layout.memory_bytes <= 1 << 22
     for group, pool in executor.pools.items():
         assert pool.shape[0] == layout.num_pages[group] and pool[0].nbytes == layout.page_bytes[group]
         assert pool.isnan().all()
@@ -107,3 +114,32 @@ def test_closing_frees_the_pages() -> None:
     assert not executor.pools
     with pytest.raises(AssertionError, match="close"):
         executor.execute(StepBatch([piece(1, [5], 0)]))
+
+
+def test_tokens_are_right_where_slabs_change_hands() -> None:
+    """A real model in memory that holds little more than one sequence, beside one with room for all."""
+    model = tiny_model(24, head_dim=16, sliding_window=16, sliding_window_pattern=3, num_hidden_layers=6)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 90) for _ in range(rng.choice((5, 40, 120)))] for _ in range(12)]
+    answers, changes = {}, 0
+    for kv_bytes in (1 << 24, None):
+        pages = sum(model.spec.page_bytes(group, 8, 4) for group in GROUPS)
+        budget = kv_bytes or 40 * pages
+        settings = {"kv_pages": None, "kv_bytes": budget, "max_context": 200, "max_batch_tokens": 48}
+        executor = executor_of(model, kernels="auto", **settings)
+        cache, _ = make_cache(KVSettings(), executor.layout, 16, engine="e", kernels="k", copier=executor.copier)
+        assert cache.fits(200, 48) and isinstance(cache.memory, SharedMemory)
+        scheduler = Scheduler(cache, max_batch_tokens=48, max_sequences=4)
+        core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=200)
+        found = answers[kv_bytes] = {str(i): list[int]() for i in range(36)}
+        for i in range(36):
+            params = SamplingParams(max_tokens=1 + 7 * (i % 6), temperature=0.0, ignore_eos=True)
+            core.add(GenerateRequest(str(i), tuple(prompts[i % 12]), params))
+            while core.has_work and i % 3 == 2:
+                for output in core.step():
+                    assert output.error is None
+                    found[output.request_id] += output.token_ids
+        scheduler.check_integrity()
+        changes = cache.memory.slabs.changes
+        core.close()
+    assert answers[None] == answers[1 << 24] and changes > 20

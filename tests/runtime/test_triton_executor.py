@@ -114,13 +114,19 @@ def dequantized(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("target", "kv_dtype"), [("sm90", "bfloat16"), ("sm80", "fp8")])
-def test_fp8_weights_meet_16_bit_rows_in_small_steps(target: str, kv_dtype: str) -> None:
+def test_fp8_weights_meet_16_bit_rows_in_small_steps(
+    target: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(triton_table.CROSSOVER, "sm90", triton_table.CROSSOVER["sm90"] | {"fp8": 16})
+    specs_of.cache_clear()
     model = small_model(5)
     scales = {kv_scale_name(i): torch.tensor([0.07 + 0.05 * i]) for i in range(2)} if kv_dtype == "fp8" else {}
     tensors = rounded(model, "bfloat16", True) | scales
     mine = executor_of(model, fp8=True, kv_dtype=kv_dtype, target=target, tensors=tensors)
     oracle = oracle_of(model, "bfloat16", kv_dtype=kv_dtype, tensors=dequantized(model) | scales)
     run([Driver(mine, 1), Driver(oracle, 2)], MIXED, 48, 0.04)
+    assert not any("_x8" in n for n in mine.model.launcher.launched)
+    specs_of.cache_clear()
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -143,7 +143,7 @@ def warm_up(executor: Executor) -> None:
         seq_id=-1,
         token_ids=[0],
         start=0,
-        pages={group: [0] for group in executor.layout.num_pages},
+        pages={group: [slots[0]] for group, slots in executor.layout.apart().items()},
         sample=True,
         params=SamplingParams(temperature=0.0),
         history=[0],

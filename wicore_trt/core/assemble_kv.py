@@ -66,6 +66,7 @@ def make_cache(
             write_policy=settings.write_policy,
             threshold=settings.device_threshold,
             measure_attention=settings.policy == "a2cr",
+            slab_pages=layout.slab_pages,
         ),
         policy=policy,
         tiers=tiers,

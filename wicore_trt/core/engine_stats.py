@@ -40,15 +40,15 @@ def engine_stats(
         step_seconds=step_seconds,
         preemptions=scheduler.preemptions,
         pools=pools,
-        kv=_kv_stats(scheduler, pools),
+        kv=_kv_stats(scheduler, pools, layout.memory_bytes),
     )
 
 
-def _kv_stats(scheduler: Scheduler, pools: tuple[PoolStats, ...]) -> KVStats:
+def _kv_stats(scheduler: Scheduler, pools: tuple[PoolStats, ...], capacity_bytes: int) -> KVStats:
     manager, loader = scheduler.manager, scheduler.loader
     device = TierStats(
         tier="device",
-        capacity_bytes=sum(pool.total_pages * pool.page_bytes for pool in pools),
+        capacity_bytes=capacity_bytes,
         used_bytes=sum((pool.used_pages + pool.cached_pages) * pool.page_bytes for pool in pools),
         pinned_bytes=sum(pool.used_pages * pool.page_bytes for pool in pools),
         pages={pool.group: pool.used_pages + pool.cached_pages for pool in pools},

@@ -20,12 +20,15 @@ from functools import partial
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import Entry, KVEventLog
+from wicore_trt.kv.memory import Memory
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
-from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
+from wicore_trt.kv.shared_memory import SharedMemory
+from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -38,19 +41,21 @@ MAX_EVENT_LOG_PAGES = 1 << 18
 class CacheOptions:
     """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
     window on the device. `write_policy` and `threshold`: see `copy_down`. `measure_attention`: keep measured attention
-    mass for the policy."""
+    mass for the policy. `slab_pages`: see `KVLayout`."""
 
     prefix_cache: bool = True
     checkpoint_tokens: int = 4096
     write_policy: WritePolicy = "through"
     threshold: float = 0.85
     measure_attention: bool = False
+    slab_pages: Mapping[str, int] | None = None
 
 
 class KVCacheManager:
     """Device pages of all layer groups of one engine.
 
-    `num_pages` maps "global" and "local" to pool sizes (a model without layers of a kind has no entry for it).
+    `num_pages` maps "global" and "local" to pool sizes (a model without layers of a kind has no entry for it). With
+    `options.slab_pages` the groups share one memory, in which each could have so many pages: see `KVLayout`.
     `policy` orders the evictions of the group that carries the chains; `events` hears of every page that comes or goes;
     `retention` knows what clients want to keep.
     """
@@ -69,9 +74,18 @@ class KVCacheManager:
     ) -> None:
         options = options or CacheOptions()
         self.chain_group = GLOBAL if GLOBAL in num_pages else LOCAL
+        slabs = None
+        if options.slab_pages is not None:
+            slabs = Slabs(num_pages[GLOBAL] // options.slab_pages[GLOBAL], options.slab_pages)
+            policy = policy if policy is not None else LRUPolicy(num_pages[GLOBAL])
         self.pools = {
             group: PagePool(
-                count, chain.page_tokens, policy if group == GLOBAL else None, partial(self._evicted, group)
+                count,
+                chain.page_tokens,
+                policy if group == GLOBAL else None,
+                partial(self._evicted, group),
+                slabs=slabs,
+                group=group,
             )
             for group, count in num_pages.items()
         }
@@ -86,6 +100,11 @@ class KVCacheManager:
         self.window = window
         self.page_tokens = chain.page_tokens
         self._chain = chain
+        self.memory = Memory(self.pools)
+        if slabs is not None and policy is not None:
+            self.memory = SharedMemory(
+                slabs, self.pools, policy, lambda n: self.first_visible_page(n * self.page_tokens)
+            )
         self._prefix_cache = options.prefix_cache
         self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._computing: dict[bytes, int] = {}
@@ -112,8 +131,7 @@ class KVCacheManager:
         local = min(self.pages_for(self.window + chunk) + 1, whole)
         if self.tiers is not None:
             local += min(self.pages_for(self.window) + 1, whole)
-        need = {GLOBAL: whole, LOCAL: local}
-        return all(need[group] <= pool.num_pages for group, pool in self.pools.items())
+        return self.memory.holds(whole, local, self.pages_for(self.window) + 1)
 
     def lookup(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
         """Find the longest cached prefix that leaves at least one token of `tokens` to compute. Changes nothing but
@@ -170,6 +188,7 @@ class KVCacheManager:
         """Tell the policies of all tiers that a request looked up this chain, and what of it the device had. Once per
         request."""
         self.hit_tokens += hit_tokens
+        self.memory.revive(pages.keys)
         signal = self.attention.take(pages.keys) if self.attention is not None else None
         if self._policy is not None:
             self._policy.touch(pages.keys, signal)
@@ -226,15 +245,15 @@ class KVCacheManager:
         False, and no change, when that would leave a pool with fewer than `spare` available slots.
         """
         count = {GLOBAL: self.pages_for(max(tokens, total)), LOCAL: self.pages_for(tokens)}
-        missing = {group: count[group] - len(pages.tables[group]) for group in self.pools}
-        if any(missing[group] > 0 and missing[group] + spare > pool.available for group, pool in self.pools.items()):
+        missing = {g: n for g in self.pools if (n := count[g] - len(pages.tables[g])) > 0}
+        if not missing:
+            return True
+        if spare and not self.memory.fits({group: n + spare for group, n in missing.items()}):
             return False
-        for group, pool in self.pools.items():
-            if missing[group] > 0:
-                slots = pool.allocate(missing[group])
-                assert slots is not None
-                pages.tables[group].extend(slots)
-        return True
+        found = self.memory.allocate(missing)
+        for group, slots in (found or {}).items():
+            pages.tables[group].extend(slots)
+        return found is not None
 
     def commit(
         self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, owner: int, *, finite: bool
@@ -368,6 +387,8 @@ class KVCacheManager:
         pool = self.pools[group]
         before = [pool.page(slot) for slot in slots]
         pool.release(slots, keep=keep, spare=spare)
+        if keep:
+            self.memory.released(group, [page.key for page in before if page is not None])
         if not keep:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
@@ -406,17 +427,22 @@ class KVCacheManager:
         indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
-        if self.tiers is None or LOCAL not in self.pools or pages.hints.priority is CachePriority.LOW or pages.load:
-            return
-        for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
-            self._copies.finished(LOCAL, pages.tables[LOCAL][i])
-        if self.chain_group == LOCAL:
+        if LOCAL not in self.pools or pages.load:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.
         ends = {pages.published, (prompt_tokens - 1) // self.page_tokens}
-        ends |= {i + 1 for i in range(pages.published) if self.tiers.branches(pages.keys[i])}
-        needed = {i for n in ends for i in range(self.first_visible_page(n * self.page_tokens), n)}
-        self.tiers.spare_windows(LOCAL, pages.keys[: pages.published], needed)
+        self.memory.ended(keys, self._windows(ends))
+        if self.tiers is None or pages.hints.priority is CachePriority.LOW:
+            return
+        for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
+            self._copies.finished(LOCAL, pages.tables[LOCAL][i])
+        if self.chain_group == GLOBAL:
+            ends |= {i + 1 for i, key in enumerate(keys) if self.tiers.branches(key)}
+            self.tiers.spare_windows(LOCAL, keys, self._windows(ends))
+
+    def _windows(self, ends: Iterable[int]) -> set[int]:
+        """Indices of the local pages in the windows before these page counts."""
+        return {i for n in ends for i in range(self.first_visible_page(n * self.page_tokens), n)}
 
     def clear(self) -> None:
         """Forget all cached pages; those in use stay."""
@@ -454,8 +480,7 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Assert the invariants of pools and tiers."""
-        for pool in self.pools.values():
-            pool.check_integrity()
+        self.memory.check_integrity()
         self._copies.check_integrity()
         assert all(count > 0 for count in self._on_the_way.values()), "pages are waited for less than not at all"
         if self.tiers is not None:

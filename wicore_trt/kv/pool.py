@@ -1,9 +1,10 @@
 """The device pool of one layer group: which page slots are free, used or cached.
 
-Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. It must not know requests
-or other groups. Invariant (`check_integrity`): every slot is in exactly one of three states, free (no references, no
-page), used (references > 0) or cached (no references, indexed under its key), the index names each key once, and what
-it names is written: a slot knows how many of its tokens its holder has written, and only a full one is published.
+Bookkeeping only: slots are integers and keys are bytes; the tensors live in the executor. Its memory may be shared with
+another group's pool (`kv/slabs.py`), of which it must not know more, nor of requests. Invariant (`check_integrity`):
+every slot is in exactly one of three states, free (no references, no page) or not its own, used (references > 0) or
+cached (no references, indexed under its key), the index names each key once, and what it names is written: a slot knows
+how many of its tokens its holder has written, and only a full one is published.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from itertools import chain, islice
 from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.slabs import Slabs
 
 
 class PagePool:
     """Slots 0..num_pages-1 of one layer group, `page_tokens` tokens each, with reference counts and a key index.
+
+    `slabs` is the memory that it takes its slots from as `group`, by default one of its own. In shared memory the slots
+    that it has at a time are fewer, and `make_room` says which pages leave for `count` slots, those of others too.
 
     Cached slots are taken back in the order of `policy`, or least recently released first without one, and before all
     others those released as `spare`. A sequence releases its pages tail first, so that the pages of a chain leave
@@ -33,13 +38,17 @@ class PagePool:
         page_tokens: int,
         policy: ChainPolicy | None = None,
         on_evict: Callable[[Page, int], None] = lambda page, slot: None,
+        *,
+        slabs: Slabs | None = None,
+        group: str = "",
     ) -> None:
-        self.num_pages = num_pages
+        self.make_room: Callable[[int], None] = self._evict
+        self._slabs = slabs if slabs is not None else Slabs(1, {group: num_pages})
+        self._group = group
         self.page_tokens = page_tokens
         self.evictions = 0
         self.policy = policy
         self._on_evict = on_evict
-        self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._written = array("i", [0]) * num_pages
         self._trusted = bytearray(num_pages)
@@ -49,9 +58,14 @@ class PagePool:
         self._spare: OrderedDict[int, None] = OrderedDict()
 
     @property
+    def num_pages(self) -> int:
+        """Slots that are its own, or nobody's."""
+        return self._slabs.size(self._group)
+
+    @property
     def available(self) -> int:
         """Slots that `allocate` can hand out."""
-        return len(self._free) + self.cached
+        return self._slabs.available(self._group)
 
     @property
     def cached(self) -> int:
@@ -59,7 +73,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        return self.num_pages - self.available
+        return self._slabs.used(self._group)
 
     def find(self, key: bytes) -> int | None:
         """Slot that holds the page named `key`, or None."""
@@ -74,9 +88,8 @@ class PagePool:
         """`count` slots with one reference each, or None and no change when there are not enough."""
         if count > self.available:
             return None
-        if count > len(self._free):
-            self._evict(count - len(self._free))
-        slots = [self._free.pop() for _ in range(count)]
+        self.make_room(count)
+        slots = self._slabs.take(self._group, count)
         for slot in slots:
             self._references[slot] = 1
             self._written[slot] = self._trusted[slot] = 0
@@ -86,10 +99,15 @@ class PagePool:
         """Add a reference to a used or cached slot."""
         if self._references[slot] == 0:
             self._uncache(slot)
+            self._slabs.pin(self._group, slot)
             page = self._page_of[slot]
             if self.policy is not None and page is not None:
                 self.policy.pin([page.key])
         self._references[slot] += 1
+
+    def is_cached(self, slot: int) -> bool:
+        """Whether a slot holds a page that nobody uses."""
+        return slot in self._cached or slot in self._spare
 
     def wrote(self, slot: int, begin: int, end: int) -> None:
         """The holder of a slot wrote tokens [begin, end) of its page: by a step of its own or by a verified load.
@@ -151,6 +169,7 @@ class PagePool:
             self._references[slot] -= 1
             if self._references[slot]:
                 continue
+            self._slabs.unpin(self._group, slot)
             page = self._page_of[slot]
             if keep and page is not None:
                 (self._spare if spare else self._cached)[slot] = None
@@ -158,26 +177,39 @@ class PagePool:
                     self.policy.unpin([page.key])
             else:
                 self._forget(slot)
-                self._free.append(slot)
+                self._slabs.give(self._group, slot)
 
     def drop(self, key: bytes) -> None:
         """Free the cached slot of `key`, if there is one."""
         slot = self._slot_of.get(key)
         if slot is not None and not self._references[slot]:
-            self._uncache(slot)
-            self._forget(slot)
-            self._free.append(slot)
+            self._leave(slot)
 
     def condemn(self, key: bytes) -> int | None:
         """Make a page unfindable, also one in use, whose slot is then free after its last user. Returns the slot."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
-        self._forget(slot)
-        if not self._references[slot]:
-            self._uncache(slot)
-            self._free.append(slot)
+        if self._references[slot]:
+            self._forget(slot)
+        else:
+            self._leave(slot)
         return slot
+
+    def make_spare(self, key: bytes) -> None:
+        """A cached page is worth less than those that are not: it leaves before them."""
+        slot = self._slot_of.get(key)
+        if slot is not None and slot in self._cached:
+            del self._cached[slot]
+            self._spare[slot] = None
+
+    def first_spare(self) -> int | None:
+        """The slot of the spare page that leaves first."""
+        return next(iter(self._spare), None)
+
+    def first_cached(self) -> int | None:
+        """The slot of the cached page that was released first, spare ones aside."""
+        return next(iter(self._cached), None)
 
     def coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""
@@ -191,21 +223,27 @@ class PagePool:
         """Free every cached slot; returns how many."""
         count = self.cached
         for slot in [*self._spare, *self._cached]:
-            self._uncache(slot)
-            self._forget(slot)
-            self._free.append(slot)
+            self._leave(slot)
         return count
+
+    def evict(self, slot: int) -> None:
+        """A cached page loses its slot."""
+        page = self._page_of[slot]
+        assert page is not None
+        self._on_evict(page, slot)
+        self._leave(slot)
+        self.evictions += 1
 
     def _evict(self, count: int) -> None:
         # A cached page whose child is in use has no place in the policy's order; then the oldest go.
-        for slot in self.coldest(count):
-            page = self._page_of[slot]
-            assert page is not None
-            self._on_evict(page, slot)
-            self._uncache(slot)
-            self._forget(slot)
-            self._free.append(slot)
-            self.evictions += 1
+        for slot in self.coldest(max(0, count - self._slabs.free(self._group))):
+            self.evict(slot)
+
+    def _leave(self, slot: int) -> None:
+        """A cached slot is free."""
+        self._uncache(slot)
+        self._forget(slot)
+        self._slabs.give(self._group, slot)
 
     def _uncache(self, slot: int) -> None:
         del (self._spare if slot in self._spare else self._cached)[slot]
@@ -218,16 +256,19 @@ class PagePool:
             if self.policy is not None:
                 self.policy.remove(page.key)
 
+    def states(self) -> tuple[set[int], set[int]]:
+        """The slots that are used, and those that are cached."""
+        return {slot for slot, count in enumerate(self._references) if count > 0}, {*self._cached, *self._spare}
+
     def check_integrity(self) -> None:
         """Assert the invariant of this module."""
-        free, cached = set(self._free), set(self._cached) | set(self._spare)
         assert self.policy is None or not self._spare, "a policy orders all that is cached"
+        used, cached = self.states()
         assert len(cached) == self.cached, "a slot is cached twice"
-        used = {slot for slot, count in enumerate(self._references) if count > 0}
-        assert len(free) == len(self._free), "a slot is free twice"
-        assert not (free & cached or free & used or cached & used), "a slot is in two states"
-        assert len(free) + len(cached) + len(used) == self.num_pages, "a slot is lost"
-        assert all(self._page_of[slot] is None for slot in free), "a free slot has a page"
+        if len(self._slabs.pages) == 1:
+            self._slabs.check_integrity({self._group: (used, cached)})
+        pages = {slot for slot, page in enumerate(self._page_of) if page is not None}
+        assert pages <= used | cached, "a free slot has a page"
         assert all(self._page_of[slot] is not None for slot in cached), "a cached slot has no page"
         assert all(self.full(slot) for slot in self._slot_of.values()), "a findable page is not written"
         named = {page.key: slot for slot, page in enumerate(self._page_of) if page is not None}

@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 
-from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page
+from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page, least_slabs, pages_per_slab
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
 from wicore_trt.kv.tiers.host import slot_geometry
@@ -93,22 +94,51 @@ class Geometry:
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)))
 
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """A budget from which `runtime.pool_sizes` makes pools for so many sequences of `tokens` tokens, when
+        """A budget from which `runtime.pool_sizes` makes memory for so many sequences of `tokens` tokens, when
         scheduler.max_sequences is `sessions`; `loads` as there."""
+        pages = self._device_pages(sessions, tokens, max_batch_tokens, loads)
+        apart = sum(pages[group] * size for group, size in self.page_bytes.items())
+        least = self._least_slabs(tokens, max_batch_tokens, loads)
+        if least is None or apart < least * self.slab_bytes:
+            return apart
+        return max(least, self._slabs(pages)) * self.slab_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of what changes hands between the layer groups on the device."""
+        return lcm(*self.page_bytes.values())
+
+    def _device_pages(self, sessions: int, tokens: int, max_batch_tokens: int, loads: bool) -> dict[str, int]:
         whole = div_ceil(tokens, self.page_tokens)
         window = min(whole, div_ceil(self.spec.sliding_window, self.page_tokens) + 1)
         spare = min(div_ceil(max_batch_tokens, self.page_tokens), whole - window) + window * loads
         more = sessions > 1  # a page for each, as admission leaves one for each that runs
-        return (
-            sessions * (whole + more) * self.page_bytes.get(GLOBAL, 0)
-            + (sessions * (window + more) + spare) * self.page_bytes.get(LOCAL, 0)
-        )  # fmt: skip
+        return {GLOBAL: sessions * (whole + more), LOCAL: sessions * (window + more) + spare}
+
+    def _slabs(self, pages: Mapping[str, int]) -> int:
+        per_slab = pages_per_slab(self.page_bytes)
+        return sum(div_ceil(pages[group], count) for group, count in per_slab.items())
+
+    def _least_slabs(self, tokens: int, max_batch_tokens: int, loads: bool) -> int | None:
+        """Slabs from which on the groups share the memory, as `runtime.pool_sizes` has it; None for one group."""
+        if len(self.page_bytes) == 1:
+            return None
+        per_slab = pages_per_slab(self.page_bytes)
+        whole, size, window = div_ceil(tokens, self.page_tokens), self.page_tokens, self.spec.sliding_window
+        pages = div_ceil(window, size) + 1
+        local = min(div_ceil(window + max_batch_tokens, size) + 1, whole) + min(pages, whole) * loads
+        return least_slabs((whole, per_slab[GLOBAL]), (local, per_slab[LOCAL]), pages)
 
     def device_sessions(self, nbytes: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
         """How many sequences of `tokens` tokens a budget of `nbytes` is enough for; see `device_bytes`."""
 
+        least = self._least_slabs(tokens, max_batch_tokens, loads)
+
         def fit(sessions: int) -> bool:
-            return self.device_bytes(sessions, tokens, max_batch_tokens, loads=loads) <= nbytes
+            if least is None or nbytes // self.slab_bytes < least:
+                return self.device_bytes(sessions, tokens, max_batch_tokens, loads=loads) <= nbytes
+            pages = self._device_pages(sessions, tokens, max_batch_tokens, loads)
+            return self._slabs(pages) <= nbytes // self.slab_bytes
 
         most = 1
         while fit(most):

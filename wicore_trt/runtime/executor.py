@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.types import GenerateRequest, TokenOutput
@@ -22,13 +23,44 @@ class KVLayout:
 
     A page holds K and V of all layers of one group for `page_tokens` tokens, contiguous:
     [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
-    `num_pages[group]` is the pool's size.
+    `num_pages[group]` is the pool's size. With `slab_pages` both pools are the same memory, so that `num_pages` is what
+    each could have alone: a slab of `slab_pages[group]` pages holds pages of one group at a time (`kv/slabs.py`), and
+    slot n of a group begins n page sizes behind the one base.
     """
 
     page_tokens: int
     kv_dtype: str
     num_pages: dict[str, int]
     page_bytes: dict[str, int]
+    slab_pages: dict[str, int] | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all pools."""
+        sizes = [self.num_pages[g] * self.page_bytes[g] for g in self.num_pages]
+        return max(sizes) if self.slab_pages is not None else sum(sizes)
+
+    def apart(self) -> dict[str, range]:
+        """Slots of each group that have no byte in common, for who gives out slots without slabs."""
+        found, begin = {}, 0
+        for group, count in self.num_pages.items():
+            size = self.page_bytes[group]
+            part = self.memory_bytes // len(self.num_pages) // size if self.slab_pages is not None else count
+            first = div_ceil(begin, size) if self.slab_pages is not None else 0
+            found[group] = range(first, min(count, first + part))
+            begin = found[group].stop * size
+        return found
+
+    def overlapping(self, group: str, slot: int) -> list[tuple[str, int]]:
+        """(group, slot) of all slots that have a byte in common with this one, itself first."""
+        found = [(group, slot)]
+        if self.slab_pages is not None:
+            size = self.page_bytes[group]
+            begin, end = slot * size, (slot + 1) * size
+            for other, count in self.page_bytes.items():
+                if other != group:
+                    found += [(other, i) for i in range(begin // count, div_ceil(end, count))]
+        return found
 
 
 class PageCopier(Protocol):

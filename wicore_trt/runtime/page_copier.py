@@ -7,6 +7,7 @@ order of the calls, whatever runs at the same time. `TorchPageCopier` has it bec
 - a copy starts after every step that was put on the device before it was asked for, and after copies of its slot;
 - a step that writes a slot starts after the copies of that slot (`begin_step`); reading needs no such wait, because a
   page on its way to the device is used by nobody before `done`, and a copy to the host only reads;
+- where layer groups share memory, copies of a slot are copies of all slots that have a byte of it (`overlapping`);
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before.
 """
 
@@ -48,13 +49,25 @@ class HostMemory(Protocol):
     def unpin_all(self) -> None: ...
 
 
-def make_copier(pools: Mapping[str, torch.Tensor], page_tokens: int, stream: int = 0) -> StepCopier:
-    """The copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream)."""
+def alone(group: str, slot: int) -> list[SlotKey]:
+    """The slots that share memory with one, in pools of their own."""
+    return [(group, slot)]
+
+
+def make_copier(
+    pools: Mapping[str, torch.Tensor],
+    page_tokens: int,
+    stream: int = 0,
+    *,
+    overlapping: Callable[[str, int], list[SlotKey]] = alone,
+) -> StepCopier:
+    """The copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
+    `overlapping(group, slot)` are all slots with a byte of that one, itself included."""
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
     lanes = (CudaLane(device, stream), CudaLane(device), CudaLane(device))
-    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device))
+    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping)
 
 
 def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
@@ -125,7 +138,9 @@ class StreamPageCopier:
         page_tokens: int,
         lanes: tuple[Lane, Lane, Lane],
         memory: HostMemory,
+        overlapping: Callable[[str, int], list[SlotKey]] = alone,
     ) -> None:
+        self._overlapping = overlapping
         self._pages, self._page_tokens, self._memory = _flat(pools), page_tokens, memory
         self._compute, out, into = lanes
         self.broken: BaseException | None = None
@@ -149,7 +164,8 @@ class StreamPageCopier:
         with self._lock:
             if not self._under_way:
                 return
-            events = {self._under_way.get(key) for key in written_slots(batch, self._page_tokens)}
+            written = set(written_slots(batch, self._page_tokens))
+            events = {self._under_way.get(key) for slot in written for key in self._overlapping(*slot)}
         for event in events:
             if event is not None:
                 self._compute.wait(event)
@@ -179,9 +195,10 @@ class StreamPageCopier:
         lane = finisher.lane
         lane.wait(self._compute.record())
         with self._lock:
-            before = self._under_way.get(key)
-        if before is not None:
-            lane.wait(before)
+            before = {self._under_way.get(other) for other in self._overlapping(*key)}
+        for event in before:
+            if event is not None:
+                lane.wait(event)
         lane.copy(pairs)
         event = lane.record()
         with self._lock:

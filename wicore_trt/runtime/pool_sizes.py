@@ -6,11 +6,21 @@ of the longest length, whatever else.
 
 from __future__ import annotations
 
-from wicore_trt.arithmetic import div_ceil
+from dataclasses import dataclass
+
+from wicore_trt.arithmetic import div_ceil, least_slabs, pages_per_slab
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
 TYPICAL_WINDOWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """One memory for both layer groups: pages of each group that it could have alone, and those in a slab."""
+
+    num_pages: dict[str, int]
+    slab_pages: dict[str, int]
 
 
 def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: int) -> int:
@@ -20,6 +30,35 @@ def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: i
     """
     pages = div_ceil(tokens, page_tokens)
     return min(pages, div_ceil(spec.sliding_window, page_tokens) + 1) if group == LOCAL else pages
+
+
+def shared_pages(
+    spec: Gemma3Spec,
+    page_tokens: int,
+    kv_bytes_per_elem: int,
+    budget_bytes: int,
+    max_context: int,
+    *,
+    max_batch_tokens: int,
+    loads: bool = False,
+) -> SharedPages | None:
+    """One memory of at most `budget_bytes` for both layer groups. `loads` as in `pool_sizes`.
+
+    None for a model with one group, and where the memory has too few slabs to hold one sequence of `max_context` tokens
+    however its pages lie: then the split of `pool_sizes` is better.
+    """
+    page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in GROUPS if spec.layers_of(g)}
+    if len(page_bytes) == 1:
+        return None
+    slab_pages = pages_per_slab(page_bytes)
+    count = budget_bytes // (slab_pages[GLOBAL] * page_bytes[GLOBAL])
+    whole = div_ceil(max_context, page_tokens)
+    window = div_ceil(spec.sliding_window, page_tokens) + 1
+    local = min(div_ceil(spec.sliding_window + max_batch_tokens, page_tokens) + 1, whole)
+    local += min(window, whole) * loads
+    if count < least_slabs((whole, slab_pages[GLOBAL]), (local, slab_pages[LOCAL]), window):
+        return None
+    return SharedPages({group: count * pages for group, pages in slab_pages.items()}, slab_pages)
 
 
 def pool_sizes(
@@ -33,8 +72,8 @@ def pool_sizes(
     max_sequences: int,
     loads: bool = False,
 ) -> dict[str, int]:
-    """Pages per layer group of `spec` within `budget_bytes`. `loads`: there are lower tiers, so a sequence may hold the
-    window of a prefix that is being loaded beside its own.
+    """Pages per layer group of `spec` within `budget_bytes`, each group in memory of its own. `loads`: there are lower
+    tiers, so a sequence may hold the window of a prefix that is being loaded beside its own.
 
     Most sequences are far shorter than the longest one, and a short one needs as many local pages as a long one. So
     the local pool gets the windows of as many sequences of TYPICAL_WINDOWS windows as the budget holds, at most

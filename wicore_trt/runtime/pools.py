@@ -7,6 +7,7 @@ pools take leaves free what was asked to stay free, so a step that a warm-up has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions
-from wicore_trt.runtime.pool_sizes import pool_sizes
+from wicore_trt.runtime.pool_sizes import pool_sizes, shared_pages
 
 RESERVE_BYTES = 512 << 20
 """Of a GPU's memory that stays free of pages at least: kernels that are loaded late, fragmentation, other libraries."""
@@ -30,23 +31,24 @@ def layout_of(
     settings: ExecutorOptions,
     kv_bytes: int | None = None,
 ) -> KVLayout:
-    """Pools of `settings.kv_pages`, else as many pages as fit into `kv_bytes`, by default `settings.kv_bytes`.
+    """Pools of `settings.kv_pages`, else one memory of `kv_bytes`, by default `settings.kv_bytes`, for all groups of
+    layers, or a pool for each where that is too small to be shared.
 
     Raises ConfigError where that does not hold one sequence of `max_context` tokens.
     """
     itemsize = ITEM_BYTES[kv_dtype]
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
-    pages = settings.kv_pages or pool_sizes(
-        spec,
-        page_tokens,
-        itemsize,
-        kv_bytes,
-        max_context,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_sequences=settings.max_sequences,
-        loads=settings.loads,
-    )
+    if settings.kv_pages is not None:
+        return sized_layout(spec, kv_dtype, page_tokens, settings.kv_pages.__getitem__)
+    budget = (spec, page_tokens, itemsize, kv_bytes, max_context)
+    batch, loads = settings.max_batch_tokens, settings.loads
+    shared = shared_pages(*budget, max_batch_tokens=batch, loads=loads)
+    if shared is not None:
+        return replace(
+            sized_layout(spec, kv_dtype, page_tokens, shared.num_pages.__getitem__), slab_pages=shared.slab_pages
+        )
+    pages = pool_sizes(*budget, max_batch_tokens=batch, max_sequences=settings.max_sequences, loads=loads)
     return sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__)
 
 
@@ -58,18 +60,28 @@ def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Calla
     return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in groups}, page_bytes)
 
 
-def new_pool(
-    spec: Gemma3Spec, layout: KVLayout, group: str, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
-) -> torch.Tensor:
-    """[pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim] filled with NaN, so that reading a slot before it is
-    written ends in a failed sequence and not in text. `empty(shape, dtype)` gives memory."""
-    dtype, layers = TORCH_DTYPES[layout.kv_dtype], len(spec.layers_of(group))
-    pool = empty((layout.num_pages[group], layers, 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim), dtype)
-    if dtype == E4M3:
-        pool.view(torch.uint8).fill_(0x7F)
+def new_pools(
+    spec: Gemma3Spec, layout: KVLayout, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """For each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim] filled with NaN, so that reading
+    a slot before it is written ends in a failed sequence and not in text. With `layout.slab_pages` they are views of
+    the same memory. `empty(shape, dtype)` gives memory."""
+    dtype = TORCH_DTYPES[layout.kv_dtype]
+    shapes = {
+        group: (count, len(spec.layers_of(group)), 2, layout.page_tokens, spec.num_kv_heads, spec.head_dim)
+        for group, count in layout.num_pages.items()
+    }
+    if layout.slab_pages is None:
+        pools = {group: empty(shape, dtype) for group, shape in shapes.items()}
     else:
-        pool.fill_(torch.nan)
-    return pool
+        memory = empty((layout.memory_bytes // dtype.itemsize,), dtype)
+        pools = {group: memory.view(shape) for group, shape in shapes.items()}
+    for pool in pools.values():
+        if dtype == E4M3:
+            pool.view(torch.uint8).fill_(0x7F)
+        else:
+            pool.fill_(torch.nan)
+    return pools
 
 
 def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
@@ -80,7 +92,7 @@ def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
 
 def check_pool_room(layout: KVLayout, free_bytes: int) -> None:
     """Raises ConfigError where the pools do not fit into `free_bytes` and leave RESERVE_BYTES."""
-    needed = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
+    needed = layout.memory_bytes
     room = max(free_bytes - RESERVE_BYTES, 0)
     if needed > room:
         raise ConfigError(

@@ -149,7 +149,7 @@ class Scheduler:
     def _blocked(self) -> bool:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""
         return len(self.running) >= self.max_sequences or (
-            bool(self._too_few) and all(map(le, self._available(), self._too_few))
+            bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few))
         )
 
     def _in_the_way(self) -> Sequence | None:
@@ -190,6 +190,8 @@ class Scheduler:
                     continue
                 budget += self._preempt(victim, schedule)
                 if victim is sequence:
+                    if not self.running:  # it had all there is; what it would find again lies where it lay
+                        self.manager.memory.start_afresh()
                     break
             if sequence.state is SequenceState.RUNNING:
                 schedule.slices.append((sequence, count))
@@ -276,24 +278,23 @@ class Scheduler:
         if victim is not None:
             victim.gave_way += 1
             budget += self._preempt(victim, schedule)
-        if self.running and self._too_few and all(map(le, self._available(), self._too_few)):
+        if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
         while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
             sequence = self.waiting.pop()
             if sequence is None:
                 break
-            if sequence.pages.parked is not None:
-                count = 0 if self._resume(sequence) else None
-            else:
+            hit = None
+            if sequence.pages.parked is None:
                 hit = self.manager.lookup(sequence.pages, sequence.tokens)
                 if hit.in_flight:
                     passed_over.append(sequence)
                     continue
-                count = self._start(sequence, hit, budget)
+            count = self._enter(sequence, hit, budget)
             if count is None:
                 if not passed_over:  # then it is the head that does not fit
-                    self._too_few = self._available()
+                    self._too_few = self.manager.memory.room
                 passed_over.append(sequence)
                 break
             sequence.move(SequenceState.RUNNING)
@@ -305,6 +306,14 @@ class Scheduler:
         following = self.waiting.first()
         if following is not None:
             self._prefetch(following)
+
+    def _enter(self, sequence: Sequence, hit: PrefixHit | None, budget: int) -> int | None:
+        """Give a waiting sequence pages, by what it finds, or of a parked one (`hit` is None) those it had; returns the
+        tokens to compute in this step, or None and no change when there is no room."""
+        count = self._start(sequence, hit, budget) if hit is not None else 0 if self._resume(sequence) else None
+        if count is not None or self.running or not self.manager.memory.start_afresh():
+            return count
+        return self._enter(sequence, hit and self.manager.lookup(sequence.pages, sequence.tokens), budget)
 
     def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int | None:
         """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
@@ -332,7 +341,7 @@ class Scheduler:
         """Start to bring a parked sequence back, if there is room for it and one more page of each running one."""
         assert self.loader is not None and sequence.pages.parked is not None
         need = {group: len(parked) + len(self.running) for group, parked in sequence.pages.parked.pages.items()}
-        if self.running and any(need[group] > pool.available for group, pool in self.manager.pools.items()):
+        if self.running and not self.manager.memory.fits(need):
             return False
         return self.loader.resume(sequence.pages)
 
@@ -346,9 +355,6 @@ class Scheduler:
         share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
         rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
         return replace(rate, delay_s=rate.seconds(0, ahead))
-
-    def _available(self) -> list[int]:
-        return [pool.available for pool in self.manager.pools.values()]
 
     def computed(self, sequence: Sequence, count: int, *, finite: bool) -> None:
         """Record that a step computed `count` more tokens of a running sequence; `finite`: it had logits, and they were

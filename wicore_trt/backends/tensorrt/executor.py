@@ -34,7 +34,7 @@ from wicore_trt.runtime.device_weights import load_weights, rope_tables
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import layout_of, new_pool
+from wicore_trt.runtime.pools import layout_of, new_pools
 from wicore_trt.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TensorRTExecutor:
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
             slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
-            self.pools = {g: new_pool(self.spec, self.layout, g, device.empty) for g in self.layout.num_pages}
+            self.pools = new_pools(self.spec, self.layout, device.empty)
             caches = memory.allocate(slots, device)
             self._runtime_caches = {
                 phase: RuntimeCache(runtime_cache_path(trt.__version__, device.target, plan.digest))
@@ -80,7 +80,9 @@ class TensorRTExecutor:
             scales = _kv_scales(self.spec, constants, device)
             self._copies = choose_copier(self.pools, caches, scales, device)
             device.synchronize()
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self._page_copies = make_copier(
+            self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.overlapping
+        )
         self.copier: PageCopier = self._page_copies
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
         self.slots = slots

@@ -46,7 +46,7 @@ class SlotMemory:
 
     def slots(self, free_bytes: int, layout: KVLayout, most: int) -> int:
         """Slots that fit beside the page pools, at most `most`. Raises ConfigError when not one does."""
-        pools = sum(layout.num_pages[g] * layout.page_bytes[g] for g in layout.num_pages)
+        pools = layout.memory_bytes
         count = min(most, (free_bytes - pools - WORKSPACE_BYTES) // self.slot_bytes)
         if count < 1:
             raise ConfigError(

@@ -30,7 +30,7 @@ from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import layout_of, new_pool
+from wicore_trt.runtime.pools import layout_of, new_pools
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 
@@ -61,10 +61,8 @@ class TorchExecutor:
             torch.set_num_threads(settings.threads)
         self.layout = _layout(loaded, settings)
         empty = partial(torch.empty, device=self.device)
-        self.pools = {
-            g: new_pool(self.spec, self.layout, g, lambda s, d: empty(s, dtype=d)) for g in self.layout.num_pages
-        }
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens)
+        self.pools = new_pools(self.spec, self.layout, lambda s, d: empty(s, dtype=d))
+        self._page_copies = make_copier(self.pools, self.layout.page_tokens, overlapping=self.layout.overlapping)
         self.copier: PageCopier = self._page_copies
         self.kernels, self._step_ops = _operators(loaded, settings, self.layout, self.pools, self.device)
         self._sampler = Sampler()

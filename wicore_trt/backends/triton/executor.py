@@ -45,7 +45,7 @@ from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pool, sized_layout, spare_bytes
+from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
 from wicore_trt.runtime.sampler import NOT_FINITE, Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import MAX_LOGPROBS, SamplingParams
@@ -140,7 +140,9 @@ class TritonExecutor:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
         self._allocate()
-        self._page_copies = make_copier(self.pools, self.layout.page_tokens, device.stream)
+        self._page_copies = make_copier(
+            self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.overlapping
+        )
         self.copier: PageCopier = self._page_copies
         if graphs:
             self._prepare()
@@ -149,9 +151,7 @@ class TritonExecutor:
     def _allocate(self) -> None:
         """The pools of the layout. The model reads their addresses anew in each step, graphs do not."""
         with self.device.active(), _must_fit():
-            self.pools.update(
-                {g: new_pool(self.spec, self.layout, g, self.device.empty) for g in self.layout.num_pages}
-            )
+            self.pools.update(new_pools(self.spec, self.layout, self.device.empty))
 
     def _room(self, fraction: float) -> int:
         """Bytes for pages beside everything else, which is prepared once for pools of a page to find out."""

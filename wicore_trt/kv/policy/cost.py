@@ -50,6 +50,11 @@ class CostPolicy(ChainPolicy):
         self._refresh_after = max(256, capacity // 8)
         self._evicted = 0
 
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        if self._guard is not None:
+            self._guard.resize(capacity)
+
     def _score(self, node: Node) -> float:
         return self._worth(node) if self._learnt() else node.last
 

@@ -38,6 +38,12 @@ class LRUGuard:
         self._squares = 0.0
         self._hitting = 0
 
+    def resize(self, capacity: int) -> None:
+        """The tier holds another number of pages now."""
+        self._capacity = capacity
+        if self._trial is not None:
+            self._trial.capacity = capacity
+
     @property
     def idle(self) -> bool:
         """LRU decides and no trial runs."""

@@ -108,6 +108,10 @@ class ChainPolicy(ABC):
     def _forget(self, node: Node) -> None:  # noqa: B027, a policy that learns nothing needs no hook
         """A ghost is dropped."""
 
+    def resize(self, capacity: int) -> None:
+        """The tier holds another number of pages now, as its memory is shared with other kinds of pages."""
+        self.capacity = capacity
+
     def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
         if not keys:
             return

@@ -368,14 +368,15 @@ class PrefixLoader:
                 pool.acquire(slot)
             slots[group] = held
             here |= {(group, i) for i in held}
-            lacking = [i for i in parked.pages[group] if i not in held]
-            fresh = pool.allocate(len(lacking))
-            if fresh is None:
-                for name, taken in slots.items():
-                    manager.pools[name].release(taken.values())
-                return False
-            held.update(zip(lacking, fresh, strict=True))
-            items += [LoadItem(parked.pages[group][i], held[i]) for i in lacking]
+        lacking = {group: [i for i in parked.pages[group] if i not in held] for group, held in slots.items()}
+        fresh = manager.memory.allocate({group: len(indices) for group, indices in lacking.items()})
+        if fresh is None:
+            for name, taken in slots.items():
+                manager.pools[name].release(taken.values())
+            return False
+        for group, indices in lacking.items():
+            slots[group].update(zip(indices, fresh[group], strict=True))
+            items += [LoadItem(parked.pages[group][i], slots[group][i]) for i in indices]
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
         first = manager.first_visible_page(parked.tokens)
         if GLOBAL in slots:

@@ -1,0 +1,187 @@
+"""Which cached pages leave when the layer groups share one memory, and who gets the room.
+
+Joins the pools of both groups. The policy of the global group orders conversations; what leaves, leaves from the end of
+a conversation, and both pages of a place leave together, since either is worthless without the other. When that breaks
+the last window in which a request could start, the global pages down to the next one serve nobody any more: they leave
+before any other conversation is touched. Before all of them go local pages that are spare: windows at checkpoints and
+of earlier turns. It must not know sequences or tiers. Invariant: `allocate` gives all groups what they ask for or
+changes nothing, and whatever is not used can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from wicore_trt.arithmetic import least_slabs
+from wicore_trt.kv.memory import Memory
+from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.pool import PagePool
+from wicore_trt.kv.slabs import Slabs
+from wicore_trt.model.spec import GLOBAL, LOCAL
+
+_DRIFT = 16
+"""The policy hears of it when the pages that the full memory holds differ by this part from what it was told."""
+
+
+class SharedMemory(Memory):
+    """`pools` of both groups over `slabs`. `first_of_window(n)` is the first local page that a request looks at which
+    starts behind `n` pages."""
+
+    def __init__(
+        self, slabs: Slabs, pools: Mapping[str, PagePool], policy: ChainPolicy, first_of_window: Callable[[int], int]
+    ) -> None:
+        super().__init__(pools)
+        self.slabs = slabs
+        self._policy = policy
+        self._first_of_window = first_of_window
+        self._dead: dict[bytes, None] = {}
+        for group, pool in pools.items():
+            pool.make_room = lambda count, group=group: self._make_room(group, count, 0)  # type: ignore[misc]
+
+    @property
+    def room(self) -> list[int]:
+        room = self.slabs.room
+        return [room.slabs, *room.beside]
+
+    def holds(self, whole: int, local: int, window: int) -> bool:
+        pages = self.slabs.pages
+        return least_slabs((whole, pages[GLOBAL]), (local, pages[LOCAL]), window) <= self.slabs.count
+
+    def fits(self, need: Mapping[str, int]) -> bool:
+        return self.slabs.fits(need)
+
+    def allocate(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
+        if not self.slabs.fits(need):
+            return None
+        slots: dict[str, list[int]] = {}
+        for group, count in need.items():
+            leave = sum(self.slabs.needed(name, n) for name, n in need.items() if name not in slots and name != group)
+            self._make_room(group, count, leave)
+            found = self._pools[group].allocate(count)
+            assert found is not None
+            slots[group] = found
+        return slots
+
+    def revive(self, keys: list[bytes]) -> None:
+        if self._dead:
+            for key in keys:
+                self._dead.pop(key, None)
+
+    def released(self, group: str, keys: list[bytes]) -> None:
+        if group == LOCAL:
+            for key in keys:
+                if self._pools[GLOBAL].find(key) is None:
+                    self._pools[LOCAL].make_spare(key)  # without its global page it is found by nobody
+
+    def ended(self, keys: list[bytes], needed: set[int]) -> None:
+        after = 0  # pages that are before a branch and in reach of it
+        for i in range(len(keys) - 1, -1, -1):
+            if self._policy.children(keys[i]) > 1:
+                after = i + 1 - self._first_of_window(i + 1)
+            if i not in needed and after <= 0:
+                self._pools[LOCAL].make_spare(keys[i])
+            after -= 1
+
+    def start_afresh(self) -> bool:
+        count = 0
+        while self._evict_next():
+            count += 1
+        return count > 0
+
+    def _make_room(self, group: str, count: int, leave: int) -> None:
+        """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
+        stay without a used page."""
+        while self.slabs.free(group) < count:
+            if not self._evict_next():
+                raise AssertionError("slots were promised that are not there")
+        room = self.slabs.room.slabs - leave
+        if room < count and self.slabs.would_pin(group, count) > room:
+            self._close_up(group, count)
+
+    def _close_up(self, group: str, count: int) -> None:
+        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price."""
+        pool, slabs = self._pools[group], self.slabs
+        for slot in slabs.slots(group, pinned=True):
+            if slabs.would_pin(group, count) == 0:
+                return
+            if pool.is_cached(slot):
+                pool.evict(slot)
+        for name in (group, *(other for other in self._pools if other != group)):
+            for slot in slabs.slots(name, pinned=False):
+                if name != group and slabs.free(group) >= count:
+                    return
+                self._pools[name].evict(slot)
+
+    def _evict_next(self) -> bool:
+        """Have the page leave that is worth least; False when nothing is cached."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        spare = local.first_spare()
+        if spare is not None:
+            local.evict(spare)
+            return True
+        while self._dead:
+            key = next(iter(self._dead))
+            del self._dead[key]
+            slot = chain.find(key)
+            if slot is not None and chain.is_cached(slot) and not self._policy.children(key):
+                self._evict_place(key, slot)
+                return True
+        held = len(self._policy)
+        if abs(held - self._policy.capacity) * _DRIFT > held:
+            self._policy.resize(held)
+        victims = self._policy.victims(1)
+        if victims:
+            slot = chain.find(victims[0])  # type: ignore[arg-type]
+            assert slot is not None
+            parent = self._evict_place(victims[0], slot)  # type: ignore[arg-type]
+            if parent is not None:
+                self._bury(parent)
+            return True
+        # windows of running sequences, and global pages whose children are in use
+        for pool in (local, chain):
+            first = pool.first_cached()
+            if first is not None:
+                pool.evict(first)
+                return True
+        return False
+
+    def _evict_place(self, key: bytes, slot: int) -> bytes | None:
+        """Both pages of a place in a chain leave; returns the name of the place before."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        page = chain.page(slot)
+        assert page is not None
+        chain.evict(slot)
+        beside = local.find(key)
+        if beside is not None and local.is_cached(beside):
+            local.evict(beside)
+        return page.parent
+
+    def _bury(self, key: bytes | None) -> None:
+        """A chain ends at this place now: what lies behind its last window is dead."""
+        chain, children = self._pools[GLOBAL], 0
+        while key is not None:
+            slot = chain.find(key)
+            if slot is None or not chain.is_cached(slot) or self._policy.children(key) != children:
+                return
+            page = chain.page(slot)
+            assert page is not None
+            if self._starts_here(key, page.index + 1):
+                return
+            self._dead[key] = None
+            key, children = page.parent, 1
+
+    def _starts_here(self, key: bytes | None, count: int) -> bool:
+        """Whether all local pages are there that a request looks at which starts behind this place, the `count`-th."""
+        chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        for _ in range(self._first_of_window(count), count):
+            slot = chain.find(key) if key is not None and local.find(key) is not None else None
+            if slot is None:
+                return False
+            page = chain.page(slot)
+            assert page is not None
+            key = page.parent
+        return True
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.slabs.check_integrity({group: pool.states() for group, pool in self._pools.items()})

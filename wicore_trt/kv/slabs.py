@@ -1,0 +1,209 @@
+"""Which layer group has which part of the device memory for KV pages.
+
+The memory is cut into slabs. A slab holds a whole number of pages of any group, and page n of a group always lies at n
+times its page size from the one base, so it is in slab n // pages[group]. A slab belongs to one group at a time and
+goes to another one when none of its pages is used or cached. A pool of its own memory is one slab of one group. Knows
+slots, no keys and no order of eviction. Invariant (`check_integrity`): no byte is in two pages that are not free, and
+`room` says exactly what `take` can give once all that is cached has left.
+
+A slab is the least common multiple of the page sizes, so that no byte is wasted at its end. Gemma 3 has 3 to 10 global
+layers and 15 to 52 local ones; with pages of 32 tokens in bfloat16 that makes slabs of 0.5 (270M), 1.4 (1B), 18 (4B),
+10 (12B) and 65 MiB (27B), half of that in FP8. What it costs: the pages of one group can keep a slab that the other
+one wants, which is at most a slab less one page for each slab in use; `take` fills slabs in use first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from wicore_trt.arithmetic import div_ceil
+
+
+class Room(NamedTuple):
+    """What is not used: `slabs` without a used page, and by group the slots of slabs in use (`beside`)."""
+
+    slabs: int
+    beside: tuple[int, ...]
+
+
+class Slabs:
+    """`count` slabs; `pages[group]` pages of a group fill one."""
+
+    def __init__(self, count: int, pages: Mapping[str, int]) -> None:
+        self.count = count
+        self.pages = dict(pages)
+        self.changes = 0
+        """Slabs that went from one group to another."""
+        self._owner: list[str | None] = [None] * count
+        self._before: list[str | None] = [None] * count
+        self._used = [0] * count
+        self._free: list[list[int]] = [[] for _ in range(count)]
+        self._empty = list(range(count - 1, -1, -1))
+        self._owned = dict.fromkeys(pages, 0)
+        self._pinned = dict.fromkeys(pages, 0)
+        self._slots_used = dict.fromkeys(pages, 0)
+        self._loose = dict.fromkeys(pages, 0)
+        # Slabs with free slots, by whether a page of theirs is used.
+        self._partial: dict[str, tuple[OrderedDict[int, None], OrderedDict[int, None]]] = {
+            group: (OrderedDict(), OrderedDict()) for group in pages
+        }
+
+    # --- what there is -------------------------------------------------------------------------------------------
+
+    def used(self, group: str) -> int:
+        """Slots in use."""
+        return self._slots_used[group]
+
+    def size(self, group: str) -> int:
+        """Slots of the slabs that a group has or that nobody has."""
+        return self.pages[group] * (self._owned[group] + len(self._empty))
+
+    def free(self, group: str) -> int:
+        """Slots that `take` can give at once, if it may use any slab."""
+        return self._loose[group] + self.pages[group] * len(self._empty)
+
+    @property
+    def room(self) -> Room:
+        beside = tuple(self.pages[g] * self._pinned[g] - self._slots_used[g] for g in self.pages)
+        return Room(self.count - sum(self._pinned.values()), beside)
+
+    def available(self, group: str) -> int:
+        """Slots that a group could have alone, when all that is cached leaves."""
+        others = sum(count for name, count in self._pinned.items() if name != group)
+        return self.pages[group] * (self.count - others) - self._slots_used[group]
+
+    def needed(self, group: str, count: int) -> int:
+        """Slabs without a used page that `count` slots more take at least."""
+        beside = self.pages[group] * self._pinned[group] - self._slots_used[group]
+        return div_ceil(max(0, count - beside), self.pages[group])
+
+    def fits(self, need: Mapping[str, int]) -> bool:
+        """Whether all groups can have so many slots more at the same time."""
+        return sum(self.needed(group, count) for group, count in need.items()) <= self.room.slabs
+
+    def would_pin(self, group: str, count: int) -> int:
+        """Slabs without a used page that `take` would use."""
+        unpinned, pinned = self._partial[group]
+        left, slabs = count - sum(len(self._free[slab]) for slab in pinned), 0
+        for slab in unpinned:
+            if left <= 0:
+                break
+            left -= len(self._free[slab])
+            slabs += 1
+        return slabs + div_ceil(max(0, left), self.pages[group])
+
+    def slots(self, group: str, *, pinned: bool) -> list[int]:
+        """Slots of a group's slabs with, or without, a used page, that are used or cached."""
+        size = self.pages[group]
+        return [
+            slot
+            for slab, owner in enumerate(self._owner)
+            if owner == group and (self._used[slab] > 0) == pinned
+            for slot in sorted(set(range(slab * size, (slab + 1) * size)) - set(self._free[slab]))
+        ]
+
+    # --- changes -------------------------------------------------------------------------------------------------
+
+    def take(self, group: str, count: int) -> list[int]:
+        """`count` <= `free` slots, which are used from now on: of slabs in use first, then of those with cached pages,
+        then of slabs that nobody has."""
+        taken: list[int] = []
+        unpinned, pinned = self._partial[group]
+        while len(taken) < count:
+            if pinned:
+                slab = next(iter(pinned))
+            elif unpinned:
+                slab = next(iter(unpinned))
+            else:
+                slab = self._own(group)
+            free = self._free[slab]
+            some = min(len(free), count - len(taken))
+            taken += reversed(free[-some:])
+            del free[-some:]
+            self._loose[group] -= some
+            self._slots_used[group] += some
+            if not self._used[slab]:
+                self._pinned[group] += 1
+                del unpinned[slab]
+                if free:
+                    pinned[slab] = None
+            elif not free:
+                del pinned[slab]
+            self._used[slab] += some
+        return taken
+
+    def pin(self, group: str, slot: int) -> None:
+        """A cached slot is used."""
+        slab = slot // self.pages[group]
+        if not self._used[slab]:
+            self._pinned[group] += 1
+            self._move(group, slab, 0)
+        self._used[slab] += 1
+        self._slots_used[group] += 1
+
+    def unpin(self, group: str, slot: int) -> None:
+        """A used slot is cached."""
+        slab = slot // self.pages[group]
+        self._used[slab] -= 1
+        self._slots_used[group] -= 1
+        if not self._used[slab]:
+            self._pinned[group] -= 1
+            self._move(group, slab, 1)
+
+    def give(self, group: str, slot: int) -> None:
+        """A cached slot is free; a slab without any other goes back."""
+        slab = slot // self.pages[group]
+        free = self._free[slab]
+        free.append(slot)
+        self._loose[group] += 1
+        at = self._partial[group][self._used[slab] > 0]
+        at[slab] = None
+        if len(free) == self.pages[group]:
+            del at[slab]
+            self._loose[group] -= len(free)
+            self._owned[group] -= 1
+            self._owner[slab], self._before[slab] = None, group
+            self._empty.append(slab)
+
+    def _move(self, group: str, slab: int, place: int) -> None:
+        """From one half of `_partial` to the other, if it is there."""
+        partial = self._partial[group]
+        if slab in partial[place]:
+            del partial[place][slab]
+            partial[1 - place][slab] = None
+
+    def _own(self, group: str) -> int:
+        slab, size = self._empty.pop(), self.pages[group]
+        if self._before[slab] != group:
+            self.changes += self._before[slab] is not None
+            self._free[slab] = list(range((slab + 1) * size - 1, slab * size - 1, -1))
+        self._owner[slab] = group
+        self._owned[group] += 1
+        self._loose[group] += size
+        self._partial[group][0][slab] = None
+        return slab
+
+    # --- the invariant -------------------------------------------------------------------------------------------
+
+    def check_integrity(self, states: Mapping[str, tuple[set[int], set[int]]]) -> None:
+        """Assert the invariant; `states[group]` are the slots of a group that are used and those that are cached."""
+        assert sorted(self._empty) == [s for s, owner in enumerate(self._owner) if owner is None], "a slab is lost"
+        for group, size in self.pages.items():
+            used, cached = states[group]
+            mine = [slab for slab, owner in enumerate(self._owner) if owner == group]
+            free = [slot for slab in mine for slot in self._free[slab]]
+            assert len(free) == len(set(free)) == self._loose[group], "a slot is free twice"
+            assert not (set(free) & used or set(free) & cached or used & cached), "a slot is in two states"
+            assert set(free) | used | cached == {slot for s in mine for slot in range(s * size, s * size + size)}, (
+                "a slot is lost, or in a slab of others"
+            )
+            assert self._used_by_slab(mine) == {s: sum(slot // size == s for slot in used) for s in mine}
+            assert self._slots_used[group] == len(used) and self._owned[group] == len(mine), "slots are miscounted"
+            assert self._pinned[group] == len({slot // size for slot in used}), "slabs in use are miscounted"
+            for place, slabs in enumerate(self._partial[group]):
+                assert set(slabs) == {s for s in mine if self._free[s] and (self._used[s] > 0) == place}, "not found"
+
+    def _used_by_slab(self, slabs: list[int]) -> dict[int, int]:
+        return {slab: self._used[slab] for slab in slabs}
