@@ -4,7 +4,7 @@ PY := .venv/bin/python
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long test-mutants demo bench-cpu bench-gpu bench-kv proto clean
+.PHONY: setup lint format test test-targets test-long test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -42,6 +42,9 @@ bench-gpu: setup  ## needs a GPU; VLLM_SITE and VBENCH measure vLLM beside us, A
 
 bench-kv: setup
 	$(PY) -m benchmarks.kv.sessions
+
+bench-kv-gpu: setup  ## needs a GPU with 80 GiB or more; ARGS="--help" lists the rest
+	$(PY) -m benchmarks.kv.on_gpu $(ARGS)
 
 proto: setup  ## generated gRPC code from the .proto file
 	$(PY) -m wicore_trt.serve.proto.generate

@@ -1,0 +1,313 @@
+"""The KV cache at 27B's shapes on a GPU: conversations, one prefix, decode at long contexts. `make bench-kv-gpu`.
+
+    python -m benchmarks.kv.on_gpu [--only sessions,prefix,decode] [--disk DIR] [--budget-s 600] [--output FILE.json]
+
+Weights are made up (FP8), so text means nothing and times hold. `sessions`: conversations that together outgrow the
+device pool take turns, some at a time; every turn sends the whole history and some new tokens. `prefix`: time to first
+token of one prefix with a new end, when it is computed, on the device, in host memory, and on disk for a new process's
+engine. `decode`: milliseconds a step of a batch that decodes at long contexts, beside the bytes it must read over the
+copy bandwidth of the same run. Invariant: every request must give the tokens that were asked for, or the run ends.
+Prints Markdown tables; what does not fit into the budget is skipped, and the table says so. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import BEGUN, say
+from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
+from benchmarks.gpu.engines import Engines
+from benchmarks.gpu.machine import describe, measure_gpu_rates
+from benchmarks.gpu.ours import free_device_memory
+from wicore_trt.arithmetic import div_ceil
+from wicore_trt.config import resolve_settings
+from wicore_trt.core.assemble import load_engine
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+GIB = 1 << 30
+SESSIONS, HISTORY, TURNS, AT_ONCE, NEW, OUT = 48, 8192, 3, 8, 256, 64
+ARMS = {  # name: device, host, disk in GiB
+    "device 80 GiB": (80, 0, 0),
+    "device 16 GiB, host 56 GiB": (16, 56, 0),
+    "device 16 GiB, host 16 GiB, disk 45 GiB": (16, 16, 45),
+    "device 16 GiB, nothing cached": (16, 0, 0),
+}
+ORDERS = ("random", "round-robin", "zipf")
+PREFIXES = (4096, 8192, 32768)
+DECODE = ((32, 4096), (16, 8192), (8, 32768), (1, 32768), (1, 130_000))
+STEPS = 65
+IDLE_S = 5.0
+TABLES = ("sessions", "prefix", "decode")
+
+
+@dataclass
+class Turned:
+    """One round of all conversations. Times to first token in seconds; `found` is the share of prompt tokens."""
+
+    arm: str
+    order: str
+    turn: int
+    seconds: float
+    turns_per_s: float
+    ttft_p50: float
+    ttft_p90: float
+    found: float
+
+
+class Engine:
+    """A loaded engine and requests to it."""
+
+    def __init__(self, path: Path, device_gib: float, at_once: int, longest: int, **flags: Any) -> None:
+        begun = time.perf_counter()
+        settings = {
+            "engine": str(path),
+            "executor.device": "cuda",
+            "kv.device_bytes": int(device_gib * GIB),
+            "scheduler.max_batch_tokens": 8192,
+            "scheduler.max_sequences": at_once,
+            "scheduler.max_context": min(div_ceil(longest, PAGE_TOKENS) * PAGE_TOKENS, 131072),
+        }
+        more = {name.replace("__", "."): value for name, value in flags.items()}
+        self.core: EngineCore = load_engine(resolve_settings(None, settings | more, environ={}).settings).engine_core
+        self.ready_s = time.perf_counter() - begun
+        self._ids = itertools.count()
+
+    def add(self, tokens: Sequence[int], count: int) -> str:
+        name = f"bench-{next(self._ids)}"
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        self.core.add(GenerateRequest(name, tuple(tokens), params))
+        return name
+
+    def step(self) -> Iterator[tuple[str, list[int], bool]]:
+        """(request, its new tokens, whether it has ended) of a step. Raises RuntimeError for one that failed."""
+        for output in self.core.step():
+            if output.error:
+                raise RuntimeError(str(output.error))
+            yield output.request_id, list(output.token_ids), output.finish_reason is not None
+
+    def first_token_s(self, tokens: Sequence[int]) -> tuple[float, int]:
+        """Seconds until the first token of a prompt that runs alone, and how many of its tokens were found."""
+        before, begun = self.core.stats().cached_prompt_tokens, time.perf_counter()
+        self.add(tokens, 1)
+        while self.core.has_work:
+            for _ in self.step():
+                pass
+        return time.perf_counter() - begun, self.core.stats().cached_prompt_tokens - before
+
+    def idle(self, seconds: float) -> None:
+        """Let copies to the tiers go on."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.core.tidy()
+            time.sleep(0.002)
+
+    def forget_device(self) -> None:
+        """Nothing is cached on the device any more."""
+        for pool in self.core.scheduler.manager.pools.values():
+            pool.clear()
+
+    def close(self) -> None:
+        self.core.close()
+        del self.core
+        free_device_memory()
+
+
+@contextmanager
+def opened(*args: Any, **flags: Any) -> Iterator[Engine]:
+    engine = Engine(*args, **flags)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def turn_orders(order: str, rng: random.Random) -> Iterator[list[int]]:
+    """Which conversations take their turn, round by round. "zipf": the n-th most popular with weight 1 / n."""
+    every = list(range(SESSIONS))
+    weights = [1 / (n + 1) for n in every]
+    for turn in range(TURNS):
+        if order == "zipf" and turn:
+            yield rng.choices(every, weights, k=SESSIONS)
+        else:
+            yield rng.sample(every, SESSIONS) if order == "random" else list(every)
+
+
+def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: random.Random) -> tuple[float, ...]:
+    """(seconds, TTFT p50, p90, share of prompt tokens found) of one turn of each conversation in `order`."""
+    waiting, live, ttft, prompt = order[::-1], dict[str, int](), list[float](), 0
+    asked: dict[str, float] = {}
+    before, begun = engine.core.stats().cached_prompt_tokens, time.perf_counter()
+    while waiting or live:
+        while waiting and len(live) < AT_ONCE and waiting[-1] not in live.values():
+            session = waiting.pop()
+            history[session] += rng.choices(range(10, 9999), k=NEW)
+            prompt += len(history[session])
+            name = engine.add(history[session], OUT)
+            live[name], asked[name] = session, time.perf_counter()
+        for name, tokens, ended in engine.step():
+            if tokens and name in asked:
+                ttft.append(time.perf_counter() - asked.pop(name))
+            history[live[name]] += tokens
+            if ended:
+                del live[name]
+    seconds = time.perf_counter() - begun
+    found = (engine.core.stats().cached_prompt_tokens - before) / prompt
+    return seconds, statistics.median(ttft), statistics.quantiles(ttft, n=10)[-1], found
+
+
+def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[Turned], dict[str, Any]]:
+    """(seconds until ready, rounds, decisions of the planner)."""
+    device, host, on_disk = ARMS[arm]
+    flags: dict[str, Any] = {"kv__host_bytes": host * GIB} if host else {}
+    if arm.endswith("nothing cached"):
+        flags["kv__prefix_cache"] = False
+    if on_disk:
+        flags |= {"kv__disk_path": str(disk), "kv__disk_bytes": on_disk * GIB}
+    rng, rows = random.Random(3), []
+    history = [rng.choices(range(10, 9999), k=HISTORY) for _ in range(SESSIONS)]
+    longest = HISTORY + (TURNS * (NEW + OUT) if order != "zipf" else SESSIONS * (NEW + OUT)) + 64
+    with opened(path, device, AT_ONCE, longest, **flags) as engine:
+        for turn, chosen in enumerate(turn_orders(order, rng)):
+            seconds, p50, p90, found = one_round(engine, history, chosen, rng)
+            rows.append(Turned(arm, order, turn, seconds, SESSIONS / seconds, p50, p90, found))
+            say(f"sessions {arm}, {order}, turn {turn}: {SESSIONS / seconds:.2f} turns/s, TTFT {p50:.3f}, {found:.2f}")
+        return engine.ready_s, rows, dict(engine.core.stats().kv.decisions)
+
+
+def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Seconds to the first token by length of the prefix and by where it is. 64 tokens behind it are new each time."""
+    rng, longest = random.Random(7), max(lengths) + 128
+    tiers = {"kv__host_bytes": 24 * GIB, "kv__disk_path": str(disk), "kv__disk_bytes": 30 * GIB, **flags}
+    prompts = {n: rng.choices(range(10, 9999), k=n) for n in lengths}
+    rows: dict[int, dict[str, Any]] = {n: {"tokens": n} for n in lengths}
+
+    def asked(engine: Engine, n: int, where: str) -> None:
+        seconds, found = engine.first_token_s(prompts[n] + rng.choices(range(10, 9999), k=64))
+        rows[n].setdefault(where, []).append((round(seconds, 4), found))
+
+    with opened(path, 24, 8, longest, **tiers) as engine:
+        engine.first_token_s(rng.choices(range(10, 9999), k=min(2000, longest - 64)))
+        engine.first_token_s(rng.choices(range(10, 9999), k=min(9000, longest - 64)))
+        for n in lengths:
+            asked(engine, n, "computed")
+            for _ in range(3):
+                asked(engine, n, "device")
+            engine.idle(IDLE_S)
+            for _ in range(3):
+                engine.forget_device()
+                asked(engine, n, "host")
+                engine.idle(0.5)
+            say(f"prefix {rows[n]}")
+        engine.idle(IDLE_S)
+    with opened(path, 24, 8, longest, **tiers) as engine:
+        engine.first_token_s(rng.choices(range(10, 9999), k=min(2000, longest - 64)))
+        for n in lengths:
+            asked(engine, n, "disk")
+            say(f"prefix {n} from disk: {rows[n]['disk']}")
+    return list(rows.values())
+
+
+def decode(path: Path, cases: Sequence[tuple[int, int]], kv: str, bytes_per_s: float) -> list[dict[str, Any]]:
+    """Milliseconds a step of `sequences` at `context`, and the bytes that a step must read over `bytes_per_s`."""
+    config, rows = CONFIGS["fp8kv" if kv == "fp8" else "fp8"], []
+    longest = max(n for _, n in cases) + 16 * STEPS
+    with opened(path, 64, max(b for b, _ in cases), longest, kv__prefix_cache=False) as engine:
+        engine.first_token_s(random.Random(1).choices(range(10, 9999), k=9000))
+        for batch, context in cases:
+            rng, begun, first, ends = random.Random(batch * context), time.perf_counter(), 0.0, list[float]()
+            count = STEPS + batch * div_ceil(context, 8192)
+            have = {engine.add(rng.choices(range(10, 9999), k=context), count): 0 for _ in range(batch)}
+            while engine.core.has_work:
+                for name, tokens, _ in engine.step():
+                    have[name] += len(tokens)
+                if min(have.values()):
+                    first = first or time.perf_counter() - begun
+                    if max(have.values()) < count:
+                        ends.append(time.perf_counter())
+            gaps = [b - a for a, b in itertools.pairwise(ends[2:])]
+            cost = config.cost()
+            bound = (cost.weight_bytes + batch * cost.kv_read_bytes(context)) / bytes_per_s
+            rows.append(
+                {"kv": kv, "sequences": batch, "context": context, "prefill_s": round(first, 3)}
+                | {
+                    "step_ms": round(statistics.median(gaps) * 1e3, 2),
+                    "bound_ms": round(bound * 1e3, 2),
+                    "steps": len(gaps),
+                }
+            )
+            say(f"decode {rows[-1]}")
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of rows that have the same keys."""
+    if not rows:
+        return ""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    for row in rows:
+        cells = (f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(TABLES), help=f"of {','.join(TABLES)}")
+    parser.add_argument("--arms", default=",".join(str(n) for n in range(len(ARMS))), help=f"numbers of {list(ARMS)}")
+    parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
+    parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
+    parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
+    parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--budget-s", type=float, default=1800.0)
+    parser.add_argument("--output", type=Path, default=Path("build/bench-kv-gpu.json"))
+    args = parser.parse_args(argv)
+    rates = measure_gpu_rates()
+    document: dict[str, Any] = {"machine": describe(), "bytes_per_s": rates.copy_bytes_per_s}
+    document |= {"sessions": [], "ready_s": {}, "decisions": {}, "prefix": [], "decode": [], "skipped": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        engines = Engines(document["machine"]["target"], Path(scratch), None, say)
+        disk = args.disk or Path(scratch) / "kv"
+
+        def ready(what: str) -> bool:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            if time.monotonic() - BEGUN < args.budget_s:
+                return True
+            document["skipped"].append(what)
+            return False
+
+        for kv in args.kv_dtypes.split(","):
+            path, _ = engines.engine(CONFIGS["fp8kv" if kv == "fp8" else "fp8"])
+            if "prefix" in args.only and ready(f"prefix, KV {kv}"):
+                lengths = [int(n) for n in args.prefixes.split(",")]
+                document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, disk / f"prefix-{kv}", {})]
+            if "decode" in args.only and ready(f"decode, KV {kv}"):
+                document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s)
+            for number, order in itertools.product(args.arms.split(","), args.orders.split(",")):
+                arm = list(ARMS)[int(number)]
+                if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}"):
+                    name = f"{arm}, {order}"
+                    seconds, rows, decisions = sessions(path, arm, order, disk / f"sessions-{number}-{order}")
+                    document["ready_s"][name], document["decisions"][name] = seconds, decisions
+                    document["sessions"] += [asdict(row) for row in rows]
+        ready("")
+    print(table(document["sessions"]), table(document["prefix"]), table(document["decode"]), sep="\n")
+    print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
