@@ -13,6 +13,9 @@ from typing import Any
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, Tables
 
+DIGEST_BLOCK_BYTES = 16384
+"""What a program of `kernels.page_digest` reads of a page."""
+
 
 @dataclass(frozen=True)
 class NormOut:
@@ -196,3 +199,22 @@ def geglu_launch(
     if "BLOCK" in constants:
         return Launch((tokens, div_ceil(constants["WIDTH"], constants["BLOCK"]), 1), arguments)
     return Launch((tokens, 1, 1), {**arguments, "scales": scales})
+
+
+@dataclass(frozen=True)
+class DigestArrays:
+    """`memory` is where offsets count from; int64 `offsets` and `lengths` [pages] in words of 4 bytes; `key` uint32 as
+    `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
+
+    memory: Any
+    offsets: Any
+    lengths: Any
+    key: Any
+    sums: Any
+
+
+def page_digest_launch(arrays: DigestArrays, pages: int, most_bytes: int, second_pairs: int) -> Launch:
+    """`kernels.page_digest.page_digest` of so many pages of at most `most_bytes`."""
+    arguments = {"memory": arrays.memory, "offsets": arrays.offsets, "lengths": arrays.lengths, "key": arrays.key}
+    arguments |= {"sums": arrays.sums, "second": second_pairs}
+    return Launch((div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1), arguments)

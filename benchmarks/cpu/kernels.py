@@ -54,7 +54,7 @@ def main() -> None:
     lib = native.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     if lib is None:
         sys.exit("The native kernels are not built: pip install -e . with a C++ compiler.")
-    print(f"{lib.path}: {lib.isa}, {lib.threads} threads; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"{lib.isa}, {lib.threads} threads; torch {torch.__version__}, {torch.get_num_threads()} threads")
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 8):
             bench_linear(lib, 262_144, 640, rows, dtype)

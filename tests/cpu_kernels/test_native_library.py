@@ -13,6 +13,7 @@ import torch
 
 from wicore_trt.backends.torch import native, native_args
 from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.plugins import cpu_library
 
 FORK = """
 import os, torch
@@ -36,15 +37,15 @@ print(same, os.waitstatus_to_exitcode(status))
 
 
 def test_load_without_a_library_is_none(tmp_path: Path) -> None:
-    assert native.load(tmp_path / native.LIBRARY) is None
+    assert native.load(tmp_path / cpu_library.LIBRARY) is None
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     assert native.load(broken) is None
 
 
 def test_another_interface_version_is_refused(lib: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    assert native.load(lib.path) is None
+    monkeypatch.setattr(cpu_library, "ABI", cpu_library.ABI + 1)
+    assert native.load() is None
 
 
 def test_an_unknown_instruction_set_changes_nothing(lib: NativeLibrary) -> None:

@@ -7,7 +7,6 @@ threads are serialized by the library. The operators' arguments are in native_ar
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
@@ -15,14 +14,10 @@ from pathlib import Path
 
 import torch
 
-import wicore_trt
 from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, address
+from wicore_trt.plugins.cpu_library import open_library
 
-ABI = 1
-LIBRARY = "libwicore_cpu.so"
 ISAS = ("avx512bf16", "avx2", "generic")
-
-log = logging.getLogger(__name__)
 
 
 class _Command(ctypes.Structure):
@@ -32,11 +27,7 @@ class _Command(ctypes.Structure):
 class NativeLibrary:
     """The loaded library. Threads and instruction set are the process's, not one object's."""
 
-    def __init__(self, path: Path) -> None:
-        lib = ctypes.CDLL(str(path))
-        lib.wicore_cpu_abi.restype = c_int64
-        if (abi := lib.wicore_cpu_abi()) != ABI:
-            raise OSError(f"{path} has interface version {abi}, this package needs {ABI}")
+    def __init__(self, lib: ctypes.CDLL) -> None:
         lib.wicore_cpu_set_threads.argtypes = [c_int64]
         lib.wicore_cpu_set_threads.restype = None
         lib.wicore_cpu_threads.restype = c_int64
@@ -49,7 +40,6 @@ class NativeLibrary:
         lib.wicore_cpu_pack.argtypes = [c_void_p, c_void_p, *[c_int64] * 5]
         lib.wicore_cpu_pack.restype = None
         self._lib = lib
-        self.path = path
 
     @property
     def isa(self) -> str:
@@ -104,15 +94,9 @@ class NativeLibrary:
 def load(path: Path | None = None) -> NativeLibrary | None:
     """The library installed with this package (or the one at `path`), set to all cores the process may use; None when
     it was not built or does not fit. Never raises."""
-    places = [path] if path else [Path(place) / "_native" / LIBRARY for place in wicore_trt.__path__]
-    for place in places:
-        if not place.is_file():
-            continue
-        try:
-            library = NativeLibrary(place)
-        except (OSError, AttributeError) as error:
-            log.warning("native CPU kernels not used: %s", error)
-            continue
-        library.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        return library
-    return None
+    lib = open_library(path)
+    if lib is None:
+        return None
+    library = NativeLibrary(lib)
+    library.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return library

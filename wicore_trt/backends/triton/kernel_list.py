@@ -11,7 +11,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wicore_trt.backends.triton.table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, R16, SAMPLED, X8, EngineShape
+from wicore_trt.backends.triton.table import (
+    ANY,
+    DECODE_BUCKETS,
+    FP8,
+    INVARIANT,
+    LINEARS,
+    PAGE_DIGEST,
+    R16,
+    SAMPLED,
+    X8,
+    EngineShape,
+)
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
@@ -20,6 +31,7 @@ from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
+from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.sample_wide import wide_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
@@ -52,6 +64,7 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     listed = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
     listed += _sampling(shape, target)
+    listed.append(ListedKernel(PAGE_DIGEST, ANY, page_digest_spec()))
     return [replace(p, spec=_in_turn(p, target)) for p in listed]
 
 

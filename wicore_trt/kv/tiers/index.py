@@ -65,6 +65,7 @@ class TierIndex:
         self._pin_slots = int(pin_share * num_slots)
         self._on_evict = on_evict
         self._free = list(range(num_slots - 1, -1, -1))
+        self._coming = 0
         self._nodes: dict[Key, TierNode] = {}
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
@@ -75,7 +76,18 @@ class TierIndex:
 
     @property
     def used_slots(self) -> int:
-        return self.num_slots - len(self._free)
+        return self.num_slots - len(self._free) - self._coming
+
+    def withhold(self, first: int) -> None:
+        """Slots from `first` on are not to be used before `grow` names them: they have no memory yet."""
+        assert not self._nodes and not self._coming
+        self._free = list(range(first - 1, -1, -1))
+        self._coming = self.num_slots - first
+
+    def grow(self, first: int, stop: int) -> None:
+        """Slots [first, stop), which were withheld, can be used."""
+        self._coming -= stop - first
+        self._free.extend(range(stop - 1, first - 1, -1))
 
     def get(self, group: str, key: bytes) -> TierCopy | None:
         """The copy of a page, in state WRITING or READY, or None."""
@@ -389,7 +401,7 @@ class TierIndex:
         """Assert the invariant of this module and the counters."""
         copies = list(self.copies())
         slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
-        assert len(slots) == self.num_slots and len(set(slots)) == self.num_slots, "a slot is lost or shared"
+        assert len(slots) == len(set(slots)) == self.num_slots - self._coming, "a slot is lost or shared"
         assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
         assert all(c.state is CopyState.LOST for c in self._lost)
         for key, node in self._nodes.items():
