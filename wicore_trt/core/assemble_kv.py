@@ -78,6 +78,7 @@ def make_cache(
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
         tiers.transfers.up.disk_rate = loader.disk_read
         _keep_times(manager.retention, tiers.transfers)
+        loader.probe()
     return manager, loader
 
 

@@ -72,6 +72,16 @@ class HostTier:
             parts[-1] = parts[-1][:rest]
         return parts
 
+    def scratch(self, page_bytes: int) -> list[list[memoryview]]:
+        """Buffers for pages of this size, before any page is stored: they are the memory of the first slots."""
+        size, each = self.slot_bytes, div_ceil(page_bytes, self.slot_bytes)
+        found = []
+        for first in range(0, min(self.index.free_slots, PIECE_BYTES // size) - each + 1, each):
+            parts = [self._slab[slot * size : (slot + 1) * size] for slot in range(first, first + each)]
+            parts[-1] = parts[-1][: page_bytes - (each - 1) * size]
+            found.append(parts)
+        return found
+
     def bytes_of(self, page: Page) -> int:
         return self._page_bytes[page.group]
 

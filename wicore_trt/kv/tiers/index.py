@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, LRUPolicy
@@ -77,6 +78,16 @@ class TierIndex:
     @property
     def used_slots(self) -> int:
         return self.num_slots - len(self._free) - self._coming
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def newest(self, count: int) -> list[Page]:
+        """Pages of the primary group that can be read, the newest first, among as many nodes."""
+        nodes = islice(reversed(self._nodes.values()), count)
+        copies = (node.copies.get(self.primary) for node in nodes)
+        return [copy.page for copy in copies if copy is not None and copy.ready]
 
     def withhold(self, first: int) -> None:
         """Slots from `first` on are not to be used before `grow` names them: they have no memory yet."""
