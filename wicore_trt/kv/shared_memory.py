@@ -11,6 +11,7 @@ changes nothing, and whatever is not used can be had.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from wicore_trt.arithmetic import least_slabs
 from wicore_trt.kv.memory import Memory
@@ -99,15 +100,16 @@ class SharedMemory(Memory):
             self._close_up(group, count)
 
     def _close_up(self, group: str, count: int) -> None:
-        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price."""
+        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
+        are `count` pages, and those of slabs without a used page, which are fewer than `count`: never all pages."""
         pool, slabs = self._pools[group], self.slabs
-        for slot in slabs.slots(group, pinned=True):
-            if slabs.would_pin(group, count) == 0:
-                return
-            if pool.is_cached(slot):
-                pool.evict(slot)
+        beside = (slot for slot in pool.oldest() if slabs.in_use(group, slot))
+        for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
+            pool.evict(slot)
+        if slabs.free_beside(group) >= count:
+            return
         for name in (group, *(other for other in self._pools if other != group)):
-            for slot in slabs.slots(name, pinned=False):
+            for slot in slabs.idle_slots(name):
                 if name != group and slabs.free(group) >= count:
                     return
                 self._pools[name].evict(slot)
