@@ -92,12 +92,20 @@ class SharedMemory(Memory):
     def _make_room(self, group: str, count: int, leave: int) -> None:
         """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
         stay without a used page."""
+        if self.slabs.free(group) < count:
+            self._tell_capacity()
         while self.slabs.free(group) < count:
             if not self._evict_next():
                 raise AssertionError("slots were promised that are not there")
         room = self.slabs.room.slabs - leave
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)
+
+    def _tell_capacity(self) -> None:
+        """Memory is full: the policy's capacity is what it holds now, not what is left when all has left."""
+        held = len(self._policy)
+        if abs(held - self._policy.capacity) * _DRIFT > held > 0:
+            self._policy.resize(held)
 
     def _close_up(self, group: str, count: int) -> None:
         """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
@@ -128,9 +136,6 @@ class SharedMemory(Memory):
             if slot is not None and chain.is_cached(slot) and not self._policy.children(key):
                 self._evict_place(key, slot)
                 return True
-        held = len(self._policy)
-        if abs(held - self._policy.capacity) * _DRIFT > held:
-            self._policy.resize(held)
         victims = self._policy.victims(1)
         if victims:
             slot = chain.find(victims[0])  # type: ignore[arg-type]
