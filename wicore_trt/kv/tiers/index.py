@@ -131,8 +131,8 @@ class TierIndex:
                 policy.add([page.key], page.parent)
                 if node.busy:
                     policy.pin([page.key])
-        node.spare = self.primary not in node.copies
         self._busy(node, 1)
+        self._set_spare(node, self.primary not in node.copies)
         above = self._nodes.get(page.parent) if page.parent is not None else None
         if page.key in self._holds and (above is None or above.held):
             self._try_hold(node)
@@ -319,8 +319,11 @@ class TierIndex:
         return tenant
 
     def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
+        if self._quota_slots >= self.num_slots:
+            return (self.policy,)
         order = self._tenant(tag).order
-        return (self.policy,) if order is None else (self.policy, order)
+        assert order is not None
+        return (self.policy, order)
 
     def _restore_shares(self, chains: Iterable[tuple[bytes, bytes | None, int]]) -> None:
         """Each tenant's own order of what was restored; what passes its quota leaves by it."""
@@ -338,10 +341,13 @@ class TierIndex:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
-        if self.primary in node.copies and (before == 0) != (node.busy == 0):
+        if (before == 0) == (node.busy == 0):
+            return
+        if self.primary in node.copies:
             for policy in self._policies(node.tenant):
                 (policy.unpin if before else policy.pin)([node.key])
-        self._set_spare(node, node.spare)
+        if node.spare:
+            self._set_spare(node, True)
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
         node.spare = spare
@@ -394,9 +400,9 @@ class TierIndex:
             self.unsaved_slots -= count
         if node.held:
             self.held_slots -= count
-        node.spare = bool(node.copies) and self.primary not in node.copies
         # the copy's own writer or readers no longer count for the node
         self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
+        self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
         if not node.copies:
             del self._nodes[page.key]
             if not tenant.slots:
