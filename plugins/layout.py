@@ -188,7 +188,6 @@ def kv_write_launch(
     row = shape.kv_heads * shape.head_dim
     steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
     pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
-    pointers["kv_scale"] = pool.scales
     grid = (div_ceil(tokens, constants["BLOCK"]), shape.kv_heads, 1)
     return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
 
@@ -218,7 +217,6 @@ def attention_launch(
             "pool": pool.pointer,
             "cu_seqlens": slices.cu_seqlens,
             "first_positions": slices.first_positions,
-            "kv_scale": pool.scales,
             "softmax_scale": softmax_scale,
             "window": window,
             "n_sequences": tables.rows,

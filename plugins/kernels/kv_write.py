@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.kernels.e4m3 import quantize
-
 
 @triton.jit
 def kv_write(
@@ -21,7 +19,6 @@ def kv_write(
     tables,
     positions,
     sequences,
-    kv_scale,
     tokens,
     table_length,
     table_stride,
@@ -36,14 +33,11 @@ def kv_write(
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """k, v [tokens, kv_heads, D] go to the layer whose K part starts at `pool` ([pages, 2, PAGE_TOKENS, kv_heads, D] by
     its strides): token i to position positions[i] (int32) of sequence sequences[i] (int32), whose page is
-    tables[sequence, position // PAGE_TOKENS] (int32).
-
-    FP8: the pool is E4M3 bytes of value / kv_scale[0] (float32; a null pointer means 1); otherwise values are rounded
-    to the pool's type. Grid: (cdiv(tokens, BLOCK), kv_heads).
+    tables[sequence, position // PAGE_TOKENS] (int32). Values are rounded to the pool's type.
+    Grid: (cdiv(tokens, BLOCK), kv_heads).
     """
     head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -58,10 +52,5 @@ def kv_write(
     target = pool + (page * pool_page + (position % PAGE_TOKENS) * pool_token + head * pool_head)[:, None] + d
     key = tl.load(k + row * k_token + head * k_head + d, mask=mask)
     value = tl.load(v + row * v_token + head * v_head + d, mask=mask)
-    if FP8:
-        scale = tl.load(kv_scale, mask=kv_scale.to(tl.int64) != 0, other=1.0)
-        tl.store(target, quantize(key.to(tl.float32), scale), mask=mask)
-        tl.store(target + pool_kv, quantize(value.to(tl.float32), scale), mask=mask)
-    else:
-        tl.store(target, key.to(pool.dtype.element_ty), mask=mask)
-        tl.store(target + pool_kv, value.to(pool.dtype.element_ty), mask=mask)
+    tl.store(target, key.to(pool.dtype.element_ty), mask=mask)
+    tl.store(target + pool_kv, value.to(pool.dtype.element_ty), mask=mask)

@@ -148,10 +148,6 @@ class RequestCore:
             prompt_tokens=self._counts["prompt"],
             cached_prompt_tokens=0,
             generated_tokens=self._counts["generated"],
-            steps=0,
-            step_seconds=0.0,
-            preemptions=0,
-            pools=(),
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

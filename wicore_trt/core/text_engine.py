@@ -32,6 +32,7 @@ from wicore_trt.types import (
     TextOutput,
     TextRequest,
     TokenOutput,
+    merge,
 )
 
 log = logging.getLogger(__name__)
@@ -58,18 +59,6 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int)
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
-
-
-def merge(outputs: list[TextOutput]) -> TextOutput:
-    """Consecutive outputs of one sequence as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    return replace(
-        outputs[-1],
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
-    )
 
 
 class TextStream:
@@ -277,10 +266,6 @@ class TextEngine:
             prompt_tokens=tally.prompt,
             cached_prompt_tokens=tally.cached,
             generated_tokens=tally.generated,
-            steps=0,
-            step_seconds=0.0,
-            preemptions=0,
-            pools=(),
         )
 
     async def drain(self, timeout_s: float) -> bool:

@@ -17,14 +17,12 @@ import torch
 
 from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.build import plan_file
-from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
-from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
-from wicore_trt.backends.tensorrt.session import PlanSession, activation_bytes
+from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, activation_bytes, runtime_cache_path
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
-from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
+from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable, decode_slots, part_batch, step_inputs
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, install
 from wicore_trt.model.spec import GROUPS, Gemma3Spec
