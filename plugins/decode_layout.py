@@ -54,10 +54,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 128, 1): (  # on an H200: 3.9 to 4.2 TB/s from 4K keys on
-        (
-            1,
-            DecodeConfig(2, 64, 33, fused=False),
-        ),  # 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K
+        # At 1 row 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K.
+        (1, DecodeConfig(2, 64, 33, fused=False)),
         (4, DecodeConfig(2, 64, 12, fused=False)),
         (8, DecodeConfig(2, 64, 6, fused=False)),
         (16, DecodeConfig(2, 64, 2, fused=False, least=32)),

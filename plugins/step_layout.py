@@ -40,7 +40,7 @@ def embed_norm_launch(
 
 def add_norm_launch(
     residual: Any,
-    x: tuple[Any, int],
+    x: Any,
     weights: tuple[Any, Any],
     to: NormOut,
     rows: int,
@@ -48,10 +48,10 @@ def add_norm_launch(
     *,
     gathered: Any = 0,
 ) -> Launch:
-    """`kernels.norm.add_norm` of `rows` rows of `out`. `x` is its address and the elements between its partial sums (0
-    with one); `weights` are the post and the next norm's; `gathered` int32[rows] names the rows that are taken."""
-    arguments = {"residual": residual, "x": x[0], "post_weight": weights[0], "next_weight": weights[1]}
-    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "x_split": x[1], "eps": eps}
+    """`kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
+    int32[rows] names the rows that are taken."""
+    arguments = {"residual": residual, "x": x, "post_weight": weights[0], "next_weight": weights[1]}
+    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps}
     return Launch((rows, 1, 1), arguments)
 
 
@@ -157,7 +157,7 @@ class Logits:
 
 
 def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: SampleArrays) -> dict[str, Launch]:
-    """Launches of `kernels.sample` by the names of `SampleSpecs`, in their order; `constants` are those of `choose`.
+    """Launches of `kernels.sample` by the kernels' names, in their order; `constants` are those of `choose`.
 
     Greedy kernels need "scan" and "choose" alone.
     """

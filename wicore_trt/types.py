@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text, shown
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text
+from wicore_trt.errors import InvalidRequestError, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256

@@ -94,7 +94,7 @@ def _spec(
 
 
 ALIGNED = {
-    *("residual", "x", "x_split", "weight", "post_weight", "next_weight", "out", "embedding"),
+    *("residual", "x", "weight", "post_weight", "next_weight", "out", "embedding"),
     *("qkv", "q", "q_weight", "k_weight", "cos", "sin", "pool", "pool_page", "pool_kv", "pool_token", "pool_head"),
 }
 
@@ -108,17 +108,14 @@ def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
     return _spec(f"embed_norm_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps)
 
 
-def add_norm_spec(
-    shape: NormShape, num_warps: int, *, x_dtype: str, splits: int = 1, gather: bool = False
-) -> KernelSpec:
-    """`kernels.norm.add_norm` of x of `x_dtype`, in `splits` partial sums; `gather`: of the rows in `rows`."""
+def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False) -> KernelSpec:
+    """`kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
-        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "x_split": "i64", "eps": "fp32"},
+        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "eps": "fp32"},
     }
-    constants = {**shape.constants(), "SPLITS": splits, "GATHER": gather}
-    name = f"add_norm_{shape.name()}_{x_dtype}_s{splits}{'_rows' if gather else ''}"
-    return _spec(name, norm.add_norm, types, constants, num_warps)
+    name = f"add_norm_{shape.name()}_{x_dtype}{'_rows' if gather else ''}"
+    return _spec(name, norm.add_norm, types, {**shape.constants(), "GATHER": gather}, num_warps)
 
 
 def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:
@@ -140,21 +137,6 @@ def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chos
     return _spec(f"{name}_b{chosen.block}", qk_rope.qk_norm_rope_write, types, constants, chosen.num_warps)
 
 
-@dataclass(frozen=True)
-class SampleSpecs:
-    """The kernels of one sampling step in their order; `collect` and `draw` are None where all rows are greedy."""
-
-    scan: KernelSpec
-    choose: KernelSpec
-    collect: KernelSpec | None
-    draw: KernelSpec | None
-
-    @property
-    def capacity(self) -> int:
-        """Candidates of a row that find room."""
-        return int(self.draw.constants["CAPACITY"]) if self.draw else 0
-
-
 SAMPLE_TYPES = {
     **dict.fromkeys(("logits", "chunk_max", "group_max", "least", "peaks"), "*fp32"),
     **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
@@ -172,8 +154,9 @@ def sample_specs(
     softcap: float = 0.0,
     rows: int = 1,
     candidates: int = sample.CANDIDATES,
-) -> SampleSpecs:
-    """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none.
+) -> dict[str, KernelSpec]:
+    """`kernels.sample`'s kernels for `vocab` logits by their names in `step_layout.sample_launches`, in their order:
+    "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0 is none.
 
     Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
     Where `vocab` is a multiple of 16, so must be the stride of the rows of logits, and their address of 16 bytes.
@@ -203,7 +186,7 @@ def sample_specs(
     warps = config("choose", target, rows).num_warps
     choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, warps, wide)
     if not sampled:
-        return SampleSpecs(scan, choose, None, None)
+        return {"scan": scan, "choose": choose}
     collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps, wide)
     draw = _spec(f"draw_{shape}", sample.draw_filtered, SAMPLE_TYPES, capacity, draw_warps)
-    return SampleSpecs(scan, choose, collect, draw)
+    return {"scan": scan, "choose": choose, "collect": collect, "draw": draw}

@@ -59,8 +59,9 @@ class Device:
         specs = step_specs.sample_specs(
             vocab, "sm90", sampled=sampled, softcap=self.softcap, candidates=self.candidates
         )
-        chunk = int(specs.choose.constants["CHUNK"])
-        scratch = step_layout.sample_scratch(vocab, chunk, sample.GROUP, specs.capacity)
+        chunk = int(specs["choose"].constants["CHUNK"])
+        capacity = int(specs["draw"].constants["CAPACITY"]) if sampled else 0
+        scratch = step_layout.sample_scratch(vocab, chunk, sample.GROUP, capacity)
         arrays = {
             n: run.put(torch.full((r, size), POISON[getattr(torch, t)], dtype=getattr(torch, t)))
             for n, (t, size) in scratch.items()
@@ -76,10 +77,10 @@ class Device:
         if not sampled:  # null pointers, which must not be touched
             arrays = {n: a for n, a in arrays.items() if n in ("tokens", "status", "chunk_max", "chunk_token")}
         there = Logits(run.put(stored), r, vocab, stride)
-        calls = step_layout.sample_launches(specs.choose.constants, there, SampleArrays(**arrays))
+        calls = step_layout.sample_launches(specs["choose"].constants, there, SampleArrays(**arrays))
         for name, call in calls.items():
-            if getattr(specs, name) is not None:
-                run.launch(getattr(specs, name), call)
+            if name in specs:
+                run.launch(specs[name], call)
         self.tokens, self.status = arrays["tokens"].tolist(), arrays["status"].tolist()
         assert self.tokens.pop() == self.status.pop() == -7, "the row behind the last one is not written"
 

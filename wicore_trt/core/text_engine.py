@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from wicore_trt.checks import shown
 from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_output import SequenceText
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -149,6 +148,7 @@ class TextEngine:
         self.tokenizer = tokenizer
         self.info = info
         self.draining = False
+        self._core = core
         self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
@@ -171,11 +171,11 @@ class TextEngine:
     @property
     def kv_events(self) -> KVEventLog:
         """What the KV cache gains and loses."""
-        return self._loop.kv_events
+        return self._core.kv_events
 
     def kv_events_of(self, tenant: str) -> EventFeed:
         """The same of the pages of one tenant."""
-        return self._loop.kv_events_of(tenant)
+        return self._core.kv_events_of(tenant)
 
     async def start(self) -> None:
         """Start the step loop."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wicore_trt.errors import EnvironmentUnfitError
 
 if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibration import Calibration
+    from wicore_trt.checkpoint.convert import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor, RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -71,7 +72,7 @@ class Backend(Protocol):
         ...
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Put the compiled files into the engine `directory`, whose weights are there, and return what the manifest
         says of them. `options` have their targets and max_context filled in."""

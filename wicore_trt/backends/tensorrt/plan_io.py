@@ -14,9 +14,12 @@ has nothing to do in a decode step writes there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.engine.options import LAYERS
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
@@ -83,6 +86,33 @@ class PlanLimits:
             return {BATCH: one, CHUNK: (1, self.max_chunk, self.max_chunk), ROWS: one}
         batch = (1, min(8, self.max_batch), self.max_batch)
         return {BATCH: batch, CHUNK: one, ROWS: batch}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """All that a plan depends on. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
+
+    spec: Gemma3Spec
+    limits: PlanLimits
+    weights: Sequence[TensorSpec]
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    target: str
+    phase: str
+    attention: str = LAYERS
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        weights = [tensor.to_dict() for tensor in self.weights]
+        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
+        """Inverse of to_dict."""
+        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
+        weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
+        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
 
 
 def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:

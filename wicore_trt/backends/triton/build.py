@@ -17,7 +17,8 @@ from wicore_trt.model.spec import Gemma3Spec
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -56,7 +57,7 @@ class TritonBackend:
         shape_of(checkpoint, options)
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Compile every target's kernels, in as many processes as there are cores."""
         from wicore_trt.backends.triton.compile import compile_listed
@@ -66,8 +67,7 @@ class TritonBackend:
         for number, target in enumerate(options.targets):
 
             def report(done: int, total: int, number: int = number) -> None:
-                if progress:
-                    progress("kernels", number * total + done, len(options.targets) * total)
+                progress("kernels", number * total + done, len(options.targets) * total)
 
             tables[target] = compile_listed(shape, target, report=report)
         write_kernels(directory, tables)

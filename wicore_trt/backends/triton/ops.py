@@ -243,7 +243,7 @@ class TritonOps:
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
         call = add_norm_launch(
             self._residual.data_ptr(),
-            (x.rows.data_ptr(), 0),
+            x.rows.data_ptr(),
             (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
             _norm_out(out),
             rows,
