@@ -181,7 +181,7 @@ def kv_write_launch(
     sequences: Any,
     tokens: int,
 ) -> Launch:
-    """`kernels.kv_write.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
+    """`kernels.attention.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
     shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]

@@ -1,10 +1,11 @@
-"""Attention over paged KV: one kernel for decode, prefill and every mixture of both.
+"""Attention over paged KV: one kernel for decode, prefill and every mixture of both, and one that writes the KV.
 
 Knows pages, windows and grouped queries; not models. Softmax and sums are float32; operands of the two products have
 the queries' type. Invariants: a key that a query does not see never changes the query's result, NaN included; a key
 that it sees and that is not there (page -1) or whose value is not finite makes the result NaN, never a wrong number;
 and a row's result does not depend on which rows share its block, because key blocks lie at absolute positions and a
-block without visible keys changes nothing.
+block without visible keys changes nothing. `kv_write` writes the entries of the step's tokens and no other byte; a
+token without a sequence, a position or a page (-1) is left out.
 
 Online softmax: arXiv:2205.14135. Rows of a block are (token, query head of the group) pairs.
 """
@@ -173,3 +174,48 @@ def paged_attention(
         )  # fmt: skip
     result = acc / total[:, None]
     tl.store(out + row * out_token + query_head * out_head + d, result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def kv_write(
+    k,
+    v,
+    pool,
+    tables,
+    positions,
+    sequences,
+    tokens,
+    table_length,
+    table_stride,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    pool_page,
+    pool_kv,
+    pool_token,
+    pool_head,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """k, v [tokens, kv_heads, D] go to the layer whose K part starts at `pool` ([pages, 2, PAGE_TOKENS, kv_heads, D] by
+    its strides): token i to position positions[i] (int32) of sequence sequences[i] (int32), whose page is
+    tables[sequence, position // PAGE_TOKENS] (int32). Values are rounded to the pool's type.
+    Grid: (cdiv(tokens, BLOCK), kv_heads).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + i, mask=i < tokens, other=-1)
+    sequence = tl.load(sequences + i, mask=i < tokens, other=-1).to(tl.int64)
+    page_index = position // PAGE_TOKENS
+    wanted = (position >= 0) & (sequence >= 0) & (page_index < table_length)
+    page = tl.load(tables + sequence * table_stride + page_index, mask=wanted, other=-1).to(tl.int64)
+    mask = (wanted & (page >= 0))[:, None]
+    d = tl.arange(0, D)[None, :]
+    row = i.to(tl.int64)[:, None]
+    target = pool + (page * pool_page + (position % PAGE_TOKENS) * pool_token + head * pool_head)[:, None] + d
+    key = tl.load(k + row * k_token + head * k_head + d, mask=mask)
+    value = tl.load(v + row * v_token + head * v_head + d, mask=mask)
+    tl.store(target, key.to(pool.dtype.element_ty), mask=mask)
+    tl.store(target + pool_kv, value.to(pool.dtype.element_ty), mask=mask)

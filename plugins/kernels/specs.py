@@ -13,8 +13,7 @@ from typing import Any
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels.attention import paged_attention
-from wicore_trt.plugins.kernels.kv_write import kv_write
+from wicore_trt.plugins.kernels.attention import kv_write, paged_attention
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 

@@ -70,13 +70,11 @@ class Calibration(Protocol):
     def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = silent) -> StaticScales:
         """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises CheckpointError when the model computes
         no finite numbers."""
-        ...
 
     def of_checkpoint(
         self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
     ) -> Checkpoint:
         """Write the unified checkpoint `path` with static scales as `output`, which may be the same."""
-        ...
 
 
 def convert(  # noqa: PLR0913 -- the public call is flat

@@ -11,6 +11,7 @@ The unified names and the trap in them (HF gate_proj is `mlp.fc`, up_proj is `ml
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -185,3 +186,11 @@ def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(map(named, names[:_MAX_LISTED])) + more
+
+
+def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:
+    """What each weight of a step is made of, by rows: `mlp.gate_up` of `mlp.fc` and `mlp.gate`, the others of one."""
+    made: dict[str, list[UnifiedTensor]] = {}
+    for tensor in unified_tensors(spec):
+        made.setdefault(re.sub(r"\.mlp\.(fc|gate)\.", ".mlp.gate_up.", tensor.name), []).append(tensor)
+    return made

@@ -247,7 +247,7 @@ def _lay_out(
 ) -> Manifest:
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
-    kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    kv_dtype = options.kv_dtype_of(checkpoint)
     moved = counted(progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for path in checkpoint.rank_files:
         weights[path.name] = place_weights(

@@ -23,7 +23,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Sleep until the lane has come here. Any thread may."""
-        ...
 
 
 class Lane(Protocol):
@@ -31,16 +30,13 @@ class Lane(Protocol):
 
     def record(self) -> Event:
         """The point behind all that was given so far."""
-        ...
 
     def wait(self, event: Event) -> None:
         """What is given from now on starts after `event`."""
-        ...
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy bytes: (target, source) pairs of equal length, one on the device and one in host memory. Host memory
         that is not pinned is right but slow, and the call then waits."""
-        ...
 
 
 class CudaLane:

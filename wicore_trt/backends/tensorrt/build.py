@@ -75,12 +75,7 @@ class TensorRTBackend:
         return min(limit, DEFAULT_CONTEXT)
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
-        if kv_dtype not in (checkpoint.dtype, "fp8"):
-            raise ConfigError(
-                f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
-                fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
-            )
+        kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
         if options.attention == PLUGIN:
             check_plugin_heads(checkpoint.spec)
@@ -114,7 +109,7 @@ class TensorRTBackend:
 
 def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
     """One request per target and phase."""
-    spec, kv_dtype = checkpoint.spec, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    spec, kv_dtype = checkpoint.spec, options.kv_dtype_of(checkpoint)
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]

@@ -21,7 +21,7 @@ from typing import Any
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.engine.options import LAYERS
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 TOKEN_IDS = "token_ids"
@@ -122,12 +122,11 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
         TensorSpec(POSITIONS, "int32", (BATCH, CHUNK), "step"),
         TensorSpec(SAMPLE_ROWS, "int32", (ROWS,), "step"),
     ]
-    for group in GROUPS:
-        if spec.layers_of(group):
-            tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
-            tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
-            shape = (limits.max_context, spec.head_dim // 2)
-            tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
+    for group in spec.groups:
+        tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
+        tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
+        shape = (limits.max_context, spec.head_dim // 2)
+        tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
     if tp_size > 1:
         tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
     return tensors

@@ -32,7 +32,7 @@ from wicore_trt.checkpoint.format import (
     static_scales,
     write_config,
 )
-from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_scale_name
 from wicore_trt.checkpoint.quantize import E4M3_MAX
 from wicore_trt.checkpoint.records import FileRecord, file_entries
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
@@ -40,8 +40,7 @@ from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import Door, link_or_copy
-from wicore_trt.model.gemma3 import EMBEDDING, forward, layer_weight
-from wicore_trt.model.spec import GROUPS
+from wicore_trt.model.gemma3 import EMBEDDING, forward
 from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3
@@ -71,38 +70,27 @@ class TextCalibration:
     def of_checkpoint(
         self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
     ) -> Checkpoint:
-        return calibrate_checkpoint(path, output, self, force=force, progress=progress)
+        """Write the unified checkpoint `path` with static scales as `output`, which may be the same.
 
-
-def calibrate_checkpoint(
-    path: str | Path,
-    output: str | Path,
-    calibration: TextCalibration,
-    *,
-    force: bool = False,
-    progress: Progress = silent,
-) -> Checkpoint:
-    """Write the unified checkpoint `path` with static scales of `calibration` as `output`, which may be the same.
-
-    An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier calibration
-    are dropped. Raises what `TextCalibration.of_source` and `scratch.replacing` raise, and ConfigError when the
-    checkpoint is not FP8 and no KV scales are asked for.
-    """
-    checkpoint = open_checkpoint(path)
-    if not checkpoint.quant_algo and not calibration.kv_scales:
-        raise ConfigError(
-            f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
-            fix="Convert its source with --dtype fp8.",
-        )
-    same = os.path.realpath(path) == os.path.realpath(output)
-    with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
-        files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
-        tokenizer = Tokenizer.from_files(files, checkpoint.path)
-        found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
-        _rewrite(checkpoint, scratch.directory, found, calibration.kv_scales, progress)
-        open_checkpoint(scratch.directory)
-        scratch.publish()
-    return open_checkpoint(output)
+        An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier
+        calibration are dropped. Raises what `of_source` and `scratch.replacing` raise, and ConfigError when the
+        checkpoint is not FP8 and no KV scales are asked for.
+        """
+        checkpoint = open_checkpoint(path)
+        if not checkpoint.quant_algo and not self.kv_scales:
+            raise ConfigError(
+                f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
+                fix="Convert its source with --dtype fp8.",
+            )
+        same = os.path.realpath(path) == os.path.realpath(output)
+        with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
+            files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
+            tokenizer = Tokenizer.from_files(files, checkpoint.path)
+            found = _calibrate(CheckpointTensors(checkpoint), tokenizer, self, progress)
+            _rewrite(checkpoint, scratch.directory, found, self.kv_scales, progress)
+            open_checkpoint(scratch.directory)
+            scratch.publish()
+        return open_checkpoint(output)
 
 
 def _calibrate(
@@ -167,14 +155,14 @@ class _StreamedModel(TorchModel):
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         shape = (STEP_PIECES, 1, 2, PIECE, spec.num_kv_heads, spec.head_dim)
-        pools = {g: torch.zeros(shape, device=device) for g in GROUPS if spec.layers_of(g)}
+        pools = {g: torch.zeros(shape, device=device) for g in spec.groups}
         rows = [_tensor(*whole.embedding_row(i)) for i in used_ids]
         super().__init__(spec, whole.dtype, {EMBEDDING: torch.cat(rows)}, pools, device)
         self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)
         self.weights = _Weights(whole, self.dtype, device, self.weights[EMBEDDING])
+        self.made_of = run_weights(spec)
         if whole.quantized:
-            linears = [t.name for t in unified_tensors(spec) if t.role is Role.LINEAR]
-            self.fp8 = {*linears, *(layer_weight(i, "mlp.gate_up") for i in range(spec.num_layers))}
+            self.fp8 = {name for name, parts in self.made_of.items() if parts[0].role is Role.LINEAR}
         self.amax: dict[str, float] = {}
         self._index = {token_id: i for i, token_id in enumerate(used_ids)}
 
@@ -194,11 +182,7 @@ class _Weights(dict[str, torch.Tensor]):
     def __init__(self, whole: WholeTensors, dtype: torch.dtype, device: torch.device, embedding: torch.Tensor) -> None:
         super().__init__({EMBEDDING: embedding})
         self._whole, self._dtype, self._device = whole, dtype, device
-        tensors = {t.name: t for t in unified_tensors(whole.spec)}
-        self._parts = {name: [tensor] for name, tensor in tensors.items()}
-        for i in range(whole.spec.num_layers):
-            names = layer_weight(i, "mlp.fc"), layer_weight(i, "mlp.gate")
-            self._parts[layer_weight(i, "mlp.gate_up")] = [tensors[n] for n in names]
+        self._parts = run_weights(whole.spec)
         self._scales = {weight_scale_name(name): parts for name, parts in self._parts.items()}
 
     def __missing__(self, name: str) -> torch.Tensor:
@@ -220,10 +204,8 @@ class _RecordingOps(TorchOps):
         self._recorded, self._report = model, report
 
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        # gate_up is one product here and two tensors in a checkpoint, with the same input
-        gate_up = ".mlp.gate_up." in weight
-        for name in [weight.replace("gate_up", part) for part in ("fc", "gate")] if gate_up else [weight]:
-            self._note(activation_scale_name(name), x)
+        for part in self._recorded.made_of[weight]:
+            self._note(part.activation_scale_name, x)
         return super().linear(x, weight)
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:

@@ -83,17 +83,13 @@ class TritonBackend:
 
 def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     """What the kernels are made for. Raises ConfigError for what no kernel computes."""
-    dtype, kv_dtype = checkpoint.dtype, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    dtype = checkpoint.dtype
     if dtype not in DTYPES:
         raise ConfigError(
             f"backend 'triton' computes in {' or '.join(DTYPES)}, and the checkpoint is {dtype}.",
             fix="Convert the source with --dtype bfloat16, float16 or fp8.",
         )
-    if kv_dtype not in (dtype, "fp8"):
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} with {dtype} activations is not supported by backend 'triton'.",
-            fix=f"Use --kv-dtype {dtype} or fp8.",
-        )
+    kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
     if checkpoint.tp_size != 1:
         raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
     check_sizes(checkpoint.spec)
