@@ -12,12 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels.sample import UNDECIDED, _ordered, _read, _uniform
 
-PROGRAMS = 8
-"""Rows that are decided at the same time; each needs a row of weights."""
-CHUNK, WARPS = 2048, 16
 LEFT = tl.constexpr(UNDECIDED)
 
 
@@ -88,7 +84,7 @@ def draw_wide(
     SOFTCAP: tl.constexpr,
 ):
     """tokens[r] and status[r] of the UNDECIDED ones of `rows` rows; parameters as in `sample.choose`. `weights` is
-    float64 working memory [programs, vocab]; vocab is at most 1 << SHIFT. Grid: (any number up to PROGRAMS,)."""
+    float64 working memory [programs, vocab]; vocab is at most 1 << SHIFT. Grid: (programs,)."""
     own = weights + tl.program_id(0).to(tl.int64) * vocab
     for r in range(tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(status + r) == LEFT:
@@ -122,23 +118,3 @@ def draw_wide(
             tl.store(tokens + row, ((1 << SHIFT) - 1 - (key & ((1 << SHIFT) - 1))).to(tl.int32))
             tl.store(status + row, 0)
             tl.debug_barrier()  # the weights are overwritten by the next row's
-
-
-def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
-    """`draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the stride of the rows of logits, and
-    the addresses of logits and weights of 16 bytes."""
-    types = {
-        **dict.fromkeys(("logits", "peaks"), "*fp32"),
-        **dict.fromkeys(("weights", "temperatures", "top_p", "min_p"), "*fp64"),
-        **dict.fromkeys(("top_k", "indices", "tokens", "status"), "*i32"),
-        **{"seeds": "*i64", "rows": "i32", "vocab": "i32", "row_stride": "i64"},
-    }
-    constants: dict[str, Constant] = {
-        "CHUNK": CHUNK,
-        "SHIFT": max(1, (vocab - 1).bit_length()),
-        "SOFTCAP": float(softcap),
-    }
-    signature = {name: types[name] for name in draw_wide.arg_names if name in types}
-    wide = frozenset({"logits", "weights", "row_stride", "vocab"} if vocab % 16 == 0 else ())
-    name = f"draw_wide_v{vocab}{f'_cap{softcap:g}' if softcap else ''}"
-    return KernelSpec(name, draw_wide, signature, constants, wide, WARPS, 1)

@@ -13,7 +13,7 @@ from typing import Any
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels import norm, qk_rope, sample
+from wicore_trt.plugins.kernels import norm, qk_rope, sample, sample_wide
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 
@@ -142,7 +142,7 @@ SAMPLE_TYPES = {
     **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
     **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
     **dict.fromkeys(("seeds", "candidates"), "*i64"),
-    **{"vocab": "i32", "chunks": "i32", "row_stride": "i64"},
+    **{"vocab": "i32", "chunks": "i32", "row_stride": "i64", "rows": "i32", "weights": "*fp64"},
 }
 
 
@@ -190,3 +190,13 @@ def sample_specs(
     collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps, wide)
     draw = _spec(f"draw_{shape}", sample.draw_filtered, SAMPLE_TYPES, capacity, draw_warps)
     return {"scan": scan, "choose": choose, "collect": collect, "draw": draw}
+
+
+def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
+    """`kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the stride of the
+    rows of logits, and the addresses of logits and weights of 16 bytes."""
+    shift = max(1, (vocab - 1).bit_length())
+    constants: dict[str, Constant] = {"CHUNK": 2048, "SHIFT": shift, "SOFTCAP": float(softcap)}
+    aligned = frozenset({"logits", "weights", "row_stride", "vocab"} if vocab % 16 == 0 else ())
+    name = f"draw_wide_v{vocab}{f'_cap{softcap:g}' if softcap else ''}"
+    return _spec(name, sample_wide.draw_wide, SAMPLE_TYPES, constants, 16, aligned)

@@ -16,7 +16,7 @@ import torch
 from kernel_checks import Runner
 from step_runners import RUNNERS
 
-from wicore_trt.plugins.kernels import sample_wide
+from wicore_trt.plugins.kernels.step_specs import wide_spec
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, wide_launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.sampler import Sampler
@@ -57,7 +57,7 @@ def choose(
     there = Logits(run.put(stored), rows, vocab, stride)
     sampled = SampleArrays(chunk_max=0, chunk_token=0, **arrays)
     begun = time.perf_counter()
-    run.launch(sample_wide.wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
+    run.launch(wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
     seconds = time.perf_counter() - begun
     assert arrays["status"].tolist() == [0] * rows + [2]
     assert arrays["tokens"].tolist() == [want[r] if r in left else -7 for r in range(rows)] + [-7]

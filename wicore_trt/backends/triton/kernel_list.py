@@ -20,7 +20,6 @@ from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
-from wicore_trt.plugins.kernels.sample_wide import wide_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
@@ -29,6 +28,7 @@ from wicore_trt.plugins.kernels.step_specs import (
     norm_config,
     qk_rope_spec,
     sample_specs,
+    wide_spec,
 )
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 
