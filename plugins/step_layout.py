@@ -1,7 +1,7 @@
 """Arguments and grids of a step's small kernels: plain arithmetic over addresses.
 
 Knows pointers as integers (or whatever stands for one) and shapes; neither Triton nor CUDA. Invariant: all arrays are
-contiguous, but for the rows of logits and the pages, whose strides are given.
+contiguous, but for the pages, whose strides are given.
 """
 
 from __future__ import annotations
@@ -148,12 +148,11 @@ def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[st
 
 @dataclass(frozen=True)
 class Logits:
-    """float32 logits [rows, vocab] whose rows are `stride` elements apart."""
+    """float32 logits [rows, vocab]."""
 
     pointer: Any
     rows: int
     vocab: int
-    stride: int
 
 
 def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: SampleArrays) -> dict[str, Launch]:
@@ -163,7 +162,7 @@ def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: Sample
     """
     chunks = div_ceil(logits.vocab, constants["CHUNK"])
     a = vars(arrays)
-    read = {"logits": logits.pointer, "vocab": logits.vocab, "row_stride": logits.stride}
+    read = {"logits": logits.pointer, "vocab": logits.vocab}
     partial = {n: a[n] for n in ("temperatures", "chunk_max", "chunk_token", "chunk_mass", "group_max")}
     filters = {n: a[n] for n in ("top_k", "top_p", "min_p", "seeds", "indices")}
     found = {n: a[n] for n in ("tokens", "status", "peaks", "masses", "counts")}
@@ -183,7 +182,7 @@ def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: in
     vocab]."""
     a = vars(arrays)
     names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "indices", "peaks", "tokens", "status")
-    read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab, "row_stride": logits.stride}
+    read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab}
     return Launch((min(programs, logits.rows), 1, 1), {**read, **{n: a[n] for n in names}, "weights": weights})
 
 

@@ -142,7 +142,7 @@ SAMPLE_TYPES = {
     **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
     **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
     **dict.fromkeys(("seeds", "candidates"), "*i64"),
-    **{"vocab": "i32", "chunks": "i32", "row_stride": "i64", "rows": "i32", "weights": "*fp64"},
+    **{"vocab": "i32", "chunks": "i32", "rows": "i32", "weights": "*fp64"},
 }
 
 
@@ -159,7 +159,7 @@ def sample_specs(
     "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0 is none.
 
     Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
-    Where `vocab` is a multiple of 16, so must be the stride of the rows of logits, and their address of 16 bytes.
+    Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes.
     """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
@@ -178,7 +178,7 @@ def sample_specs(
         "GROUPS": 1 << (chunks * chunk.block // sample.GROUP - 1).bit_length(),
         "CANDIDATES": candidates,
     }
-    wide = frozenset({"logits", "row_stride", "vocab"} if vocab % 16 == 0 else ())
+    wide = frozenset({"logits", "vocab"} if vocab % 16 == 0 else ())
     shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
     scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
     scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps, wide)
@@ -193,10 +193,10 @@ def sample_specs(
 
 
 def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
-    """`kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the stride of the
-    rows of logits, and the addresses of logits and weights of 16 bytes."""
+    """`kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be
+    the addresses of logits and weights, in bytes."""
     shift = max(1, (vocab - 1).bit_length())
     constants: dict[str, Constant] = {"CHUNK": 2048, "SHIFT": shift, "SOFTCAP": float(softcap)}
-    aligned = frozenset({"logits", "weights", "row_stride", "vocab"} if vocab % 16 == 0 else ())
+    aligned = frozenset({"logits", "weights", "vocab"} if vocab % 16 == 0 else ())
     name = f"draw_wide_v{vocab}{f'_cap{softcap:g}' if softcap else ''}"
     return _spec(name, sample_wide.draw_wide, SAMPLE_TYPES, constants, 16, aligned)

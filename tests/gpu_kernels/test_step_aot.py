@@ -51,7 +51,7 @@ def sample_calls(*, sampled: bool, softcap: float, candidates: int) -> list[tupl
     specs = step_specs.sample_specs(VOCAB, "sm90", sampled=sampled, softcap=softcap, candidates=candidates)
     sizes = step_layout.sample_scratch(VOCAB, int(specs["choose"].constants["CHUNK"]), sample.GROUP, 64)
     arrays = SampleArrays(4, 8, **dict.fromkeys(sizes, 8))
-    calls = step_layout.sample_launches(specs["choose"].constants, Logits(16, 3, VOCAB, VOCAB), arrays)
+    calls = step_layout.sample_launches(specs["choose"].constants, Logits(16, 3, VOCAB), arrays)
     return [(spec, calls[n]) for n, spec in specs.items()]
 
 

@@ -51,9 +51,7 @@ class Device:
 
     def __post_init__(self) -> None:
         run, (r, vocab) = self.run, self.logits.shape
-        stride = vocab + (5 if vocab % 16 else 16)
-        stored = torch.full((r, stride), math.nan)
-        stored[:, :vocab] = self.logits
+        stored = torch.cat([self.logits, torch.full((1, vocab), math.nan)])
         params = [s.params for s in self.rows if s.params is not None]
         sampled = any(not p.greedy for p in params)
         specs = step_specs.sample_specs(
@@ -76,7 +74,7 @@ class Device:
         arrays["indices"] = run.ints([len(s.history) - s.prompt_len for s in self.rows])
         if not sampled:  # null pointers, which must not be touched
             arrays = {n: a for n, a in arrays.items() if n in ("tokens", "status", "chunk_max", "chunk_token")}
-        there = Logits(run.put(stored), r, vocab, stride)
+        there = Logits(run.put(stored), r, vocab)
         calls = step_layout.sample_launches(specs["choose"].constants, there, SampleArrays(**arrays))
         for name, call in calls.items():
             if name in specs:

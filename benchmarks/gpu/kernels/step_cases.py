@@ -280,7 +280,7 @@ class SampleProblem:
             n: torch.zeros(self.rows, size, dtype=getattr(torch, t), device=self.device)
             for n, (t, size) in sizes.items()
         }
-        there = Logits(self.logits, self.rows, self.vocab, self.vocab)
+        there = Logits(self.logits, self.rows, self.vocab)
         launches = step_layout.sample_launches(constants, there, SampleArrays(**self.arrays, **scratch))
         return [(spec, launches[n]) for n, spec in specs.items()]
 

@@ -292,7 +292,7 @@ class TritonOps:
         )
         entries = {role: self._model.find(role, rows) for role in ("scan", "choose")}
         vocab = self._spec.vocab_size
-        read = Logits(logits.rows.data_ptr(), rows, vocab, vocab)
+        read = Logits(logits.rows.data_ptr(), rows, vocab)
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])
