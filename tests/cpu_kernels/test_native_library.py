@@ -20,7 +20,7 @@ import os, torch
 from wicore_trt.backends.torch import native, native_args
 lib = native.load()
 lib.set_threads(4)
-weight = lib.pack([torch.arange(640.0 * 4096).view(4096, 640) / 1e6])
+weight = lib.pack(torch.arange(640.0 * 4096).view(4096, 640) / 1e6)
 x, out = torch.ones(3, 640), torch.zeros(3, 4096)
 args = native_args.linear(x, weight, out)
 lib.run([args])
@@ -55,7 +55,7 @@ def test_an_unknown_instruction_set_changes_nothing(lib: NativeLibrary) -> None:
 
 
 def test_calls_from_several_threads_are_serialized(lib: NativeLibrary, rng: torch.Generator) -> None:
-    weight = lib.pack([torch.randn(500, 200, generator=rng)])
+    weight = lib.pack(torch.randn(500, 200, generator=rng))
     xs = [torch.randn(rows, 200, generator=rng) for rows in (1, 3, 8, 30)]
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.progress import silent
 from wicore_trt.runtime.tensor_specs import TensorSpec
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
@@ -212,5 +213,5 @@ def test_requests_name_every_phase(make_source: MakeSource, tmp_path: Path) -> N
     requests = plan_requests(checkpoint, checkpoint.path, options)
     assert [(r.target, r.phase) for r in requests] == [(t, p) for t in ("sm120", "sm80") for p in PHASES]
     (tmp_path / "plans").mkdir()
-    plans = build_plans(find_tensorrt(), requests, tmp_path, None)
+    plans = build_plans(find_tensorrt(), requests, tmp_path, silent)
     assert [plan.tensors[0].shape for plan in plans] == [(1, "T"), ("B", 1)] * 2

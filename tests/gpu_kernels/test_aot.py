@@ -61,11 +61,10 @@ def test_parameters_of_the_cubin_are_the_arguments_and_two_scratch_pointers(name
     assert parameter_sizes(kernel.cubin, kernel.symbol) == [*want, 8, 8]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
-def test_float32_attention_is_float32(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_attention_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 keeps 11 bits of a query."""
     texts = recorded_ptx(monkeypatch)
-    aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 64, kv_dtype), "float32", 4), "sm100")
+    aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 64, "float32"), 4), "sm100")
     assert "fma.rn.f32" in texts[0] and "tf32" not in texts[0]
 
 
@@ -107,7 +106,7 @@ def test_damage_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SPECS["attention_bfloat16_bfloat16_r2_m64_d128_p32"]
+    spec = SPECS["attention_bfloat16_r2_m64_d128_p32"]
     with pytest.raises(ConfigError, match="sm75"):
         aot.compile_kernel(spec, "sm75")
     monkeypatch.setitem(aot.SHARED_LIMIT, "sm89", 1000)

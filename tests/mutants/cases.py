@@ -187,8 +187,8 @@ MUTANTS = (
     ),
     Mutant(
         "runtime/page_copier.py",
-        "if self._digests is not None and leaving else None\n",
-        "if self._digests is not None else None\n",
+        "        lane.copy((h, d, n) if leaving",
+        "        lane = lane if leaving or len(copies) % 2 else self._compute\n        lane.copy((h, d, n) if leaving",
         "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(

@@ -137,7 +137,7 @@ def draw_setup(seed: int) -> Setup:
 
 def draw_checks(rng: random.Random) -> dict[str, Any]:
     checks = rng.random() < 0.6
-    return {"checks": checks, "lies": rng.choice((0.003, 0.03, 0.3)) if checks and rng.random() < 0.4 else 0.0}
+    return {"checks": checks, "lies": rng.choice((0.003, 0.03, 0.3, 1.0)) if checks and rng.random() < 0.4 else 0.0}
 
 
 def draw_shared(rng: random.Random, entry_bytes: dict[str, int]) -> bool:

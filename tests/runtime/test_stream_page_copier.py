@@ -269,6 +269,21 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
     assert seen[alone][0] != bytes(32), "the copy read what the step wrote: nothing waited"
 
 
+def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
+    """A page comes in; what lies in the same bytes under another name leaves: with the bytes that came."""
+    layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
+    memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
+    pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
+    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping)  # type: ignore[arg-type]
+    host, done = aligned_buffer(48)[:48], threading.Event()
+    copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # bytes 96 to 128
+    copier.to_host("local", 2, [host], lambda *_: done.set())  # 96 to 144
+    copier.flush()
+    device.run(1000)
+    assert done.wait(5) and bytes(host) == b"\7" * 32 + bytes(16)
+    copier.close()
+
+
 def test_what_overlaps_is_what_has_a_byte_in_common() -> None:
     layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
     for group, slot in [("global", i) for i in range(6)] + [("local", i) for i in range(4)]:

@@ -30,11 +30,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Sleep until the lane has come here. Any thread may."""
-        ...
 
     def seconds_after(self, earlier: Any) -> float:
         """Between two points of one lane that it has passed."""
-        ...
 
 
 class Lane(Protocol):
@@ -42,16 +40,13 @@ class Lane(Protocol):
 
     def record(self) -> Event:
         """The point behind all that was given so far."""
-        ...
 
     def wait(self, event: Any) -> None:
         """What is given from now on starts after `event`."""
-        ...
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Copy (target, source, bytes), addresses of which one is on the device and one in host memory, which the
         caller keeps. Host memory that is not pinned is right but slow, and the call then waits."""
-        ...
 
 
 class CudaEvent:

@@ -30,7 +30,6 @@ class NativeLibrary:
     def __init__(self, lib: ctypes.CDLL) -> None:
         lib.wicore_cpu_set_threads.argtypes = [c_int64]
         lib.wicore_cpu_set_threads.restype = None
-        lib.wicore_cpu_threads.restype = c_int64
         lib.wicore_cpu_set_isa.argtypes = [c_char_p]
         lib.wicore_cpu_isa.restype = c_char_p
         lib.wicore_cpu_run.argtypes = [POINTER(_Command), c_int64]
@@ -50,10 +49,6 @@ class NativeLibrary:
         """Use another instruction set ("auto": the best one). False, and no change, if this machine lacks it."""
         return int(self._lib.wicore_cpu_set_isa(name.encode())) == 0
 
-    @property
-    def threads(self) -> int:
-        return int(self._lib.wicore_cpu_threads())
-
     def set_threads(self, threads: int) -> None:
         """Threads that run a step, the calling one included."""
         assert threads >= 1
@@ -68,24 +63,16 @@ class NativeLibrary:
         status = self._lib.wicore_cpu_run(commands, len(steps))
         assert status == 0, "unknown operator"
 
-    def pack(self, parts: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> PackedWeight:
-        """Pack matrices [n_i, k] of one dtype, stacked on dim 0. E4M3 matrices need `scale` (float32 [sum n_i]) and
-        become bfloat16, which holds their values exactly. Inputs are only read; memory is that of the result and one
-        part."""
-        dtype = torch.bfloat16 if parts[0].dtype == torch.float8_e4m3fn else parts[0].dtype
-        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
-        code = DTYPE_CODES[dtype]
-        ragged = n % 64 or k % 2
-        data = (torch.zeros if ragged else torch.empty)(
+    def pack(self, matrix: torch.Tensor, scale: torch.Tensor | None = None) -> PackedWeight:
+        """Pack a matrix [n, k]. An E4M3 one needs `scale` (float32 [n]) and becomes bfloat16, which holds its values
+        exactly. Inputs are only read."""
+        dtype = torch.bfloat16 if matrix.dtype == torch.float8_e4m3fn else matrix.dtype
+        (n, k), code = matrix.shape, DTYPE_CODES[dtype]
+        data = (torch.zeros if n % 64 or k % 2 else torch.empty)(
             self._lib.wicore_cpu_packed_bytes(n, k, code), dtype=torch.uint8
         )
-        row = 0
-        for part in parts:
-            source = part.to(dtype).contiguous()
-            self._lib.wicore_cpu_pack(
-                data.data_ptr(), address(source, dtype, part.shape[0], k), row, part.shape[0], n, k, code
-            )
-            row += part.shape[0]
+        source = matrix.to(dtype).contiguous()
+        self._lib.wicore_cpu_pack(data.data_ptr(), address(source, dtype, n, k), 0, n, n, k, code)
         if scale is not None:
             scale = scale.to(torch.float32).reshape(n).contiguous()
         return PackedWeight(data, n, k, dtype, scale)

@@ -149,7 +149,7 @@ class AttentionSignals:
             self._mass.popitem(last=False)
 
     def take(self, keys: Sequence[bytes]) -> list[float] | None:
-        """The signal for `EvictionPolicy.touch`, and forget it; None when none of the pages was measured."""
+        """The signal for `ChainPolicy.touch`, and forget it; None when none of the pages was measured."""
         if not any(key in self._mass for key in keys):
             return None
         return [self._mass.pop(key, NEUTRAL_SIGNAL) for key in keys]
