@@ -181,8 +181,8 @@ MUTANTS = (
     ),
     Mutant(
         "runtime/page_copier.py",
-        "        if not self._asked.isdisjoint(shared):\n            self.flush()",
-        "        if (group, slot) in self._asked:\n            self.flush()",
+        "        self._asked.update(shared)\n",
+        "        self._asked.add((group, slot))\n",
         "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(

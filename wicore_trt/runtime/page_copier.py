@@ -262,7 +262,7 @@ class StreamPageCopier:
             at += size
         assert at == address + count
         shared = self._overlapping(group, slot)
-        if not self._asked.isdisjoint(shared):
+        if (group, slot) in self._asked:
             self.flush()  # so that within a batch, and between those of both directions, no order matters
         self._asked.update(shared)
         batch.append(_Copy(address, count, pieces, parts, shared, done))
