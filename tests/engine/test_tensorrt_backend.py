@@ -6,11 +6,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_source import write_tiny_source
 
+from wicore_trt.backends.tensorrt import api
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import INDEX, build_plans, plan_requests
 from wicore_trt.backends.tensorrt.plan_io import PHASES
@@ -133,6 +135,30 @@ def test_without_tensorrt_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
     with pytest.raises(EnvironmentUnfitError, match=r"pip install -e '\.\[tensorrt\]'"):
         build(make_source(), tmp_path / "engine")
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "found"),
+    [
+        ("10.15.1", (9, 0), "tensorrt"),
+        ("10.15.1", None, "tensorrt-rtx"),
+        ("10.14.0", (9, 0), "tensorrt-rtx"),
+        (None, (9, 0), "tensorrt-rtx"),
+    ],
+)
+def test_full_tensorrt_is_taken_where_it_and_a_gpu_are(
+    version: str | None, gpu: tuple[int, int] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the GPU is asked for only beside it: that takes PyTorch, which every plan's process would load."""
+    asked: list[None] = []
+    monkeypatch.setattr(api, "_gpu_capability", lambda: [gpu, asked.append(None)][0])
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    if version:
+        monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__=version, Builder=object))  # type: ignore[arg-type]
+    here = find_tensorrt()
+    assert here.flavour == found and len(asked) == (1 if version else 0)
+    assert list(here.targets) == ["sm90"] if found == "tensorrt" else {"sm75", "sm120"} < {*here.targets}
 
 
 def test_a_plan_that_tensorrt_refuses_carries_its_reason(
