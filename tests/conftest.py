@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # before anything is imported that 
     CACHES = tempfile.mkdtemp(prefix="wicore-test-caches-")
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)
     os.environ |= {"XDG_CACHE_HOME": CACHES, "TRITON_HOME": CACHES, "TRITON_CACHE_DIR": f"{CACHES}/triton"}
+    os.environ["RUSTUP_HOME"] = f"{CACHES}/rustup"  # pip asks rustc for its version, and rustup's writes its settings
 
 
 @contextmanager
