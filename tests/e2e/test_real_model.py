@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import sys
 from pydoc_data.topics import topics
 
 import pytest
-from e2e.conftest import WICORE
 
 from wicore_trt import LLM, SamplingParams
 from wicore_trt.types import GenerateRequest
@@ -95,7 +95,7 @@ def test_text_makes_sense_and_streams_equal_whole_completions(llm):
 
 
 def test_generate_command(engine_270m):
-    command = [*WICORE, "generate", str(engine_270m), "--json", "--max-tokens", "8"]
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "generate", str(engine_270m), "--json", "--max-tokens", "8"]
     done = subprocess.run(command, input="The capital of France is", capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
     assert result["completion_tokens"] == 8 and result["finish_reason"] == "length" and result["text"].strip()

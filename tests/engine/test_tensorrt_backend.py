@@ -4,27 +4,67 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_source import write_tiny_source
+from tiny_source import CONFIG, write_tiny_source
 
+from wicore_trt.backends.tensorrt import api
+from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt.api import find_tensorrt
-from wicore_trt.backends.tensorrt.build import INDEX, build_plans, plan_requests
+from wicore_trt.backends.tensorrt.build import INDEX, plan_requests
+from wicore_trt.backends.tensorrt.plan_build import PlanRequest, hash_network, make_network
 from wicore_trt.backends.tensorrt.plan_io import PHASES
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_monitor
+from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
+from wicore_trt.engine.options import BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.progress import silent
 from wicore_trt.runtime.tensor_specs import TensorSpec
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 MakeSource = Callable[..., Path]
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine in bfloat16 for sm89, and how its plans' progress was told."""
+
+    source: Path
+    engine: Path
+    index: dict[str, Any]
+    progress: list[tuple[int, int]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_layers() -> Iterator[None]:
+    """One of each kind: twice the layers take twice the time to compile and show nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIG, "num_hidden_layers", 2)  # type: ignore[arg-type]
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(two_layers: None, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Made once; tests only look at it."""
+    directory, seen = tmp_path_factory.mktemp("built"), []
+
+    def report(phase: str, done: int, total: int) -> None:
+        if phase == "plans":
+            seen.append((done, total))
+
+    source = write_tiny_source(directory / "source")
+    index = build(source, directory / "engine", dtype="bfloat16", progress=report)
+    return Built(source, directory / "engine", index, seen)
 
 
 def build(source: Path, output: Path, target: str = "sm89", **options: Any) -> dict[str, Any]:
@@ -68,13 +108,17 @@ def test_several_targets_in_one_go(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8"])
-def test_every_dtype(dtype: str, make_source: MakeSource, tmp_path: Path) -> None:
+def test_every_dtype(dtype: str, built: Built, make_source: MakeSource, tmp_path: Path) -> None:
     """Weights are inputs of exactly the file's tensors, and no plan transposes one in every step."""
-    index = build(make_source(), tmp_path / "engine", dtype=dtype)
-    file = SafetensorsFile(tmp_path / "engine" / "rank0.safetensors").tensors
+    index, engine = built.index, built.engine
+    if dtype != "bfloat16":
+        engine = tmp_path / "engine"
+        index = build(make_source(), engine, dtype=dtype)
+    file = SafetensorsFile(engine / "rank0.safetensors").tensors
     for phase in PHASES:
         tensors = [TensorSpec.from_dict(t) for t in index["tensors"][phase]]
         assert {part for t in tensors if t.kind == "weight" for part in t.parts} == set(file)
+        assert tensors[0].shape == {"prefill": (1, "T"), "decode": ("B", 1)}[phase]
     for plan in index["plans"].values():
         assert plan["rearranged_weights"] == []
         wanted = {"fp8": "fp8"}.get(dtype, dtype)
@@ -87,15 +131,23 @@ def test_an_untied_head_and_fp8_pages(make_source: MakeSource, tmp_path: Path) -
     assert head["parts"] == ["lm_head.weight"]
 
 
-def test_two_builds_differ_in_nothing_that_matters(make_source: MakeSource, tmp_path: Path) -> None:
-    source = make_source()
-    one, two = (build(source, tmp_path / name) for name in ("one", "two"))
-    assert one == two, "inputs, outputs, network hashes, kernels, memory"
-    sizes = [[(tmp_path / name / plan).stat().st_size for plan in one["plans"]] for name in ("one", "two")]
+def test_two_builds_differ_in_nothing_that_matters(built: Built, tmp_path: Path) -> None:
+    again = build(built.source, tmp_path / "two", dtype="bfloat16")
+    assert built.index == again, "inputs, outputs, network hashes, kernels, memory"
+    sizes = [[(engine / plan).stat().st_size for plan in again["plans"]] for engine in (built.engine, tmp_path / "two")]
     assert sizes[0] == sizes[1]
-    other = build(source, tmp_path / "three", max_context=100)
-    hashes = [{plan["network_hash"] for plan in index["plans"].values()} for index in (one, other)]
-    assert len(hashes[0] | hashes[1]) == 4
+
+
+def test_the_hash_of_a_network_tells_longer_contexts_apart(built: Built, tmp_path: Path) -> None:
+    """As the plans' own processes compute it."""
+    checkpoint = convert(built.source, tmp_path / "checkpoint", dtype="bfloat16")
+    hashes = set()
+    for context in (100, 128):
+        options = BuildOptions("tensorrt", "auto", "auto", 1, 32, ("sm89",), context, 2, 16, None)
+        for request in plan_requests(checkpoint, checkpoint.path, options):
+            builder = trt.Builder(trt.Logger())
+            hashes.add(hash_network(make_network(trt, builder, request)[0]))
+    assert len(hashes) == 4 and {plan["network_hash"] for plan in built.index["plans"].values()} < hashes
 
 
 @pytest.mark.parametrize(
@@ -136,6 +188,30 @@ def test_without_tensorrt_it_says_what_to_install(
         build(make_source(), tmp_path / "engine")
 
 
+@pytest.mark.parametrize(
+    ("version", "gpu", "found"),
+    [
+        ("10.15.1", (9, 0), "tensorrt"),
+        ("10.15.1", None, "tensorrt-rtx"),
+        ("10.14.0", (9, 0), "tensorrt-rtx"),
+        (None, (9, 0), "tensorrt-rtx"),
+    ],
+)
+def test_full_tensorrt_is_taken_where_it_and_a_gpu_are(
+    version: str | None, gpu: tuple[int, int] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the GPU is asked for only beside it: that takes PyTorch, which every plan's process would load."""
+    asked: list[None] = []
+    monkeypatch.setattr(api, "_gpu_capability", lambda: [gpu, asked.append(None)][0])
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    if version:
+        monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__=version, Builder=object))  # type: ignore[arg-type]
+    here = find_tensorrt()
+    assert here.flavour == found and len(asked) == (1 if version else 0)
+    assert list(here.targets) == ["sm90"] if found == "tensorrt" else {"sm75", "sm120"} < {*here.targets}
+
+
 def test_a_plan_that_tensorrt_refuses_carries_its_reason(
     make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,14 +221,8 @@ def test_a_plan_that_tensorrt_refuses_carries_its_reason(
     assert not (tmp_path / "engine").exists()
 
 
-def test_progress_grows_to_the_end(make_source: MakeSource, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def report(phase: str, done: int, total: int) -> None:
-        if phase == "plans":
-            seen.append((done, total))
-
-    build(make_source(), tmp_path / "engine", progress=report)
+def test_progress_grows_to_the_end(built: Built) -> None:
+    seen = built.progress
     assert seen[-1] == (2000, 2000) and seen == sorted(seen) and len({done for done, _ in seen}) > 5
 
 
@@ -203,15 +273,25 @@ def test_log_lines() -> None:
     assert book.activation_bytes == 1234 and book.reason() == "one"
 
 
-def test_requests_name_every_phase(make_source: MakeSource, tmp_path: Path) -> None:
-    """build_plans keeps the order of its requests whichever ends first."""
-    from wicore_trt.checkpoint.convert import convert
-    from wicore_trt.engine.options import BuildOptions
-
-    checkpoint = convert(make_source(), tmp_path / "checkpoint", dtype="bfloat16")
+def test_plans_come_in_the_order_of_their_requests(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever ends first: of the two that are built at once the later one does."""
+    checkpoint = convert(built.source, tmp_path / "checkpoint", dtype="bfloat16")
     options = BuildOptions("tensorrt", "auto", "auto", 1, 32, ("sm120", "sm80"), 64, 2, 16, None)
     requests = plan_requests(checkpoint, checkpoint.path, options)
     assert [(r.target, r.phase) for r in requests] == [(t, p) for t in ("sm120", "sm80") for p in PHASES]
-    (tmp_path / "plans").mkdir()
-    plans = build_plans(find_tensorrt(), requests, tmp_path, silent)
-    assert [plan.tensors[0].shape for plan in plans] == [(1, "T"), ("B", 1)] * 2
+    ended = {file: threading.Event() for file in (f"{r.target}.{r.phase}.plan" for r in requests)}
+    order: list[str] = []
+
+    def finish(file: str, request: PlanRequest, report: Callable[[float], None]) -> str:
+        if request.phase == PHASES[0]:
+            assert ended[f"{request.target}.{PHASES[1]}.plan"].wait(60)
+        order.append(file)
+        ended[file].set()
+        return file
+
+    monkeypatch.setattr(backend, "start", lambda request, file, cache: file.name)
+    monkeypatch.setattr(backend, "finish", finish)
+    monkeypatch.setattr(backend.os, "cpu_count", lambda: 2)
+    assert backend.build_plans(find_tensorrt(), requests, tmp_path, silent) == list(ended) != order

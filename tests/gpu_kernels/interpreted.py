@@ -20,8 +20,9 @@ import numpy as np
 import torch
 import triton.experimental.gluon  # noqa: F401 - the first launch imports it, and it must find compiled functions
 import triton.language as tl
+from gpu_kernels import quick_types
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterOptions, TensorHandle
 from triton.runtime.jit import JITFunction
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
@@ -31,8 +32,10 @@ from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 
-PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.block_type, interpreter)
 MISSING = object()
+OPTIONS = InterpreterOptions(sanitize_overflow=False)
+"""By default every sum of integers is computed again in 64 bits, for a `device_assert` that without `debug` is none."""
 Names = dict[str, Any]
 
 
@@ -49,11 +52,15 @@ def _put(owner: Any, names: Names) -> None:
 
 @cache
 def _language() -> list[Names]:
-    """What the interpreter sets on each of `PATCHED`. It looks these five hundred names up again at every launch and at
-    every call of one function by another, which took a third of the tests' time; they are always the same."""
+    """What the interpreter and `quick_types` set on each of `PATCHED`. The interpreter looks its five hundred names up
+    again at every launch and at every call of one function by another, which took a third of the tests' time; they are
+    always the same."""
     before = [dict(vars(o)) for o in PATCHED]
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     tl.tensor.__index__ = _scalar_index
+    tl.tensor.__init__ = quick_types.tensor_init
+    tl.block_type.__init__ = quick_types.block_type_init
+    interpreter._get_np_dtype = quick_types.np_dtype
     found = [{n: v for n, v in vars(o).items() if v is not b.get(n)} for o, b in zip(PATCHED, before, strict=True)]
     for o, names, b in zip(PATCHED, found, before, strict=True):
         _put(o, {n: b.get(n, MISSING) for n in names})
@@ -103,15 +110,15 @@ def _interpreting(function: JITFunction) -> Iterator[InterpretedFunction]:
 
 
 @contextmanager
-def _patched(**functions: Any) -> Iterator[None]:
-    """Methods of the interpreter, replaced."""
+def _patched(**members: Any) -> Iterator[None]:
+    """Members of the interpreter, replaced."""
     builder = interpreter.interpreter_builder
-    vars(builder).update(functions)
+    before = dict(vars(builder))
+    vars(builder).update(members)
     try:
         yield
     finally:
-        for name in functions:
-            delattr(builder, name)
+        _put(builder, {name: before.get(name, MISSING) for name in members})
 
 
 def _bfloat16() -> dict[str, Any]:
@@ -207,7 +214,7 @@ def launch(spec: KernelSpec, call: Launch) -> None:
         if type_.startswith("*") and isinstance(arguments[name], int):
             arguments[name] = torch.empty(0)  # its address is 0
     tensors = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
-    mended = {**_bfloat16(), **_float8(), **_within(tensors)}
+    mended = {**_bfloat16(), **_float8(), **_within(tensors), "options": OPTIONS}
     with _interpreting(spec.function) as kernel, _patched(**mended), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)
 

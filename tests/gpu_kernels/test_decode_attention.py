@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted
 import torch
+from gpu_kernels.targets import targets
 from kernel_checks import E4M3, EPSILON, TORCH, to_e4m3
 
 from wicore_trt.errors import ConfigError
@@ -22,8 +23,6 @@ from wicore_trt.plugins import aot, decode_layout
 from wicore_trt.plugins.decode_layout import DecodeConfig, DecodeRows, Workspace
 from wicore_trt.plugins.kernels import fast_attention_specs as specs
 from wicore_trt.plugins.layout import Pool, PoolShape, Tables
-
-TARGETS = ("sm80", "sm90", *(pytest.param(t, marks=pytest.mark.long) for t in ("sm89", "sm100", "sm120")))
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ LARGE, LARGE8 = PoolShape(52, 32, 16, 128, "bfloat16"), PoolShape(52, 32, 16, 12
 SMALL = PoolShape(15, 16, 1, 256, "float16")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", targets("sm90"))
 def test_compiles(target: str) -> None:
     for pool, dtype, heads, rows in ((LARGE, "bfloat16", 32, 1), (LARGE8, "bfloat16", 32, 8), (SMALL, "float16", 4, 1)):
         if pool is SMALL and target not in ("sm89", "sm90"):

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
 import interpreted  # noqa: E402
+from gpu_kernels.targets import targets  # noqa: E402
 
 from benchmarks.gpu.kernels.linear_cases import LinearInputs, check_case, draw, reference, run_case  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402
@@ -96,7 +97,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize("target", targets("sm80", "sm90"))
 @pytest.mark.parametrize(("shape", "config"), COMPILED, ids=lambda c: c.name() if isinstance(c, LinearConfig) else "")
 def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None:
     if shape.fp8_input and target == "sm80":

@@ -16,7 +16,7 @@ import pytest
 from oracle import plan
 from oracle.life import live
 from oracle.plan import draw_setup
-from oracle.runner import campaign, cores
+from oracle.runner import campaign, cores, fails, plan_of, shrink
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.tiers.load import PrefixLoad
 
@@ -62,7 +62,13 @@ def test_a_jump_over_a_hole_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was requested has arrived, so everything has: once a defect, and the campaign must find it."""
     monkeypatch.setattr(PrefixLoad, "meeting_page", lambda load: 0)
     monkeypatch.setattr(PrefixLoader, "_unwritten", lambda loader, pages, load, computed: [])
-    assert any(failure.kind in ("poison", "wrong token", "failed request") for failure in campaign(60, seed=2).failed)
+    [failure] = campaign(60, seed=2, first_only=True).failed
+    assert failure.kind in ("poison", "wrong token", "failed request")
+    kind, happenings = failure.kind, len(plan_of(failure.seed)[1])
+    shrink(failure)
+    assert failure.keep and len(failure.keep) < happenings / 2
+    again = fails(failure.seed, failure.keep)
+    assert again is not None and again.kind == kind
 
 
 def test_bits_that_change_on_the_way_and_are_not_looked_for_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pydoc_data.topics
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers import Gemma3ForCausalLM
 
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import EngineTensors, load_tensors
-from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions
 
@@ -60,11 +59,10 @@ class Gemma270M:
 
 
 @pytest.fixture(scope="module")
-def gemma(gemma_270m_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Gemma270M:
-    path = tmp_path_factory.mktemp("gemma-270m")
-    checkpoint = convert(gemma_270m_gguf, path / "checkpoint", dtype="float32")
+def gemma(checkpoint_270m: Checkpoint) -> Gemma270M:
+    checkpoint = checkpoint_270m
     tensors = load_tensors(checkpoint.rank_files, checkpoint.spec)
-    tokenizer = Tokenizer.from_file(str(path / "checkpoint" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     return Gemma270M(checkpoint.spec, tensors, transformers_model(checkpoint.spec, tensors), tokenizer)
 
 

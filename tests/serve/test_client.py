@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from serving import expected, make_engine, serving, until
@@ -62,12 +63,12 @@ async def test_errors_are_those_of_the_engine():
 
 
 async def test_a_full_queue_says_when_to_come_back_and_a_wrong_key_is_told(tmp_path):
-    async with serving(make_engine(step_s=0.02, max_waiting=2), api_key="k" * 32) as running:
+    async with serving(make_engine(step_s=0.1, max_waiting=2), api_key="k" * 32) as running:
         with Client(running.address, api_key="wrong") as client, pytest.raises(AuthenticationError):
             await asyncio.to_thread(client.generate, "hello", GREEDY)
         with Client(running.address, api_key="k" * 32) as client:
             with pytest.raises(QueueFullError) as caught:
-                await asyncio.to_thread(client.generate, ["a", "b"] * 40, LONG)
+                await asyncio.to_thread(client.generate, ["a", "b"] * 40, replace(LONG, max_tokens=90))
             assert caught.value.retry_after_s > 0
 
 

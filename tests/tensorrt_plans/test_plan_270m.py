@@ -18,6 +18,7 @@ from torch import nn
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.checkpoint.convert import convert
+from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.model.spec import Gemma3Spec
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
@@ -35,9 +36,13 @@ BOUNDS = {"float32": 2e-5, "bfloat16": 0.04, "float16": 0.01, "fp8": 0.25}
         pytest.param("fp8", marks=pytest.mark.long),
     ],
 )
-def test_prompt_and_decode_steps(dtype: str, gemma_270m_gguf: Path, tmp_path: Path) -> None:
+def test_prompt_and_decode_steps(
+    dtype: str, gemma_270m_gguf: Path, checkpoint_270m: Checkpoint, tmp_path: Path
+) -> None:
     """KV is carried through the cache outputs; the window slides out of the cache's beginning while decoding."""
-    checkpoint = convert(gemma_270m_gguf, tmp_path / "checkpoint", dtype=dtype)
+    checkpoint = checkpoint_270m
+    if dtype != "float32":
+        checkpoint = convert(gemma_270m_gguf, tmp_path / "checkpoint", dtype=dtype)
     tensors = load_file(checkpoint.rank_files[0])
     spec, base = checkpoint.spec, checkpoint.dtype
     driver = PlanDriver(spec, tensors, tmp_path, LIMITS, dtype=base)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
 
-from wicore_trt.checkpoint.source import open_source
 from wicore_trt.errors import EngineFormatError, InvalidRequestError
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer, longest_token
@@ -254,9 +253,8 @@ def turns_of_another_thread(work) -> int:
 
 
 @pytest.mark.model
-def test_real_tokenizer(gemma_270m_gguf: Path, tmp_path: Path) -> None:
-    open_source(str(gemma_270m_gguf)).write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.from_dir(tmp_path)
+def test_real_tokenizer(engine_270m: Path) -> None:
+    tokenizer = Tokenizer.from_dir(engine_270m)
     assert (tokenizer.bos_id, tokenizer.vocab_size, tokenizer.has_chat) == (2, 262144, False)
     assert 1 in tokenizer.eos_ids and len(tokenizer.byte_ids) == 256
     text = "Hello world,  naïve\n\n🙂 日本語 \U000e0041\U0001f9ff ᚠᛇᚻ 𓀀𓂀"

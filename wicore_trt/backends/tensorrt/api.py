@@ -7,7 +7,9 @@ not know networks. Invariant: neither is imported before a build asks for it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -56,6 +58,8 @@ def find_tensorrt() -> TensorRT:
 
 def _full() -> TensorRT | None:
     """`tensorrt` if it is whole, new enough and beside a GPU. The package of that name on PyPI alone is a stub."""
+    if not _installed("tensorrt"):  # asked first: the question for the GPU loads PyTorch, in every plan's process
+        return None
     capability = _gpu_capability()
     if capability is None:
         return None
@@ -67,6 +71,11 @@ def _full() -> TensorRT | None:
     if not hasattr(tensorrt, "Builder") or tuple(int(p) for p in version.split(".")[:2]) < OLDEST:
         return None
     return TensorRT(tensorrt, FULL, version, {f"sm{capability[0]}{capability[1]}": None})
+
+
+def _installed(name: str) -> bool:
+    """Whether the top-level module can be found; does not import it."""
+    return name in sys.modules or find_spec(name) is not None
 
 
 def _gpu_capability() -> tuple[int, int] | None:
