@@ -86,10 +86,11 @@ class CudaLane:
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         stream = int(self.stream.cuda_stream)
-        for target, source, count in pieces:
-            status = self._memcpy(target, source, count, stream)
-            if status:
-                raise RuntimeError(f"cuMemcpyAsync of {count} bytes failed with CUDA error {status}")
+        with torch.cuda.stream(self.stream):  # its device's context is this thread's, whichever the caller had
+            for target, source, count in pieces:
+                status = self._memcpy(target, source, count, stream)
+                if status:
+                    raise RuntimeError(f"cuMemcpyAsync of {count} bytes failed with CUDA error {status}")
 
 
 class CudaDigests:
