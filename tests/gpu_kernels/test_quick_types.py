@@ -57,7 +57,7 @@ def test_types_of_blocks_and_their_values(element: Any) -> None:
     assert quick_types.np_dtype(element) == interpreter._get_np_dtype(element)
 
 
-@pytest.mark.parametrize("shape", [[], [3], [2.0], [2048, 1024], (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [[], [3], [2.5], [2048, 1024], (2, 2)], ids=str)
 def test_what_is_no_shape_is_none(shape: Any) -> None:
     errors = []
     for make in (quick_types.block_type_init, tl.block_type.__init__):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from serving import expected, make_engine, serving, until
