@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-Progress = Callable[[str, int, int], None]
+from wicore_trt.progress import Progress, silent
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -56,7 +56,7 @@ def human_bytes(count: float) -> str:
 def progress(*, quiet: bool = False) -> Iterator[Progress]:
     """A progress(phase, done, total) callback: a bar on a TTY, else one line when a phase begins."""
     if quiet:
-        yield lambda phase, done, total: None
+        yield silent
     elif sys.stderr.isatty():
         with _bars() as report:
             yield report
@@ -66,19 +66,19 @@ def progress(*, quiet: bool = False) -> Iterator[Progress]:
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("{task.percentage:>3.0f}%"),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("left"),
+        bars.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as display:
-        tasks: dict[str, TaskID] = {}
+    with bars.Progress(*columns, console=Console(stderr=True)) as display:
+        tasks: dict[str, bars.TaskID] = {}
 
         def report(phase: str, done: int, total: int) -> None:
             whole = None if (done, total) == (0, 1) else total  # a phase without steps: the bar moves all the same

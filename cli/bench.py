@@ -5,6 +5,7 @@ Invariant: standard output carries the tables, or one JSON document with --json;
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,28 +20,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and perplexity.")
 
-_WHERE, _WHAT = "What is measured", "What is sent"
+_WHERE, _WHAT = (partial(typer.Option, rich_help_panel=panel) for panel in ("What is measured", "What is sent"))
 EngineOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Engine directory, run in this process; with --target, the engine that the server on this machine runs.",
-        rich_help_panel=_WHERE,
+    _WHERE(
+        help="Engine directory, run in this process; with --target, the engine that the server on this machine runs."
     ),
 ]
-TargetOption = Annotated[str | None, typer.Option(help="HOST:PORT of a running server.", rich_help_panel=_WHERE)]
-ApiKeyOption = Annotated[
-    str | None, typer.Option(envvar="WICORE_SERVER__API_KEY", help="Key of the server.", rich_help_panel=_WHERE)
-]
-TlsCaOption = Annotated[
-    Path | None, typer.Option(help="CA of the server's certificate, PEM; turns TLS on.", rich_help_panel=_WHERE)
-]
-RecipeOption = Annotated[
-    str | None, typer.Option(help="Recipe for the engine in this process.", rich_help_panel=_WHERE)
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option(min=0, help="CPU threads of one step; 0: all.", rich_help_panel=_WHERE)
-]
-SeedOption = Annotated[int, typer.Option(help="Seed of prompts and arrival times.", rich_help_panel=_WHAT)]
+TargetOption = Annotated[str | None, _WHERE(help="HOST:PORT of a running server.")]
+ApiKeyOption = Annotated[str | None, _WHERE(envvar="WICORE_SERVER__API_KEY", help="Key of the server.")]
+TlsCaOption = Annotated[Path | None, _WHERE(help="CA of the server's certificate, PEM; turns TLS on.")]
+RecipeOption = Annotated[str | None, _WHERE(help="Recipe for the engine in this process.")]
+ThreadsOption = Annotated[int | None, _WHERE(min=0, help="CPU threads of one step; 0: all.")]
+SeedOption = Annotated[int, _WHAT(help="Seed of prompts and arrival times.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -56,13 +48,11 @@ def _list(text: str) -> list[int]:
 def latency(
     engine: EngineOption = None,
     target: TargetOption = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes.", metavar="N,N", rich_help_panel=_WHAT)] = "1,8",
-    input_tokens: Annotated[
-        str, typer.Option(help="Prompt lengths.", metavar="N,N", rich_help_panel=_WHAT)
-    ] = "128,1024",
-    output_tokens: Annotated[str, typer.Option(help="Output lengths.", metavar="N,N", rich_help_panel=_WHAT)] = "64",
-    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of a case.", rich_help_panel=_WHAT)] = 3,
-    warmups: Annotated[int, typer.Option(min=0, help="Runs of a case before those.", rich_help_panel=_WHAT)] = 1,
+    batch: Annotated[str, _WHAT(help="Batch sizes.", metavar="N,N")] = "1,8",
+    input_tokens: Annotated[str, _WHAT(help="Prompt lengths.", metavar="N,N")] = "128,1024",
+    output_tokens: Annotated[str, _WHAT(help="Output lengths.", metavar="N,N")] = "64",
+    repeats: Annotated[int, _WHAT(min=1, help="Measured runs of a case.")] = 3,
+    warmups: Annotated[int, _WHAT(min=0, help="Runs of a case before those.")] = 1,
     seed: SeedOption = 0,
     recipe: RecipeOption = None,
     threads: ThreadsOption = None,
@@ -102,26 +92,15 @@ def latency(
 def throughput(
     engine: EngineOption = None,
     target: TargetOption = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests that are measured.", rich_help_panel=_WHAT)] = 64,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests open at a time. Default: 8.", rich_help_panel=_WHAT)
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=1e-6, help="Requests per second, Poisson arrivals, instead.", rich_help_panel=_WHAT),
-    ] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length.", rich_help_panel=_WHAT)] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Output length.", rich_help_panel=_WHAT)] = 64,
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Prompt tokens that all requests share.", rich_help_panel=_WHAT)
-    ] = 0,
-    warmups: Annotated[int, typer.Option(min=0, help="Requests before those.", rich_help_panel=_WHAT)] = 2,
-    slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="Goodput: limit of the time to first token.", rich_help_panel=_WHAT)
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None, typer.Option(help="Goodput: limit of the time per output token.", rich_help_panel=_WHAT)
-    ] = None,
+    requests: Annotated[int, _WHAT(min=1, help="Requests that are measured.")] = 64,
+    concurrency: Annotated[int | None, _WHAT(min=1, help="Requests open at a time. Default: 8.")] = None,
+    rate: Annotated[float | None, _WHAT(min=1e-6, help="Requests per second, Poisson arrivals, instead.")] = None,
+    input_tokens: Annotated[int, _WHAT(min=1, help="Prompt length.")] = 128,
+    output_tokens: Annotated[int, _WHAT(min=1, help="Output length.")] = 64,
+    shared_prefix: Annotated[int, _WHAT(min=0, help="Prompt tokens that all requests share.")] = 0,
+    warmups: Annotated[int, _WHAT(min=0, help="Requests before those.")] = 2,
+    slo_ttft_ms: Annotated[float | None, _WHAT(help="Goodput: limit of the time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, _WHAT(help="Goodput: limit of the time per output token.")] = None,
     seed: SeedOption = 0,
     recipe: RecipeOption = None,
     threads: ThreadsOption = None,

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wicore_trt.checkpoint.records import FileRecord
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.progress import Progress
 
 _OK, _UNCHECKED = "ok", "not checked"
 _UNLISTED = "not listed"
@@ -69,7 +70,8 @@ def _gathered(files: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
 
 def _engine(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.cli._plans import plans_report
-    from wicore_trt.engine.directory import counted, file_state, open_engine
+    from wicore_trt.engine.directory import file_state, open_engine
+    from wicore_trt.progress import counted
 
     engine = open_engine(path, verify=False)
     about = engine.manifest.to_dict()
@@ -118,7 +120,7 @@ def _cpu_kernels(engine: EngineDir) -> str:
 
 def _checkpoint(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     from wicore_trt.checkpoint.format import open_checkpoint
-    from wicore_trt.engine.directory import counted
+    from wicore_trt.progress import counted
 
     checkpoint = open_checkpoint(path)
     moved = counted(progress, "verify", sum(record.bytes for record in checkpoint.files.values()))

@@ -30,37 +30,29 @@ def root() -> None:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="JSON lines with hash_ids (Mooncake format).", show_default=False)
+        Path | None, typer.Option(help="JSON lines with hash_ids (Mooncake format).", show_default=False)
     ] = None,
     generate: Annotated[
         int | None,
-        typer.Option(
-            "--generate", min=1, metavar="N", help="In place of --trace: so many made-up conversations, 5 turns each."
-        ),
+        typer.Option(min=1, metavar="N", help="In place of --trace: so many made-up conversations, 5 turns each."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option("--policy", help="cost, lru, a2cr, lfu or belady; several with commas; or all.")
-    ] = "cost",
+    policy: Annotated[str, typer.Option(help="cost, lru, a2cr, lfu or belady; several with commas; or all.")] = "cost",
     capacity: Annotated[
-        str, typer.Option("--capacity", help="Device pages, or a share of the unique blocks (5%); several with commas.")
+        str, typer.Option(help="Device pages, or a share of the unique blocks (5%); several with commas.")
     ] = "2%,5%,10%,20%,30%",
-    host: Annotated[str | None, typer.Option("--host", help="Host tier: pages or share.")] = None,
-    disk: Annotated[str | None, typer.Option("--disk", help="Disk tier: pages or share.")] = None,
+    host: Annotated[str | None, typer.Option(help="Host tier: pages or share.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk tier: pages or share.")] = None,
     inclusive: Annotated[
         bool, typer.Option("--inclusive/--exclusive", help="Write pages through to lower tiers, or move them down.")
     ] = False,
     recompute: Annotated[
         bool, typer.Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
     ] = False,
-    bytes_per_token: Annotated[
-        int, typer.Option("--bytes-per-token", min=0, metavar="N", help="KV bytes of global layers.")
-    ] = 81_920,
+    bytes_per_token: Annotated[int, typer.Option(min=0, metavar="N", help="KV bytes of global layers.")] = 81_920,
     window_bytes: Annotated[
-        int, typer.Option("--window-bytes", min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
+        int, typer.Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="Replay only the first requests.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay a trace: token hit rate per tier and bytes moved between tiers.

@@ -32,7 +32,7 @@ def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
 def verify(
     path: DirectoryArgument,
     key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="Key of encrypted pages; without it their tags are not checked.")
+        Path | None, typer.Option(help="Key of encrypted pages; without it their tags are not checked.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report damage, but leave everything as it is.")] = False,
     json: JsonOption = False,
@@ -62,20 +62,18 @@ def verify(
 
 def purge(
     path: DirectoryArgument,
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", help="Only this namespace: its name, or how that begins.")
-    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only this namespace: its name, or how that begins.")] = None,
     salt: Annotated[
         str | None,
-        typer.Option("--salt", help="Only pages of requests with this cache_salt, on a server without tenants."),
+        typer.Option(help="Only pages of requests with this cache_salt, on a server without tenants."),
     ] = None,
     tenant_name: Annotated[
-        str | None, typer.Option("--tenant-name", help="Only this tenant, by its name in the server's settings.")
+        str | None, typer.Option(help="Only this tenant, by its name in the server's settings.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant, by its tag from inspect.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant, by its tag from inspect.")] = None,
     recipe: Annotated[
         str | None,
-        typer.Option("--recipe", help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does."),
+        typer.Option(help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,

@@ -16,43 +16,32 @@ GIB = 1 << 30
 
 
 def plan(
-    model: Annotated[
-        str, typer.Option("--model", help="Engine, checkpoint, or a name such as gemma3-27b (270m, 1b, 4b, 12b).")
-    ],
+    model: Annotated[str, typer.Option(help="Engine, checkpoint, or a name such as gemma3-27b (270m, 1b, 4b, 12b).")],
     context: Annotated[
-        str, typer.Option("--context", help="Tokens of a conversation (32K is 32,768); several with commas.")
+        str, typer.Option(help="Tokens of a conversation (32K is 32,768); several with commas.")
     ] = "32K",
-    users: Annotated[int, typer.Option("--users", min=1, metavar="N", help="Conversations to keep.")] = 50,
+    users: Annotated[int, typer.Option(min=1, metavar="N", help="Conversations to keep.")] = 50,
     active: Annotated[
-        int | None,
-        typer.Option("--active", min=1, metavar="N", help="Of these, computed at the same time. Default: 8 at most."),
+        int | None, typer.Option(min=1, metavar="N", help="Of these, computed at the same time. Default: 8 at most.")
     ] = None,
-    reply_tokens: Annotated[
-        int, typer.Option("--reply-tokens", min=0, metavar="N", help="Length of the latest reply.")
-    ] = 128,
+    reply_tokens: Annotated[int, typer.Option(min=0, metavar="N", help="Length of the latest reply.")] = 128,
     kv_dtype: Annotated[
-        str | None, typer.Option("--kv-dtype", help="float32, bfloat16, float16 or fp8. Default: the engine's.")
+        str | None, typer.Option(help="float32, bfloat16, float16 or fp8. Default: the engine's.")
     ] = None,
     page_tokens: Annotated[
-        int | None,
-        typer.Option("--page-tokens", min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32."),
+        int | None, typer.Option(min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32.")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option("--max-batch-tokens", min=1, metavar="N", help="Tokens of one step. Default: 512.")
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of one step. Default: 512.")
     ] = None,
     device_bytes: Annotated[
-        str | None, typer.Option("--device-bytes", help="Device memory for KV pages that there is, e.g. 40GB.")
+        str | None, typer.Option(help="Device memory for KV pages that there is, e.g. 40GB.")
     ] = None,
-    host_bytes: Annotated[
-        str | None, typer.Option("--host-bytes", help="Host memory that there is, e.g. 100GB.")
-    ] = None,
-    disk_bytes: Annotated[str | None, typer.Option("--disk-bytes", help="Disk space that there is, e.g. 1TB.")] = None,
-    disk_rate: Annotated[
-        str | None, typer.Option("--disk-rate", help="What the disk reads per second, e.g. 4GB.")
-    ] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Host memory that there is, e.g. 100GB.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="Disk space that there is, e.g. 1TB.")] = None,
+    disk_rate: Annotated[str | None, typer.Option(help="What the disk reads per second, e.g. 4GB.")] = None,
     prefill_tokens_per_s: Annotated[
-        float | None,
-        typer.Option("--prefill-tokens-per-s", min=1e-3, metavar="N", help="How fast the engine computes prompts."),
+        float | None, typer.Option(min=1e-3, metavar="N", help="How fast the engine computes prompts.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

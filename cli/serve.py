@@ -7,6 +7,7 @@ goes to standard error.
 from __future__ import annotations
 
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,9 @@ import typer
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.errors import EngineFormatError
 
-_NETWORK, _LIMITS, _ENGINE, _OUTPUT = "Network", "Limits", "Engine", "Output"
+_NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
+)
 
 
 def command(
@@ -28,88 +31,42 @@ def command(
             autocompletion=complete_recipes,
         ),
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Engine directory, with a recipe.", rich_help_panel=_ENGINE)
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Model name that clients see.", rich_help_panel=_ENGINE)] = None,
-    device: Annotated[
-        str | None, typer.Option(show_default="auto", help="auto, cpu or cuda.", rich_help_panel=_ENGINE)
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(show_default="0", help="CPU threads of one step; 0: all cores.", rich_help_panel=_ENGINE),
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(show_default="127.0.0.1", help="Address to listen on, or unix:/path.", rich_help_panel=_NETWORK),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(show_default="50051", help="gRPC port; 0 takes a free one.", rich_help_panel=_NETWORK)
-    ] = None,
+    engine: Annotated[str | None, _ENGINE(help="Engine directory, with a recipe.")] = None,
+    name: Annotated[str | None, _ENGINE(help="Model name that clients see.")] = None,
+    device: Annotated[str | None, _ENGINE(show_default="auto", help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, _ENGINE(show_default="0", help="CPU threads of one step; 0: all cores.")] = None,
+    host: Annotated[str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on, or unix:/path.")] = None,
+    port: Annotated[int | None, _NETWORK(show_default="50051", help="gRPC port; 0 takes a free one.")] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(help="Key that calls must present; better set WICORE_SERVER__API_KEY.", rich_help_panel=_NETWORK),
+        str | None, _NETWORK(help="Key that calls must present; better set WICORE_SERVER__API_KEY.")
     ] = None,
-    keys_file: Annotated[
-        str | None, typer.Option(help="File of API keys, a line TENANT:KEY each.", rich_help_panel=_NETWORK)
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="Certificate chain, PEM.", rich_help_panel=_NETWORK)] = None,
-    tls_key: Annotated[str | None, typer.Option(help="Private key, PEM.", rich_help_panel=_NETWORK)] = None,
-    tls_client_ca: Annotated[
-        str | None, typer.Option(help="CA that client certificates must come from, PEM.", rich_help_panel=_NETWORK)
-    ] = None,
+    keys_file: Annotated[str | None, _NETWORK(help="File of API keys, a line TENANT:KEY each.")] = None,
+    tls_cert: Annotated[str | None, _NETWORK(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[str | None, _NETWORK(help="Private key, PEM.")] = None,
+    tls_client_ca: Annotated[str | None, _NETWORK(help="CA that client certificates must come from, PEM.")] = None,
     reflection: Annotated[
-        bool | None,
-        typer.Option(
-            "--reflection/--no-reflection", show_default="true", help="gRPC reflection.", rich_help_panel=_NETWORK
-        ),
+        bool | None, _NETWORK("--reflection/--no-reflection", show_default="true", help="gRPC reflection.")
     ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option(show_default="30", help="Seconds to finish requests after SIGTERM.", rich_help_panel=_LIMITS),
-    ] = None,
-    max_message_mb: Annotated[int | None, typer.Option(help="Largest request, MiB.", rich_help_panel=_LIMITS)] = None,
+    grace: Annotated[float | None, _LIMITS(show_default="30", help="Seconds to finish requests after SIGTERM.")] = None,
+    max_message_mb: Annotated[int | None, _LIMITS(help="Largest request, MiB.")] = None,
     max_sequences: Annotated[
-        int | None,
-        typer.Option(show_default="64", help="Sequences that run at the same time.", rich_help_panel=_LIMITS),
+        int | None, _LIMITS(show_default="64", help="Sequences that run at the same time.")
     ] = None,
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(show_default="512", help="Tokens of one step.", rich_help_panel=_LIMITS)
-    ] = None,
-    max_waiting: Annotated[
-        int | None, typer.Option(show_default="1024", help="Requests that may wait.", rich_help_panel=_LIMITS)
-    ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="Longest prompt and output, tokens.", rich_help_panel=_LIMITS)
-    ] = None,
-    kv_bytes: Annotated[
-        str | None, typer.Option(help="Device memory for KV pages, like 2GiB.", rich_help_panel=_LIMITS)
-    ] = None,
+    max_batch_tokens: Annotated[int | None, _LIMITS(show_default="512", help="Tokens of one step.")] = None,
+    max_waiting: Annotated[int | None, _LIMITS(show_default="1024", help="Requests that may wait.")] = None,
+    max_context: Annotated[int | None, _LIMITS(help="Longest prompt and output, tokens.")] = None,
+    kv_bytes: Annotated[str | None, _LIMITS(help="Device memory for KV pages, like 2GiB.")] = None,
     kv_host_bytes: Annotated[
-        str | None,
-        typer.Option(show_default="0", help="Host memory for KV pages that left the device.", rich_help_panel=_LIMITS),
+        str | None, _LIMITS(show_default="0", help="Host memory for KV pages that left the device.")
     ] = None,
-    kv_disk: Annotated[
-        str | None, typer.Option(help="Directory for KV pages on disk.", rich_help_panel=_LIMITS)
-    ] = None,
+    kv_disk: Annotated[str | None, _LIMITS(help="Directory for KV pages on disk.")] = None,
     kv_disk_bytes: Annotated[
-        str | None,
-        typer.Option(show_default="16GiB", help="Bytes that the files there never pass.", rich_help_panel=_LIMITS),
+        str | None, _LIMITS(show_default="16GiB", help="Bytes that the files there never pass.")
     ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(show_default="info", help="debug, info, warning or error.", rich_help_panel=_OUTPUT)
-    ] = None,
-    log_json: Annotated[
-        bool | None,
-        typer.Option("--log-json/--log-text", show_default="false", help="JSON lines.", rich_help_panel=_OUTPUT),
-    ] = None,
+    log_level: Annotated[str | None, _OUTPUT(show_default="info", help="debug, info, warning or error.")] = None,
+    log_json: Annotated[bool | None, _OUTPUT("--log-json/--log-text", show_default="false", help="JSON lines.")] = None,
     print_config: Annotated[
-        bool,
-        typer.Option(
-            "--print-config",
-            help="Print every setting with its meaning and where its value came from.",
-            rich_help_panel=_OUTPUT,
-        ),
+        bool, _OUTPUT("--print-config", help="Print every setting with its meaning and where its value came from.")
     ] = False,
 ) -> int:
     """Serve an engine over gRPC.

@@ -67,21 +67,9 @@ class CompiledKernel:
 
     def metadata(self) -> dict[str, Any]:
         """Everything but the cubin, as plain JSON data."""
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "symbol": self.symbol,
-            "target": self.target,
-            "arguments": [list(a) for a in self.arguments],
-            "aligned": sorted(self.aligned),
-            "constants": dict(self.constants),
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "shared_bytes": self.shared_bytes,
-            "dependent": self.dependent,
-            "triton_version": self.triton_version,
-            "cubin_bytes": len(self.cubin),
-        }
+        facts = {name: value for name, value in vars(self).items() if name != "cubin"}
+        facts |= {"arguments": [list(a) for a in self.arguments], "aligned": sorted(self.aligned)}
+        return facts | {"constants": dict(self.constants), "format": FORMAT, "cubin_bytes": len(self.cubin)}
 
     @classmethod
     def from_metadata(cls, data: Mapping[str, Any], cubin: bytes) -> CompiledKernel:
@@ -89,20 +77,9 @@ class CompiledKernel:
         try:
             if data["format"] != FORMAT or data["cubin_bytes"] != len(cubin):
                 raise ValueError(f"format {data['format']}, {data['cubin_bytes']} bytes expected, {len(cubin)} found")
-            return cls(
-                name=data["name"],
-                symbol=data["symbol"],
-                target=data["target"],
-                arguments=tuple((name, type_) for name, type_ in data["arguments"]),
-                aligned=frozenset(data["aligned"]),
-                constants=data["constants"],
-                num_warps=data["num_warps"],
-                num_stages=data["num_stages"],
-                shared_bytes=data["shared_bytes"],
-                triton_version=data["triton_version"],
-                cubin=cubin,
-                dependent=bool(data.get("dependent", False)),  # metadata from before there was such a thing
-            )
+            facts = {name: value for name, value in data.items() if name not in ("format", "cubin_bytes")}
+            facts["arguments"] = tuple((name, type_) for name, type_ in data["arguments"])
+            return cls(**{**facts, "aligned": frozenset(data["aligned"]), "cubin": cubin})
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFormatError(
                 f"A compiled kernel does not fit its description: {error!r}.", fix="Build the engine again."

@@ -16,7 +16,6 @@ from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Slices, Tables
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
 """Of the largest part of each target (A100, RTX 3090, RTX 4090, H100, B200, RTX 5090)."""
 SMALL_SHARED = ("sm86", "sm89", "sm120")  # 99 KiB a block
-MASS_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 128, 1): (  # on an H200: 3.9 to 4.2 TB/s from 4K keys on
-        (
-            1,
-            DecodeConfig(2, 64, 33, fused=False),
-        ),  # 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K
+        # At 1 row 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K.
+        (1, DecodeConfig(2, 64, 33, fused=False)),
         (4, DecodeConfig(2, 64, 12, fused=False)),
         (8, DecodeConfig(2, 64, 6, fused=False)),
         (16, DecodeConfig(2, 64, 2, fused=False, least=32)),
@@ -132,16 +129,6 @@ class Workspace:
     arrived: Any
 
 
-@dataclass(frozen=True)
-class MassArrays:
-    """float32: `page_sums` [S, heads, table_length] and `log_sums` [S, heads] are scratch, `mass` [S, table_length] is
-    the result."""
-
-    page_sums: Any
-    log_sums: Any
-    mass: Any
-
-
 def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: int) -> tuple[int, int, int]:
     """Elements of Workspace's partials (float32), stats (float32) and arrived (int32)."""
     if config.splits == 1:
@@ -150,25 +137,18 @@ def workspace_elements(config: DecodeConfig, pool: PoolShape, heads: int, rows: 
     return parts * pool.head_dim, parts * 2, rows * (pool.kv_heads // config.heads)
 
 
-def splits_used(config: DecodeConfig, window: int, page_tokens: int) -> int:
-    """The most splits that sequences use in a launch: a window has only so many blocks (from a page's first key on,
-    where masses are measured)."""
-    if not window:
-        return config.splits
-    blocks = div_ceil(window + page_tokens - 1, config.block_k)
-    return max(1, min(config.splits, div_ceil(blocks, config.least)))
+def splits_used(config: DecodeConfig, window: int) -> int:
+    """The most splits that sequences use in a launch: a window has only so many blocks."""
+    blocks = div_ceil(window, config.block_k)
+    return min(config.splits, div_ceil(blocks, config.least)) if window else config.splits
 
 
-def decode_launch(
-    config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Tables, work: Workspace, mass: MassArrays | None = None
-) -> Launch:
-    """`kernels.decode_attention.split_decode`; `pool` is the layer's, `tables` has a row per sequence.
-
-    `mass` goes with a kernel built for it. Unless `config.fused` or `config.splits` is 1, `combine_launch` follows.
-    """
+def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Tables, work: Workspace) -> Launch:
+    """`kernels.decode_attention.split_decode`; `pool` is the layer's, `tables` has a row per sequence. Unless
+    `config.fused` or `config.splits` is 1, `combine_launch` follows."""
     shape = pool.shape
     row = rows.heads * shape.head_dim
-    splits = splits_used(config, rows.window, shape.page_tokens)
+    splits = splits_used(config, rows.window)
     return Launch(
         (shape.kv_heads // config.heads, splits, tables.rows),
         {
@@ -178,11 +158,7 @@ def decode_launch(
             "tables": tables.pointer,
             "kv_lengths": rows.kv_lengths,
             "kv_scale": pool.scales,
-            "partials": work.partials,
-            "stats": work.stats,
-            "arrived": work.arrived,
-            "page_sums": mass.page_sums if mass else 0,
-            "log_sums": mass.log_sums if mass else 0,
+            **vars(work),
             "softmax_scale": rows.softmax_scale,
             "window": rows.window,
             "table_length": tables.length,
@@ -194,11 +170,9 @@ def decode_launch(
     )
 
 
-def combine_launch(
-    config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace, mass: MassArrays | None = None
-) -> Launch:
+def combine_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, sequences: int, work: Workspace) -> Launch:
     """`kernels.decode_attention.combine_splits` behind `decode_launch` of the same arguments."""
-    splits = splits_used(config, rows.window, pool.shape.page_tokens)
+    splits = splits_used(config, rows.window)
     return Launch(
         (rows.heads, 0 if config.fused or splits == 1 else sequences, 1),
         {
@@ -206,25 +180,9 @@ def combine_launch(
             "kv_lengths": rows.kv_lengths,
             "partials": work.partials,
             "stats": work.stats,
-            "log_sums": mass.log_sums if mass else 0,
             "window": rows.window,
             "n_splits": splits,
             "out_row": rows.out_row or rows.heads * pool.shape.head_dim,
-        },
-    )
-
-
-def page_mass_launch(rows: DecodeRows, tables: Tables, mass: MassArrays) -> Launch:
-    """`kernels.decode_attention.page_mass` behind the launches of a step with `mass`."""
-    return Launch(
-        (div_ceil(tables.length, MASS_BLOCK), tables.rows, 1),
-        {
-            "mass": mass.mass,
-            "kv_lengths": rows.kv_lengths,
-            "page_sums": mass.page_sums,
-            "log_sums": mass.log_sums,
-            "window": rows.window,
-            "table_length": tables.length,
         },
     )
 

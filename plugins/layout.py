@@ -181,14 +181,13 @@ def kv_write_launch(
     sequences: Any,
     tokens: int,
 ) -> Launch:
-    """`kernels.kv_write.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
+    """`kernels.attention.kv_write` of contiguous k, v [tokens, kv_heads, D]; `pool` is the layer's."""
     shape = pool.shape
     strides = shape.strides()
     del strides["pool_layer"]
     row = shape.kv_heads * shape.head_dim
     steps = {"k_token": row, "k_head": shape.head_dim, "v_token": row, "v_head": shape.head_dim}
     pointers = {"k": k, "v": v, "pool": pool.pointer, "positions": positions, "sequences": sequences}
-    pointers["kv_scale"] = pool.scales
     grid = (div_ceil(tokens, constants["BLOCK"]), shape.kv_heads, 1)
     return Launch(grid, {**pointers, "tokens": tokens, **tables.arguments(), **steps, **strides})
 
@@ -218,7 +217,6 @@ def attention_launch(
             "pool": pool.pointer,
             "cu_seqlens": slices.cu_seqlens,
             "first_positions": slices.first_positions,
-            "kv_scale": pool.scales,
             "softmax_scale": softmax_scale,
             "window": window,
             "n_sequences": tables.rows,

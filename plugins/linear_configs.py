@@ -8,6 +8,8 @@ number itself, so rows of one bucket are summed alike.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape
 
@@ -116,17 +118,10 @@ def _measured(
 ) -> dict[Key, LinearConfig]:
     found: dict[Key, LinearConfig] = {}
     for key, rows in table.items():
-        for bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll in rows:
-            found[target, *key, bucket] = LinearConfig(
-                "vector" if bucket == 1 else "matrix",
-                block_n,
-                block_k,
-                columns,
-                splits,
-                num_warps,
-                num_stages,
-                unroll,
-            )
+        for bucket, block_n, block_k, columns, splits, warps, stages, unroll in rows:
+            kind: Literal["vector", "matrix"] = "vector" if bucket == 1 else "matrix"
+            sizes = (block_n, block_k, columns, splits, warps, stages, unroll)
+            found[target, *key, bucket] = LinearConfig(kind, *sizes)
     return found
 
 

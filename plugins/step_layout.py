@@ -1,7 +1,7 @@
 """Arguments and grids of a step's small kernels: plain arithmetic over addresses.
 
 Knows pointers as integers (or whatever stands for one) and shapes; neither Triton nor CUDA. Invariant: all arrays are
-contiguous, but for the rows of logits and the pages, whose strides are given.
+contiguous, but for the pages, whose strides are given.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, Tables
+
+DIGEST_BLOCK_BYTES = 16384
+"""What a program of `kernels.page_digest` reads of a page."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def embed_norm_launch(
 
 def add_norm_launch(
     residual: Any,
-    x: tuple[Any, int],
+    x: Any,
     weights: tuple[Any, Any],
     to: NormOut,
     rows: int,
@@ -48,10 +51,10 @@ def add_norm_launch(
     *,
     gathered: Any = 0,
 ) -> Launch:
-    """`kernels.norm.add_norm` of `rows` rows of `out`. `x` is its address and the elements between its partial sums (0
-    with one); `weights` are the post and the next norm's; `gathered` int32[rows] names the rows that are taken."""
-    arguments = {"residual": residual, "x": x[0], "post_weight": weights[0], "next_weight": weights[1]}
-    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "x_split": x[1], "eps": eps}
+    """`kernels.norm.add_norm` of `rows` rows of `out`. `weights` are the post and the next norm's; `gathered`
+    int32[rows] names the rows that are taken."""
+    arguments = {"residual": residual, "x": x, "post_weight": weights[0], "next_weight": weights[1]}
+    arguments |= {"out": to.out, "scales": to.scales, "rows": gathered, "eps": eps}
     return Launch((rows, 1, 1), arguments)
 
 
@@ -148,22 +151,21 @@ def sample_scratch(vocab: int, chunk: int, group: int, capacity: int) -> dict[st
 
 @dataclass(frozen=True)
 class Logits:
-    """float32 logits [rows, vocab] whose rows are `stride` elements apart."""
+    """float32 logits [rows, vocab]."""
 
     pointer: Any
     rows: int
     vocab: int
-    stride: int
 
 
 def sample_launches(constants: Mapping[str, Any], logits: Logits, arrays: SampleArrays) -> dict[str, Launch]:
-    """Launches of `kernels.sample` by the names of `SampleSpecs`, in their order; `constants` are those of `choose`.
+    """Launches of `kernels.sample` by the kernels' names, in their order; `constants` are those of `choose`.
 
     Greedy kernels need "scan" and "choose" alone.
     """
     chunks = div_ceil(logits.vocab, constants["CHUNK"])
     a = vars(arrays)
-    read = {"logits": logits.pointer, "vocab": logits.vocab, "row_stride": logits.stride}
+    read = {"logits": logits.pointer, "vocab": logits.vocab}
     partial = {n: a[n] for n in ("temperatures", "chunk_max", "chunk_token", "chunk_mass", "group_max")}
     filters = {n: a[n] for n in ("top_k", "top_p", "min_p", "seeds", "indices")}
     found = {n: a[n] for n in ("tokens", "status", "peaks", "masses", "counts")}
@@ -183,7 +185,7 @@ def wide_launch(logits: Logits, arrays: SampleArrays, weights: Any, programs: in
     vocab]."""
     a = vars(arrays)
     names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "indices", "peaks", "tokens", "status")
-    read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab, "row_stride": logits.stride}
+    read = {"logits": logits.pointer, "rows": logits.rows, "vocab": logits.vocab}
     return Launch((min(programs, logits.rows), 1, 1), {**read, **{n: a[n] for n in names}, "weights": weights})
 
 
@@ -196,3 +198,22 @@ def geglu_launch(
     if "BLOCK" in constants:
         return Launch((tokens, div_ceil(constants["WIDTH"], constants["BLOCK"]), 1), arguments)
     return Launch((tokens, 1, 1), {**arguments, "scales": scales})
+
+
+@dataclass(frozen=True)
+class DigestArrays:
+    """`memory` is where offsets count from; int64 `offsets` and `lengths` [pages] in words of 4 bytes; `key` uint32 as
+    `PageDigest.words`; `sums` int64 [pages, 2], zero before."""
+
+    memory: Any
+    offsets: Any
+    lengths: Any
+    key: Any
+    sums: Any
+
+
+def page_digest_launch(arrays: DigestArrays, pages: int, most_bytes: int, second_pairs: int) -> Launch:
+    """`kernels.page_digest.page_digest` of so many pages of at most `most_bytes`."""
+    arguments = {"memory": arrays.memory, "offsets": arrays.offsets, "lengths": arrays.lengths, "key": arrays.key}
+    arguments |= {"sums": arrays.sums, "second": second_pairs}
+    return Launch((div_ceil(most_bytes, DIGEST_BLOCK_BYTES), pages, 1), arguments)

@@ -14,6 +14,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from math import lcm
 
+from copiers import PlainCopier
+
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
@@ -65,11 +67,9 @@ def greedy(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> l
     return tokens[len(prompt) :]
 
 
-class FakeExecutor:
+class FakeExecutor(PlainCopier):
     """See the module's docstring. It is its own page copier. `fail_at` makes the step of that number raise;
     `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite."""
-
-    broken: BaseException | None = None
 
     def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
@@ -148,19 +148,16 @@ class FakeExecutor:
                 assert slot >= 0, f"{group} page of position {position} is gone"
                 assert memory[slot][position % size] == truth[position], f"{group}: wrong KV at position {position}"
 
-    def pin(self, memory) -> bool:
-        return False
-
     def to_host(self, group, slot, parts, done) -> None:
         """Digests of a page, 8 bytes per position, zeros where nothing was written."""
         (part,) = parts
         part[:] = b"".join(digest.ljust(8, b"\0") for digest in self.memory[group][slot])
-        done()
+        done(None, 0.0)
 
     def to_device(self, group, slot, parts, done) -> None:
         (part,) = parts
         self.memory[group][slot] = [bytes(part[i : i + 8]) for i in range(0, len(part), 8)]
-        done()
+        done(None, 0.0)
 
     def release(self, seq_id: int) -> None:
         self.released.append(seq_id)

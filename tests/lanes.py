@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
+from wicore_trt.runtime.page_digest import PageDigest
 
 
 class Event:
@@ -16,6 +17,10 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.happened.wait(20), "an event that nobody reaches"
+
+    def seconds_after(self, earlier: Event) -> float:
+        assert earlier.happened.is_set() and self.happened.is_set()
+        return 0.0
 
 
 class Lane:
@@ -39,12 +44,11 @@ class Lane:
         if self._waits:
             self.put(event)
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            assert len(target) == len(source)
-            half = len(target) // 2
-            for part in (slice(half), slice(half, None)):
-                self.put(lambda to=target[part], of=source[part]: to.copy_(of))
+    def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        for target, source, count in pieces:
+            half = count // 2
+            for at, size in ((0, half), (half, count - half)):
+                self.put(lambda to=target + at, of=source + at, size=size: ctypes.memmove(to, of, size))
 
     def run_one(self) -> bool:
         """Whether the head of the queue could run."""
@@ -60,3 +64,17 @@ class Lane:
         """All that can run."""
         while self.run_one():
             pass
+
+
+class Digests:
+    """Digests of pages, computed when the lane gets there."""
+
+    def __init__(self, digest: PageDigest) -> None:
+        self._digest = digest
+
+    def start(self, lane: Lane, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
+        found: list[bytes] = []
+        for address, count in pages:
+            page = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+            lane.put(lambda page=page: found.append(self._digest.of([page])))
+        return lambda: found

@@ -9,25 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from numbers import Integral
 
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import InvalidRequestError, shown
 
-MAX_SHOWN = 80
 MAX_TOKEN_ID = (1 << 31) - 1
 _INFINITE = (float("inf"), float("-inf"))
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: short, whatever it is."""
-    try:
-        text = repr(value[:MAX_SHOWN] if isinstance(value, (str, bytes)) else value)
-    except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
-        return f"a {type(value).__name__}"
-    return shortened(text)
-
-
-def shortened(text: str, most: int = MAX_SHOWN) -> str:
-    """The text, or its beginning and dots when it is longer than `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def check_finite(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -84,6 +84,13 @@ class KVSettings:
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
     policy: Literal["cost", "lru", "a2cr"] = "cost"
     """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
+    a2cr_attention: Annotated[float, Field(ge=0)] = 1.0
+    """Policy a2cr: exponent of a page's attention in its score."""
+    a2cr_frequency: Annotated[float, Field(ge=0)] = 1.0
+    """Policy a2cr: exponent of how often a page was used in its score."""
+    a2cr_decay: Annotated[float, Field(gt=0)] | None = None
+    """Policy a2cr: by what power of e a score decays while as many pages as the tier holds are used. Default: the rate
+    that finds most in a replay of the tier's own traffic."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """When pages are copied to the next tier: when made, when used a second time, or when the tier fills up."""
     host_bytes: ByteSizeOrNone = 0

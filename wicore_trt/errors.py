@@ -1,27 +1,29 @@
 """Every failure that a user can meet, as one exception tree.
 
-Each class carries the process exit code, the gRPC status name and the HTTP status it maps to, so that the
-command line, the gRPC server and the gateway never decide these on their own. This module knows nothing of
-gRPC, HTTP or torch. Invariant: a message says what is wrong, and `fix`, when given, says what to do about it.
+Each class carries the process exit code and the gRPC status name that it maps to, so that the command line and the
+server never decide these on their own. This module knows nothing of gRPC or torch. Invariant: a message says what is
+wrong, and `fix`, when given, says what to do about it.
 
-    WicoreError                     1    INTERNAL             500
-    ├── InvalidRequestError         1    INVALID_ARGUMENT     400   one bad field of one request
-    ├── NotFoundError               1    NOT_FOUND            404   unknown model, unknown request
-    ├── QueueFullError              1    RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
-    ├── UnavailableError            1    UNAVAILABLE          503   starting or draining
-    ├── DeadlineError               1    DEADLINE_EXCEEDED    504
-    ├── RequestCancelledError       1    CANCELLED            499
-    ├── AuthenticationError         1    UNAUTHENTICATED      401
-    ├── CheckpointError             1    FAILED_PRECONDITION  500   unreadable, incomplete or unknown source
-    ├── ConfigError                 3    INVALID_ARGUMENT     400   recipe, environment variable or flag
-    ├── EnvironmentUnfitError       4    FAILED_PRECONDITION  500   missing extra, no GPU, used port
-    ├── EngineFormatError           4    FAILED_PRECONDITION  500   corrupted, foreign or newer engine
-    └── EngineDeadError             1    INTERNAL             500   the step loop ended
+    WicoreError                     1    INTERNAL
+    ├── InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
+    ├── NotFoundError               1    NOT_FOUND            unknown model, unknown request
+    ├── QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
+    ├── UnavailableError            1    UNAVAILABLE          starting or draining
+    ├── DeadlineError               1    DEADLINE_EXCEEDED
+    ├── RequestCancelledError       1    CANCELLED
+    ├── AuthenticationError         1    UNAUTHENTICATED
+    ├── CheckpointError             1    FAILED_PRECONDITION  unreadable, incomplete or unknown source
+    ├── ConfigError                 3    INVALID_ARGUMENT     recipe, environment variable or flag
+    ├── EnvironmentUnfitError       4    FAILED_PRECONDITION  missing extra, no GPU, used port
+    ├── EngineFormatError           4    FAILED_PRECONDITION  corrupted, foreign or newer engine
+    └── EngineDeadError             1    INTERNAL             the step loop ended
 """
 
 from __future__ import annotations
 
-_SHOWN = 60  # characters of a value in a message
+from typing import Any
+
+MAX_SHOWN = 80  # characters of a value in a message
 _EXTRAS = {
     "torch": "torch",
     "triton": "triton",
@@ -38,7 +40,6 @@ class WicoreError(Exception):
 
     exit_code = 1
     grpc_code = "INTERNAL"
-    http_status = 500
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +54,6 @@ class InvalidRequestError(WicoreError):
     """One request is wrong; the engine is not. `field` names the offending request field."""
 
     grpc_code = "INVALID_ARGUMENT"
-    http_status = 400
 
     def __init__(self, message: str, *, field: str, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -64,14 +64,12 @@ class NotFoundError(WicoreError):
     """The named model or request does not exist here."""
 
     grpc_code = "NOT_FOUND"
-    http_status = 404
 
 
 class QueueFullError(WicoreError):
     """The waiting queue is at its limit; the client may retry after `retry_after_s` seconds."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 429
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -82,28 +80,24 @@ class UnavailableError(WicoreError):
     """The server is starting or draining."""
 
     grpc_code = "UNAVAILABLE"
-    http_status = 503
 
 
 class DeadlineError(WicoreError):
     """The request's deadline passed before it finished."""
 
     grpc_code = "DEADLINE_EXCEEDED"
-    http_status = 504
 
 
 class RequestCancelledError(WicoreError):
     """The client went away or called Abort."""
 
     grpc_code = "CANCELLED"
-    http_status = 499
 
 
 class AuthenticationError(WicoreError):
     """No valid API key was presented."""
 
     grpc_code = "UNAUTHENTICATED"
-    http_status = 401
 
 
 class CheckpointError(WicoreError):
@@ -117,7 +111,6 @@ class ConfigError(WicoreError):
 
     exit_code = 3
     grpc_code = "INVALID_ARGUMENT"
-    http_status = 400
 
 
 class EnvironmentUnfitError(WicoreError):
@@ -158,13 +151,25 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: one line, and not long."""
-    if isinstance(value, int) and abs(value) >= 1 << 128:
-        return "a number of very many digits"
-    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    """A value as an error shows it: one line, and not long, whatever it is."""
+    try:
+        text = repr(value[:MAX_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
+    except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """The text, or its beginning and dots when it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def first_fault(error: Any, whole: str = "it") -> str:
+    """What pydantic's ValidationError says first: where, what stands there, and why it is wrong. `whole`: its name."""
+    first = error.errors(include_url=False)[0]
+    return f"{named('.'.join(map(str, first['loc']))) or whole} is {shown(first['input'])}: {first['msg']}"
 
 
 def named(name: str) -> str:
     """A name that a file gives something, as an error shows it: as it is when that is one line and not long."""
-    return name if name.isprintable() and len(name) <= 2 * _SHOWN else shown(name)
+    return name if name.isprintable() and len(name) <= 2 * MAX_SHOWN else shown(name)

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -260,6 +261,14 @@ def write_all(out: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view.nbytes:
         view = view[out.write(view) :]
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-link a file that nobody changes in place, or copy it where the file system cannot link."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text, shown
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text
+from wicore_trt.errors import InvalidRequestError, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -255,6 +255,18 @@ class TextOutput:
     usage: Usage | None = None
 
 
+def merge(parts: Sequence[TextOutput]) -> TextOutput:
+    """Consecutive outputs of one sequence as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished sequence."""
@@ -269,16 +281,9 @@ class Completion:
     @classmethod
     def of(cls, parts: Sequence[TextOutput]) -> Completion:
         """The outputs of one sequence, its last included, put together."""
-        last = parts[-1]
-        assert last.finish_reason is not None and last.usage is not None
-        return cls(
-            text="".join(part.text for part in parts),
-            token_ids=tuple(t for part in parts for t in part.token_ids),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            usage=last.usage,
-            logprobs=tuple(entry for part in parts for entry in part.logprobs),
-        )
+        whole = merge(parts)
+        assert whole.finish_reason is not None and whole.usage is not None
+        return cls(whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.usage, whole.logprobs)
 
 
 Prompt = str | Sequence[int]
@@ -393,13 +398,13 @@ class TierStats:
     pinned_bytes: int
     pages: Mapping[str, int]
     hit_tokens: int
-    read_bytes: int
-    read_seconds: float
-    write_bytes: int
-    write_seconds: float
-    evictions: Mapping[str, int]
-    failures: Mapping[str, int]
-    queue_depth: int
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    queue_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +421,8 @@ class KVStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools)."""
+    """Counters since start (tokens, requests, steps) and gauges (running, waiting, pools). Those behind the tokens are
+    left at nothing where they are not known, or belong to no one tenant."""
 
     uptime_s: float
     requests_running: int
@@ -425,8 +431,8 @@ class EngineStats:
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    steps: int
-    step_seconds: float
-    preemptions: int
-    pools: tuple[PoolStats, ...]
+    steps: int = 0
+    step_seconds: float = 0.0
+    preemptions: int = 0
+    pools: tuple[PoolStats, ...] = ()
     kv: KVStats = field(default_factory=KVStats)

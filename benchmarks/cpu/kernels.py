@@ -36,7 +36,7 @@ def bench_linear(lib: native.NativeLibrary, n: int, k: int, rows: int, dtype: to
     # Enough copies that weights come from memory as in a model, not from cache.
     copies = max(1, min(24, (256 << 20) // (n * k * dtype.itemsize)))
     weights = [torch.randn(n, k).to(dtype) for _ in range(copies)]
-    packed = [lib.pack([w]) for w in weights]
+    packed = [lib.pack(w) for w in weights]
     x = torch.randn(rows, k).to(dtype)
     operand = x.to(native_args.operand_dtype(dtype))
     out = torch.empty(rows, n)
@@ -54,7 +54,7 @@ def main() -> None:
     lib = native.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     if lib is None:
         sys.exit("The native kernels are not built: pip install -e . with a C++ compiler.")
-    print(f"{lib.path}: {lib.isa}, {lib.threads} threads; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"{lib.isa}; torch {torch.__version__}, {torch.get_num_threads()} threads")
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 8):
             bench_linear(lib, 262_144, 640, rows, dtype)

@@ -20,12 +20,12 @@ from typing import Any
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import PLANS, build_plans, plan_file
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
 from wicore_trt.bench.report import KIND, SCHEMA, machine
 from wicore_trt.checkpoint.format import QUANT_FP8, rank_entries
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.kv.sizing import MODELS, builtin_spec
+from wicore_trt.progress import silent
 from wicore_trt.runtime.tensor_specs import weight_inputs
 
 GIB = 1 << 30
@@ -82,7 +82,7 @@ def measure_plans(model: str, dtype: str, target: str, limits: PlanLimits) -> di
     with tempfile.TemporaryDirectory() as scratch, PeakMemory() as memory:
         directory, begun = Path(scratch), time.monotonic()
         (directory / PLANS).mkdir()
-        plans = build_plans(find_tensorrt(), requests(model, dtype, target, limits), directory, None)
+        plans = build_plans(find_tensorrt(), requests(model, dtype, target, limits), directory, silent)
         seconds = time.monotonic() - begun
         sizes = [(directory / plan_file(target, phase)).stat().st_size for phase in PHASES]
     peak = memory.bytes

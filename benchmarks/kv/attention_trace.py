@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy
-from wicore_trt.kv.study.belady import BeladyPolicy, next_uses
+from wicore_trt.kv.study.simulate import BeladyPolicy, next_uses
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import Tokenizer

@@ -34,7 +34,8 @@ LONGEST = 131_072
 class Blank:
     """An executor of a layout that computes nothing."""
 
-    kernels, slice_tokens, max_sequences, broken = "blank", 256, None, None
+    kernels, slice_tokens, max_sequences = "blank", 256, None
+    broken: BaseException | None = None
 
     def __init__(self, layout: KVLayout, window: int, max_batch_tokens: int) -> None:
         self.spec = SimpleNamespace(vocab_size=262_144, sliding_window=window)

@@ -1,10 +1,11 @@
-"""Attention over paged KV: one kernel for decode, prefill and every mixture of both.
+"""Attention over paged KV: one kernel for decode, prefill and every mixture of both, and one that writes the KV.
 
 Knows pages, windows and grouped queries; not models. Softmax and sums are float32; operands of the two products have
 the queries' type. Invariants: a key that a query does not see never changes the query's result, NaN included; a key
 that it sees and that is not there (page -1) or whose value is not finite makes the result NaN, never a wrong number;
 and a row's result does not depend on which rows share its block, because key blocks lie at absolute positions and a
-block without visible keys changes nothing.
+block without visible keys changes nothing. `kv_write` writes the entries of the step's tokens and no other byte; a
+token without a sequence, a position or a page (-1) is left out.
 
 Online softmax: arXiv:2205.14135. Rows of a block are (token, query head of the group) pairs.
 """
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from wicore_trt.plugins.kernels.e4m3 import decode
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -55,7 +54,6 @@ def _key_block(
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """Take keys [begin, begin + BLOCK_K) into a block's online softmax: (acc, top, total) before and after.
@@ -74,9 +72,6 @@ def _key_block(
     offset = page * pool_page + (n % PAGE_TOKENS) * pool_token
     k = tl.load(pool + offset[None, :] + d[:, None], mask=(page >= 0)[None, :], other=0)
     v = tl.load(pool + pool_kv + offset[:, None] + d[None, :], mask=(page >= 0)[:, None], other=0)
-    if FP8:
-        k, v = decode(k), decode(v)
-    k, v = k.to(q.dtype), v.to(q.dtype)
     if EDGE:
         # A weight of 0 does not hide NaN (0 * NaN): such values leave the product and speak through the scores.
         finite = tl.abs(v.to(tl.float32)) < float("inf")
@@ -104,7 +99,6 @@ def paged_attention(
     tables,
     cu_seqlens,
     first_positions,
-    kv_scale,
     softmax_scale,
     window,
     n_sequences,
@@ -123,14 +117,13 @@ def paged_attention(
     REPEAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
 
     q, out [N, kv_heads * REPEAT, D]; query head h reads KV head h // REPEAT. Rows [cu_seqlens[s], cu_seqlens[s + 1])
     (int32[S + 1]) are sequence s at positions first_positions[s] (int32[S]), + 1, ...; its page j is tables[s, j]
-    (int32). A token at p sees positions (p - window, p], or [0, p] when window is 0. pool, kv_scale and FP8 as in
-    `kv_write`. Grid: (N // (BLOCK_M // REPEAT) + S, kv_heads).
+    (int32). A token at p sees positions (p - window, p], or [0, p] when window is 0. pool as in `kv_write`.
+    Grid: (N // (BLOCK_M // REPEAT) + S, kv_heads).
     """
     TOKENS: tl.constexpr = BLOCK_M // REPEAT
     head = tl.program_id(1).to(tl.int64)
@@ -150,10 +143,7 @@ def paged_attention(
     query_head = (head * REPEAT + rows % REPEAT)[:, None]
     query = tl.load(q + row * q_token + query_head * q_head + d, mask=live, other=0.0)
 
-    unit = 1.0
-    if FP8:
-        unit = tl.load(kv_scale, mask=kv_scale.to(tl.int64) != 0, other=1.0)
-    scale = softmax_scale * unit * LOG2_E
+    scale = softmax_scale * LOG2_E
     pool += head * pool_head
     table = tables + s.to(tl.int64) * table_stride
     # Positions of the first and the last token of the block, and the keys that both of them see: [all_from, all_to).
@@ -170,17 +160,62 @@ def paged_attention(
     for n in range(low // BLOCK_K * BLOCK_K, tl.minimum(middle, last + 1), BLOCK_K):
         acc, top, total = _key_block(
             acc, top, total, query, pool, table, n, low, last, position, scale, window, table_length, pool_page,
-            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, FP8, True,
+            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, True,
         )  # fmt: skip
     for n in range(middle, tail, BLOCK_K):
         acc, top, total = _key_block(
             acc, top, total, query, pool, table, n, low, last, position, scale, window, table_length, pool_page,
-            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, FP8, False,
+            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, False,
         )  # fmt: skip
     for n in range(tail, last + 1, BLOCK_K):
         acc, top, total = _key_block(
             acc, top, total, query, pool, table, n, low, last, position, scale, window, table_length, pool_page,
-            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, FP8, True,
+            pool_kv, pool_token, D, PAGE_TOKENS, BLOCK_K, True,
         )  # fmt: skip
-    result = acc / total[:, None] * unit
+    result = acc / total[:, None]
     tl.store(out + row * out_token + query_head * out_head + d, result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def kv_write(
+    k,
+    v,
+    pool,
+    tables,
+    positions,
+    sequences,
+    tokens,
+    table_length,
+    table_stride,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    pool_page,
+    pool_kv,
+    pool_token,
+    pool_head,
+    D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """k, v [tokens, kv_heads, D] go to the layer whose K part starts at `pool` ([pages, 2, PAGE_TOKENS, kv_heads, D] by
+    its strides): token i to position positions[i] (int32) of sequence sequences[i] (int32), whose page is
+    tables[sequence, position // PAGE_TOKENS] (int32). Values are rounded to the pool's type.
+    Grid: (cdiv(tokens, BLOCK), kv_heads).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + i, mask=i < tokens, other=-1)
+    sequence = tl.load(sequences + i, mask=i < tokens, other=-1).to(tl.int64)
+    page_index = position // PAGE_TOKENS
+    wanted = (position >= 0) & (sequence >= 0) & (page_index < table_length)
+    page = tl.load(tables + sequence * table_stride + page_index, mask=wanted, other=-1).to(tl.int64)
+    mask = (wanted & (page >= 0))[:, None]
+    d = tl.arange(0, D)[None, :]
+    row = i.to(tl.int64)[:, None]
+    target = pool + (page * pool_page + (position % PAGE_TOKENS) * pool_token + head * pool_head)[:, None] + d
+    key = tl.load(k + row * k_token + head * k_head + d, mask=mask)
+    value = tl.load(v + row * v_token + head * v_head + d, mask=mask)
+    tl.store(target, key.to(pool.dtype.element_ty), mask=mask)
+    tl.store(target + pool_kv, value.to(pool.dtype.element_ty), mask=mask)

@@ -63,7 +63,7 @@ def widen_pairs(x, FP8: tl.constexpr):
 
 
 @triton.jit
-def _combine_head(partials, stats, out, log_sum, n_splits, used, D: tl.constexpr, MASS: tl.constexpr):
+def _combine_head(partials, stats, out, n_splits, used, D: tl.constexpr):
     """One head's result from its `used` splits; the pointers are the head's own. `.cg`: other programs wrote these."""
     i, d = tl.arange(0, CHUNK), tl.arange(0, D)
     top = -float("inf")
@@ -78,24 +78,10 @@ def _combine_head(partials, stats, out, log_sum, n_splits, used, D: tl.constexpr
         values = tl.load(partials + (c + i)[:, None] * D + d, there[:, None], 0.0, cache_modifier=".cg")
         acc += tl.sum(values * fade[:, None], 0)
     tl.store(out + d, (acc / total).to(out.dtype.element_ty))
-    if MASS:
-        tl.store(log_sum, base + tl.log2(total))
 
 
 @triton.jit
-def _combine_if_last(
-    arrived,
-    partials,
-    stats,
-    out,
-    log_sums,
-    heads,
-    n_splits,
-    used,
-    LIVE: tl.constexpr,
-    D: tl.constexpr,
-    MASS: tl.constexpr,
-):
+def _combine_if_last(arrived, partials, stats, out, heads, n_splits, used, LIVE: tl.constexpr, D: tl.constexpr):
     """`_combine_head` of a group's LIVE heads from row `heads` on, by the last of its `used` programs."""
     # Every thread's stores are before the barrier, and the counter releases and acquires for all of them.
     tl.debug_barrier()
@@ -103,7 +89,7 @@ def _combine_if_last(
         for h in range(LIVE):
             at = heads + h
             parts, found = partials + at * n_splits * D, stats + at * 2 * n_splits
-            _combine_head(parts, found, out + h * D, log_sums + at, n_splits, used, D, MASS)
+            _combine_head(parts, found, out + h * D, n_splits, used, D)
         tl.store(arrived, 0)
 
 
@@ -126,33 +112,23 @@ def _take_scores(scores, top, total, hidden, scale):
 @triton.jit
 def _take_pairs(keys, values, there, query_even, query_odd, top, total, hidden, scale, even, odd, FP8: tl.constexpr):
     """`_take_scores` of a block of E4M3 pairs at pointers `keys` and `values` (uint16), and its values into the sums of
-    the even and the odd columns: (top, total, weights, even, odd)."""
+    the even and the odd columns: (top, total, even, odd)."""
     k_even, k_odd = widen_pairs(tl.load(keys, there[:, None], 0), FP8)
     v_even, v_odd = widen_pairs(tl.load(values, there[:, None], 0), FP8)
     scores = tl.dot(query_odd, tl.trans(k_odd), tl.dot(query_even, tl.trans(k_even)))
     top, total, weights, fade = _take_scores(scores, top, total, hidden, scale)
     even = tl.dot(weights.to(tl.float16), v_even, even * fade)
     odd = tl.dot(weights.to(tl.float16), v_odd, odd * fade)
-    return top, total, weights, even, odd
+    return top, total, even, odd
 
 
 @triton.jit
-def _store_page_sums(to, live, weights, top, PAGE_TOKENS: tl.constexpr):
-    """log2 of a block's weights [rows, keys], summed by page; `top` is what they are relative to."""
-    ROWS: tl.constexpr = weights.shape[0]
-    PAGES: tl.constexpr = weights.shape[1] // PAGE_TOKENS
-    sums = tl.sum(tl.reshape(weights, [ROWS, PAGES, PAGE_TOKENS]), axis=2)
-    tl.store(to, tl.log2(sums) + top[:, None], live)
-
-
-@triton.jit
-def splits_of(length, window, n_splits, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
-    """(first key the query sees, first key of its first block, blocks, splits in use) of a sequence: split z takes
-    blocks [z * blocks // used, (z + 1) * blocks // used), about LEAST of them or more."""
+def splits_of(length, window, n_splits, BLOCK_K: tl.constexpr, LEAST: tl.constexpr):
+    """(first key the query sees, blocks from there on, splits in use) of a sequence: split z takes blocks
+    [z * blocks // used, (z + 1) * blocks // used), about LEAST of them or more."""
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    begin = low // ALIGN * ALIGN
-    blocks = tl.cdiv(length - begin, BLOCK_K)
-    return low, begin, blocks, tl.maximum(tl.minimum(n_splits, tl.cdiv(blocks, LEAST)), 1)
+    blocks = tl.cdiv(length - low, BLOCK_K)
+    return low, blocks, tl.maximum(tl.minimum(n_splits, tl.cdiv(blocks, LEAST)), 1)
 
 
 @triton.jit
@@ -166,8 +142,6 @@ def split_decode(
     partials,
     stats,
     arrived,
-    page_sums,
-    log_sums,
     softmax_scale,
     window,
     table_length,
@@ -185,7 +159,6 @@ def split_decode(
     LEAST: tl.constexpr,
     FP8: tl.constexpr,
     FUSED: tl.constexpr,
-    MASS: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """out[s, h] = softmax(q[s, h] . K * softmax_scale) V over the last `window` (0: all) of kv_lengths[s] keys.
@@ -195,23 +168,21 @@ def split_decode(
     PAGE_TOKENS] (int32 [S, table_length]). kv_scale: float32, what E4M3 keys and values are multiplied by.
     Sequences that use more than one split leave float32 partials [S, heads, n_splits, D], and their maxima and sums of
     weights in stats [S, heads, 2, n_splits]; FUSED: the last program of (s, group of heads) to arrive adds them up,
-    counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after. MASS: page_sums float32 [S, heads,
-    table_length] gets log2 of the sum of exp(score) over the keys of each page that is seen, log_sums [S, heads] that
-    over all keys (from `combine_splits` where that adds up).
+    counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after.
     Grid: (KV_HEADS // HEADS, n_splits, S).
     """
     LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
     TOKEN: tl.constexpr = KV_HEADS * D
     group, z, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(kv_lengths + s)
-    low, begin, blocks, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K, LEAST)
+    low, blocks, used = splits_of(length, window, n_splits, BLOCK_K, LEAST)
     i = tl.arange(0, BLOCK_K)
     pool += group * (HEADS * D)
     table = tables + s * table_length
     reach = tl.minimum(length, table_length * PAGE_TOKENS)
     first = z * blocks // used
     # A block's pages are loaded one block ahead: Triton prefetches what follows from a load half as deep.
-    n = begin + first * BLOCK_K + i
+    n = low + first * BLOCK_K + i
     end = tl.where(z < used, reach, 0)
     page = tl.load(table + n // PAGE_TOKENS, (n >= low) & (n < end), -1)
     take_turn(DEPENDENT)
@@ -240,7 +211,7 @@ def split_decode(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for block in range(first, (z + 1) * blocks // used):
-        n = begin + block * BLOCK_K + i
+        n = low + block * BLOCK_K + i
         seen = (n >= low) & (n < length)
         there = page >= 0
         hidden = tl.where(there, 0.0, tl.where(seen, float("nan"), float("-inf")))
@@ -248,7 +219,7 @@ def split_decode(
             at = page.to(tl.int64) * (pool_page // 2) + n % PAGE_TOKENS * (TOKEN // 2)
             keys = pairs + at[:, None] + pair[None, :]
             values = keys + PAGE_TOKENS * TOKEN // 2
-            top, total, weights, even, odd = _take_pairs(
+            top, total, even, odd = _take_pairs(
                 keys, values, there, query_even, query_odd, top, total, hidden, scale, even, odd, FP8
             )
         else:
@@ -258,10 +229,6 @@ def split_decode(
             top, total, weights, fade = _take_scores(tl.dot(query, tl.trans(k)), top, total, hidden, scale)
             acc = tl.dot(weights.to(v.dtype), v, acc * fade)
         page = tl.load(table + (n + BLOCK_K) // PAGE_TOKENS, n + BLOCK_K < reach, -1)
-        if MASS:
-            j = (begin + block * BLOCK_K) // PAGE_TOKENS + tl.arange(0, BLOCK_K // PAGE_TOKENS)
-            live = (row < LIVE) & (j < tl.cdiv(reach, PAGE_TOKENS))[None, :]
-            _store_page_sums(page_sums + (heads + row) * table_length + j[None, :], live, weights, top, PAGE_TOKENS)
     if FP8:
         acc = tl.reshape(tl.join(even, odd), [ROWS, HEADS * D])
 
@@ -269,15 +236,13 @@ def split_decode(
         all_keys = tl.where(total == 0, 1.0, total)  # a sequence of length 0
         result = acc / all_keys[:, None] * factor
         tl.store(out + s * out_row + elements, result.to(out.dtype.element_ty), own)
-        if MASS:
-            tl.store(log_sums + heads + r, top + tl.log2(total), r < LIVE)
         return
     tl.store(partials + ((heads + row) * n_splits + z) * D + column % D, acc * factor, own)
     tl.store(stats + (heads + r) * 2 * n_splits + z, top, r < LIVE)
     tl.store(stats + ((heads + r) * 2 + 1) * n_splits + z, total, r < LIVE)
     if FUSED:
         to, counter = out + s * out_row + group * (LIVE * D), arrived + s * (KV_HEADS // HEADS) + group
-        _combine_if_last(counter, partials, stats, to, log_sums, heads, n_splits, used, LIVE, D, MASS)
+        _combine_if_last(counter, partials, stats, to, heads, n_splits, used, LIVE, D)
 
 
 @triton.jit
@@ -286,59 +251,20 @@ def combine_splits(
     kv_lengths,
     partials,
     stats,
-    log_sums,
     window,
     n_splits,
     out_row,
     D: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LEAST: tl.constexpr,
-    MASS: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """Adds up what `split_decode` without FUSED left; sequences of one split are done already. Grid: (heads, S)."""
     take_turn(DEPENDENT)
     head, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(kv_lengths + s)
-    _, _, _, used = splits_of(length, window, n_splits, PAGE_TOKENS if MASS else 1, BLOCK_K, LEAST)
+    _, _, used = splits_of(length, window, n_splits, BLOCK_K, LEAST)
     if used > 1:
         at = s * tl.num_programs(0) + head
-        _combine_head(
-            partials + at * n_splits * D,
-            stats + at * 2 * n_splits,
-            out + s * out_row + head * D,
-            log_sums + at,
-            n_splits,
-            used,
-            D,
-            MASS,
-        )
-
-
-@triton.jit
-def page_mass(
-    mass,
-    kv_lengths,
-    page_sums,
-    log_sums,
-    window,
-    table_length,
-    PAGE_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """mass[s, p] = mean over query heads of the softmax weight of page p's keys, 0 for pages that are not seen.
-
-    mass float32 [S, table_length]; the sums are what `split_decode` with MASS left. Grid: (cdiv(table_length, BLOCK),
-    S).
-    """
-    p, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
-    length = tl.load(kv_lengths + s)
-    low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    live = (p >= low // PAGE_TOKENS) & (p < tl.minimum(tl.cdiv(length, PAGE_TOKENS), table_length))
-    found = tl.zeros([BLOCK], tl.float32)
-    for h in range(HEADS):
-        part = tl.load(page_sums + (s * HEADS + h) * table_length + p, live, 0.0)
-        found += tl.exp2(part - tl.load(log_sums + s * HEADS + h))
-    tl.store(mass + s * table_length + p, tl.where(live, found / HEADS, 0.0), p < table_length)
+        parts, found = partials + at * n_splits * D, stats + at * 2 * n_splits
+        _combine_head(parts, found, out + s * out_row + head * D, n_splits, used, D)

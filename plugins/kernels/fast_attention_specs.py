@@ -1,4 +1,4 @@
-"""Specialisations of the attention kernels made for speed: split decode, its sums and masses, and prefill.
+"""Specialisations of the attention kernels made for speed: split decode, its sums, and prefill.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types, configuration and
 on whether the target has E4M3 instructions.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.decode_layout import MASS_BLOCK, DecodeConfig, PrefillConfig
-from wicore_trt.plugins.kernels.decode_attention import combine_splits, page_mass, split_decode
+from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
+from wicore_trt.plugins.kernels.decode_attention import combine_splits, split_decode
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
 from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
@@ -39,15 +39,11 @@ def _pool_type(pool: PoolShape) -> str:
     return "u8" if pool.dtype == "fp8" else FLOAT_TYPES[pool.dtype]
 
 
-def decode_spec(
-    pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig, *, mass: bool = False
-) -> KernelSpec:
+def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig) -> KernelSpec:
     """`split_decode` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for shapes that do not fit."""
     repeat = _checked(pool, dtype, heads)
     if pool.kv_heads % config.heads or config.block_k < 16 or config.block_k & (config.block_k - 1):
         raise ConfigError(f"{config} does not fit {pool}.", fix="Take a divisor of the heads and a power of two.")
-    if mass and config.block_k % pool.page_tokens:
-        raise ConfigError(f"Masses of pages of {pool.page_tokens} need blocks of whole pages.", fix="Larger blocks.")
     rows = 16
     while rows < config.heads * repeat:
         rows *= 2
@@ -62,9 +58,8 @@ def decode_spec(
         "LEAST": config.least,
         "FP8": _fp8(pool, target),
         "FUSED": config.fused and config.splits > 1,
-        "MASS": mass,
     }
-    form = f"rows{'_fused' if constants['FUSED'] else ''}{'_mass' if mass else ''}"
+    form = f"rows{'_fused' if constants['FUSED'] else ''}"
     name = (
         f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"
@@ -73,20 +68,11 @@ def decode_spec(
     return kernel_spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
 
 
-def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig, *, mass: bool = False) -> KernelSpec:
+def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpec:
     """`combine_splits` behind `decode_spec` of the same arguments."""
-    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK_K": config.block_k}
-    constants |= {"LEAST": config.least, "MASS": mass}
-    name = (
-        f"combine_{dtype}{'_mass' if mass else ''}_d{pool.head_dim}_p{pool.page_tokens}"
-        f"_k{config.block_k}_l{config.least}"
-    )
+    constants = {"D": pool.head_dim, "BLOCK_K": config.block_k, "LEAST": config.least}
+    name = f"combine_{dtype}_d{pool.head_dim}_k{config.block_k}_l{config.least}"
     return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
-
-
-def page_mass_spec(pool: PoolShape, heads: int) -> KernelSpec:
-    constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "BLOCK": MASS_BLOCK}
-    return kernel_spec(f"page_mass_h{heads}_p{pool.page_tokens}", page_mass, {}, constants)
 
 
 def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig) -> KernelSpec:

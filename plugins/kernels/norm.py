@@ -102,11 +102,9 @@ def add_norm(
     out,
     scales,
     rows,
-    x_split,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     GATHER: tl.constexpr,
     FP8: tl.constexpr,
     HALF: tl.constexpr,
@@ -115,8 +113,7 @@ def add_norm(
 ):
     """residual[r] += norm(x[r]) * post_weight in place, then out[r] = norm(residual[r]) * next_weight as in `norm`.
 
-    x is [rows, H] of any float type, or with SPLITS > 1 the partial sums [SPLITS, rows, H], `x_split` elements apart,
-    which are added in their order. GATHER: program i takes row rows[i] (int32) of residual and x and writes row i of
+    x is [rows, H] of any float type. GATHER: program i takes row rows[i] (int32) of residual and x and writes row i of
     out, for the sampled rows behind the last layer; rows must not repeat. Otherwise `rows` is not touched.
     Grid: (rows of out,).
     """
@@ -133,8 +130,6 @@ def add_norm(
     at = row * H + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     old = tl.load(residual + at, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        value += tl.load(x + split * x_split + at, mask=inside, other=0.0).to(tl.float32)
     new = old + _normed(value, post, eps, H)
     tl.store(residual + at, new, mask=inside)
     _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF, NATIVE)

@@ -27,10 +27,10 @@ CANDIDATES = 1024  # as runtime.sampler's first try
 
 
 @triton.jit
-def _read(logits, row, row_stride, token, vocab, SOFTCAP: tl.constexpr):
+def _read(logits, row, token, vocab, SOFTCAP: tl.constexpr):
     """Logits of `token` after the soft cap, SOFTCAP * tanh(x / SOFTCAP) rounded to float32 once (0: none), -inf beyond
     the vocabulary; +inf becomes NaN, so that no cap hides it."""
-    x = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf"))
+    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == float("inf"), float("nan"), x)
     if SOFTCAP > 0:
         ratio = tl.abs(x).to(tl.float64) / SOFTCAP
@@ -94,15 +94,13 @@ def scan(
     chunk_mass,
     group_max,
     vocab,
-    row_stride,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     SAMPLED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
-    """Maximum (NaN where a chunk holds NaN or +inf) and its lowest token id of each CHUNK of float32 logits [R, vocab],
-    whose rows are `row_stride` apart.
+    """Maximum (NaN where a chunk holds NaN or +inf) and its lowest token id of each CHUNK of float32 logits [R, vocab].
 
     SAMPLED: for rows with temperatures[r] > 0 (float64) also the mass sum(exp((x - chunk's maximum) / temperature)),
     float64, and the maxima of groups of GROUP. Arrays are [R, chunks], group_max [R, chunks * CHUNK / GROUP].
@@ -114,7 +112,7 @@ def scan(
     chunks = tl.num_programs(0)
     i = tl.arange(0, CHUNK)
     token = chunk * CHUNK + i
-    x = _read(logits, row, row_stride, token, vocab, SOFTCAP)
+    x = _read(logits, row, token, vocab, SOFTCAP)
     bad = tl.max((x != x).to(tl.int32), 0) > 0
     peak = tl.max(x, 0)
     best = tl.min(tl.where(x == peak, token, 0x7FFFFFFF), 0)
@@ -152,7 +150,6 @@ def choose(
     masses,
     counts,
     vocab,
-    row_stride,
     chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -214,7 +211,7 @@ def choose(
                 chunk, before = _pick(scaled, target, c, CHUNKS)
                 i = tl.arange(0, CHUNK)
                 inside = chunk * CHUNK + i
-                x = _read(logits, row, row_stride, inside, vocab, SOFTCAP)
+                x = _read(logits, row, inside, vocab, SOFTCAP)
                 weights = tl.exp((x.to(tl.float64) - peak.to(tl.float64)) / temperature)
                 index, _ = _pick(weights, target - before, i, CHUNK)
                 token = chunk * CHUNK + index
@@ -230,7 +227,6 @@ def collect(
     counts,
     candidates,
     vocab,
-    row_stride,
     CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -243,7 +239,7 @@ def collect(
     row = tl.program_id(1).to(tl.int64)
     if tl.load(counts + row) >= 0:
         token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-        x = _read(logits, row, row_stride, token, vocab, SOFTCAP)
+        x = _read(logits, row, token, vocab, SOFTCAP)
         found = (token < vocab) & (x >= tl.load(least + row))
         ones = found.to(tl.int32)
         number = tl.sum(ones, 0)

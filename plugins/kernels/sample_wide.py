@@ -12,19 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.kernels.sample import UNDECIDED, _ordered, _read, _uniform
 
-PROGRAMS = 8
-"""Rows that are decided at the same time; each needs a row of weights."""
-CHUNK, WARPS = 2048, 16
 LEFT = tl.constexpr(UNDECIDED)
 
 
 @triton.jit
-def _reach(
-    logits, weights, row, row_stride, vocab, key, least, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SOFTCAP: tl.constexpr
-):
+def _reach(logits, weights, row, vocab, key, least, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SOFTCAP: tl.constexpr):
     """Number and mass of the tokens whose key is at least `key` and whose weight is at least `least`. Keys are int64:
     the ordered logit, then the lower token id first."""
     i = tl.arange(0, CHUNK)
@@ -32,7 +26,7 @@ def _reach(
     masses = tl.zeros((CHUNK,), tl.float64)
     for start in range(0, vocab, CHUNK):
         token = start + i
-        x = _read(logits, row, row_stride, token, vocab, SOFTCAP)
+        x = _read(logits, row, token, vocab, SOFTCAP)
         keys = ((_ordered(x).to(tl.int64) + 0x80000000) << SHIFT) | ((1 << SHIFT) - 1 - token).to(tl.int64)
         weight = tl.load(weights + token, mask=token < vocab, other=0.0)
         found = (token < vocab) & (keys >= key) & (weight >= least)
@@ -46,7 +40,6 @@ def _last(
     logits,
     weights,
     row,
-    row_stride,
     vocab,
     floor,
     least,
@@ -62,7 +55,7 @@ def _last(
     low = tl.full((), 0, tl.int64)
     for bit in range(32 + SHIFT):
         key = low | (tl.full((), 1, tl.int64) << (31 + SHIFT - bit))
-        count, mass = _reach(logits, weights, row, row_stride, vocab, key, least, CHUNK, SHIFT, SOFTCAP)
+        count, mass = _reach(logits, weights, row, vocab, key, least, CHUNK, SHIFT, SOFTCAP)
         low = tl.where((count >= number) & ((mass > above) | (mass >= reached)), key, low)
     return tl.maximum(low, floor)
 
@@ -82,13 +75,12 @@ def draw_wide(
     status,
     rows,
     vocab,
-    row_stride,
     CHUNK: tl.constexpr,
     SHIFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """tokens[r] and status[r] of the UNDECIDED ones of `rows` rows; parameters as in `sample.choose`. `weights` is
-    float64 working memory [programs, vocab]; vocab is at most 1 << SHIFT. Grid: (any number up to PROGRAMS,)."""
+    float64 working memory [programs, vocab]; vocab is at most 1 << SHIFT. Grid: (programs,)."""
     own = weights + tl.program_id(0).to(tl.int64) * vocab
     for r in range(tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(status + r) == LEFT:
@@ -96,7 +88,7 @@ def draw_wide(
             peak, temperature = tl.load(peaks + row).to(tl.float64), tl.load(temperatures + row)
             i = tl.arange(0, CHUNK)
             for start in range(0, vocab, CHUNK):
-                x = _read(logits, row, row_stride, start + i, vocab, SOFTCAP)
+                x = _read(logits, row, start + i, vocab, SOFTCAP)
                 tl.store(own + start + i, tl.exp((x.to(tl.float64) - peak) / temperature), mask=start + i < vocab)
             tl.debug_barrier()  # other threads of the program read them
             never = tl.full((), float("inf"), tl.float64)
@@ -104,41 +96,15 @@ def draw_wide(
             floor = tl.full((), 0, tl.int64)
             k = tl.load(top_k + row)
             if (k > 0) & (k < vocab):
-                floor = _last(
-                    logits, own, row, row_stride, vocab, floor, everything, k, -1.0, never, CHUNK, SHIFT, SOFTCAP
-                )
+                floor = _last(logits, own, row, vocab, floor, everything, k, -1.0, never, CHUNK, SHIFT, SOFTCAP)
             p = tl.load(top_p + row)
             if p < 1.0:
-                _, mass = _reach(logits, own, row, row_stride, vocab, floor, everything, CHUNK, SHIFT, SOFTCAP)
-                floor = _last(
-                    logits, own, row, row_stride, vocab, floor, everything, 0, never, p * mass, CHUNK, SHIFT, SOFTCAP
-                )
+                _, mass = _reach(logits, own, row, vocab, floor, everything, CHUNK, SHIFT, SOFTCAP)
+                floor = _last(logits, own, row, vocab, floor, everything, 0, never, p * mass, CHUNK, SHIFT, SOFTCAP)
             least = tl.load(min_p + row)
-            _, mass = _reach(logits, own, row, row_stride, vocab, floor, least, CHUNK, SHIFT, SOFTCAP)
+            _, mass = _reach(logits, own, row, vocab, floor, least, CHUNK, SHIFT, SOFTCAP)
             number = _uniform(tl.load(seeds + row).to(tl.uint64, bitcast=True), tl.load(indices + row))
-            key = _last(
-                logits, own, row, row_stride, vocab, floor, least, 0, number * mass, mass, CHUNK, SHIFT, SOFTCAP
-            )
+            key = _last(logits, own, row, vocab, floor, least, 0, number * mass, mass, CHUNK, SHIFT, SOFTCAP)
             tl.store(tokens + row, ((1 << SHIFT) - 1 - (key & ((1 << SHIFT) - 1))).to(tl.int32))
             tl.store(status + row, 0)
             tl.debug_barrier()  # the weights are overwritten by the next row's
-
-
-def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
-    """`draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the stride of the rows of logits, and
-    the addresses of logits and weights of 16 bytes."""
-    types = {
-        **dict.fromkeys(("logits", "peaks"), "*fp32"),
-        **dict.fromkeys(("weights", "temperatures", "top_p", "min_p"), "*fp64"),
-        **dict.fromkeys(("top_k", "indices", "tokens", "status"), "*i32"),
-        **{"seeds": "*i64", "rows": "i32", "vocab": "i32", "row_stride": "i64"},
-    }
-    constants: dict[str, Constant] = {
-        "CHUNK": CHUNK,
-        "SHIFT": max(1, (vocab - 1).bit_length()),
-        "SOFTCAP": float(softcap),
-    }
-    signature = {name: types[name] for name in draw_wide.arg_names if name in types}
-    wide = frozenset({"logits", "weights", "row_stride", "vocab"} if vocab % 16 == 0 else ())
-    name = f"draw_wide_v{vocab}{f'_cap{softcap:g}' if softcap else ''}"
-    return KernelSpec(name, draw_wide, signature, constants, wide, WARPS, 1)

@@ -7,14 +7,13 @@ for the arrays whose element type a spec chooses (`pointers`); those are multipl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels.attention import paged_attention
-from wicore_trt.plugins.kernels.kv_write import kv_write
+from wicore_trt.plugins.kernels.attention import kv_write, paged_attention
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 
@@ -26,7 +25,7 @@ _STRIDES = (
 _INDEX_ARRAYS = (
     *("tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions", "kv_lengths", "arrived"),
 )
-_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "page_sums", "log_sums", "mass")
+_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats")
 _INTEGERS = ("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits")
 TYPES = {
     **dict.fromkeys(_INDEX_ARRAYS, "*i32"),
@@ -84,32 +83,27 @@ def slide_spec(pool: PoolShape, cache_dtype: str) -> KernelSpec:
     )
 
 
-def kv_write_spec(pool: PoolShape, dtype: str) -> KernelSpec:
-    """Keys and values of `dtype` into pages."""
-    fp8 = pool.dtype == "fp8"
-    pool_type = "u8" if fp8 else FLOAT_TYPES[pool.dtype]
-    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16, "FP8": fp8}
-    pointers = {"k": FLOAT_TYPES[dtype], "v": FLOAT_TYPES[dtype], "pool": pool_type}
-    return kernel_spec(_named(f"kv_write_{pool.dtype}_{dtype}", pool), kv_write, pointers, constants)
+def kv_write_spec(pool: PoolShape) -> KernelSpec:
+    """Keys and values into pages of their type."""
+    constants = {"D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "BLOCK": 16}
+    pointers = dict.fromkeys(("k", "v", "pool"), FLOAT_TYPES[pool.dtype])
+    return kernel_spec(_named(f"kv_write_{pool.dtype}", pool), kv_write, pointers, constants)
 
 
-def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int = 64) -> KernelSpec:
-    """Attention of `heads` query heads of `dtype` over `pool`.
+def attention_spec(pool: PoolShape, heads: int, *, block_rows: int = 64) -> KernelSpec:
+    """Attention of `heads` query heads over `pool`, queries of its type.
 
     `block_rows` (a power of two of at least 16) are the (token, head) rows that one program takes: 16 wastes least in
-    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises
-    ConfigError for queries narrower than the keys.
+    decode, 64 reads KV least often in prefill; float32 queries take 32 at most. Raises ConfigError for other heads.
     """
     repeat = heads // pool.kv_heads
-    fp8, wide = pool.dtype == "fp8", ITEM_BYTES[dtype] == 4
+    wide = ITEM_BYTES[pool.dtype] == 4
     if wide:
         # From 64 rows on, Triton 3.6 takes TF32 on sm100 for float32 queries and keys of 16 bits or less, whatever
         # precision a product asks for.
         block_rows = min(block_rows, 32)
     if heads % pool.kv_heads or repeat > block_rows:
         raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
-    if pool.dtype not in ("fp8", dtype) and dtype != "float32":
-        raise ConfigError(f"{dtype} queries cannot read {pool.dtype} keys.", fix="Use one type, or FP8 keys.")
     block_k = max(16, min(64, 8192 // pool.head_dim)) // (2 if wide else 1)
     constants = {
         "D": pool.head_dim,
@@ -117,22 +111,15 @@ def attention_spec(pool: PoolShape, dtype: str, heads: int, *, block_rows: int =
         "REPEAT": repeat,
         "BLOCK_M": block_rows,
         "BLOCK_K": max(16, block_k),
-        "FP8": fp8,
     }
-    pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": "u8" if fp8 else FLOAT_TYPES[pool.dtype]}
     return kernel_spec(
-        _named(f"attention_{pool.dtype}_{dtype}_r{repeat}_m{block_rows}", pool),
+        _named(f"attention_{pool.dtype}_r{repeat}_m{block_rows}", pool),
         paged_attention,
-        pointers,
+        dict.fromkeys(("q", "out", "pool"), FLOAT_TYPES[pool.dtype]),
         constants,
         num_warps=8 if block_rows > 32 and pool.head_dim > 128 else 4,
         num_stages=1 if wide else 2,
     )
-
-
-def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
-    """Specs by name, which is unique per specialisation."""
-    return {spec.name: spec for spec in specs}
 
 
 def _named(name: str, pool: PoolShape) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.kernels import norm, qk_rope, sample
+from wicore_trt.plugins.kernels import norm, qk_rope, sample, sample_wide
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 
@@ -94,7 +94,7 @@ def _spec(
 
 
 ALIGNED = {
-    *("residual", "x", "x_split", "weight", "post_weight", "next_weight", "out", "embedding"),
+    *("residual", "x", "weight", "post_weight", "next_weight", "out", "embedding"),
     *("qkv", "q", "q_weight", "k_weight", "cos", "sin", "pool", "pool_page", "pool_kv", "pool_token", "pool_head"),
 }
 
@@ -108,17 +108,14 @@ def embed_norm_spec(shape: NormShape, num_warps: int) -> KernelSpec:
     return _spec(f"embed_norm_{shape.name()}", norm.embed_norm, types, shape.constants(), num_warps)
 
 
-def add_norm_spec(
-    shape: NormShape, num_warps: int, *, x_dtype: str, splits: int = 1, gather: bool = False
-) -> KernelSpec:
-    """`kernels.norm.add_norm` of x of `x_dtype`, in `splits` partial sums; `gather`: of the rows in `rows`."""
+def add_norm_spec(shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False) -> KernelSpec:
+    """`kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
-        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "x_split": "i64", "eps": "fp32"},
+        **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "eps": "fp32"},
     }
-    constants = {**shape.constants(), "SPLITS": splits, "GATHER": gather}
-    name = f"add_norm_{shape.name()}_{x_dtype}_s{splits}{'_rows' if gather else ''}"
-    return _spec(name, norm.add_norm, types, constants, num_warps)
+    name = f"add_norm_{shape.name()}_{x_dtype}{'_rows' if gather else ''}"
+    return _spec(name, norm.add_norm, types, {**shape.constants(), "GATHER": gather}, num_warps)
 
 
 def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:
@@ -140,27 +137,12 @@ def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chos
     return _spec(f"{name}_b{chosen.block}", qk_rope.qk_norm_rope_write, types, constants, chosen.num_warps)
 
 
-@dataclass(frozen=True)
-class SampleSpecs:
-    """The kernels of one sampling step in their order; `collect` and `draw` are None where all rows are greedy."""
-
-    scan: KernelSpec
-    choose: KernelSpec
-    collect: KernelSpec | None
-    draw: KernelSpec | None
-
-    @property
-    def capacity(self) -> int:
-        """Candidates of a row that find room."""
-        return int(self.draw.constants["CAPACITY"]) if self.draw else 0
-
-
 SAMPLE_TYPES = {
     **dict.fromkeys(("logits", "chunk_max", "group_max", "least", "peaks"), "*fp32"),
     **dict.fromkeys(("temperatures", "top_p", "min_p", "chunk_mass", "masses"), "*fp64"),
     **dict.fromkeys(("top_k", "indices", "chunk_token", "tokens", "status", "counts"), "*i32"),
     **dict.fromkeys(("seeds", "candidates"), "*i64"),
-    **{"vocab": "i32", "chunks": "i32", "row_stride": "i64"},
+    **{"vocab": "i32", "chunks": "i32", "rows": "i32", "weights": "*fp64"},
 }
 
 
@@ -172,11 +154,12 @@ def sample_specs(
     softcap: float = 0.0,
     rows: int = 1,
     candidates: int = sample.CANDIDATES,
-) -> SampleSpecs:
-    """`kernels.sample`'s kernels for `vocab` logits; without `sampled` all rows are greedy. `softcap` 0 is none.
+) -> dict[str, KernelSpec]:
+    """`kernels.sample`'s kernels for `vocab` logits by their names in `step_layout.sample_launches`, in their order:
+    "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0 is none.
 
     Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is short.
-    Where `vocab` is a multiple of 16, so must be the stride of the rows of logits, and their address of 16 bytes.
+    Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes.
     """
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
@@ -195,7 +178,7 @@ def sample_specs(
         "GROUPS": 1 << (chunks * chunk.block // sample.GROUP - 1).bit_length(),
         "CANDIDATES": candidates,
     }
-    wide = frozenset({"logits", "row_stride", "vocab"} if vocab % 16 == 0 else ())
+    wide = frozenset({"logits", "vocab"} if vocab % 16 == 0 else ())
     shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
     scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
     scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps, wide)
@@ -203,7 +186,17 @@ def sample_specs(
     warps = config("choose", target, rows).num_warps
     choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, warps, wide)
     if not sampled:
-        return SampleSpecs(scan, choose, None, None)
+        return {"scan": scan, "choose": choose}
     collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps, wide)
     draw = _spec(f"draw_{shape}", sample.draw_filtered, SAMPLE_TYPES, capacity, draw_warps)
-    return SampleSpecs(scan, choose, collect, draw)
+    return {"scan": scan, "choose": choose, "collect": collect, "draw": draw}
+
+
+def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
+    """`kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be
+    the addresses of logits and weights, in bytes."""
+    shift = max(1, (vocab - 1).bit_length())
+    constants: dict[str, Constant] = {"CHUNK": 2048, "SHIFT": shift, "SOFTCAP": float(softcap)}
+    aligned = frozenset({"logits", "weights", "vocab"} if vocab % 16 == 0 else ())
+    name = f"draw_wide_v{vocab}{f'_cap{softcap:g}' if softcap else ''}"
+    return _spec(name, sample_wide.draw_wide, SAMPLE_TYPES, constants, 16, aligned)

@@ -1,7 +1,7 @@
 """The plugin `WicoreCacheAttention`: a TensorRT engine's attention. Never run on a GPU, and in no plan that was built.
 
-It writes a step's keys and values into the linear caches of a layer and attends over them, with the kernels of
-`WicorePagedAttention`: a slot's cache is PAGE entries after PAGE entries, so a page table that counts makes it pages.
+It writes a step's keys and values into the linear caches of a layer and attends over them, with kernels for pages: a
+slot's cache is PAGE entries after PAGE entries, so a page table that counts makes it pages.
 One plugin is one layer. Knows shapes and pointers; not models or files. Invariant: both caches are changed in place, so
 their outputs are their inputs' memory.
 """
@@ -127,6 +127,6 @@ def cache_attention_specs(config: CacheAttentionConfig) -> dict[str, KernelSpec]
 
     pool = config.pool()
     return {
-        "kv_write": specs.kv_write_spec(pool, config.dtype),
-        "attention": specs.attention_spec(pool, config.dtype, config.heads),
+        "kv_write": specs.kv_write_spec(pool),
+        "attention": specs.attention_spec(pool, config.heads),
     }

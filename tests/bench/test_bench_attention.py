@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kv import attention_trace
 from benchmarks.kv.attention import ablation_table, cost_table
 from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay_policy
-from wicore_trt.kv.policy.a2cr import A2CRPolicy
+from wicore_trt.kv.policy.a2cr import A2CRPolicy, A2CRWeights
 
 
 def request(chain: list[int], signal: list[float] | None = None) -> TouchedChain:
@@ -36,7 +36,11 @@ def test_replay_counts_the_leading_pages_that_are_there() -> None:
 
 def test_attention_reaches_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chains of nearly equal age and use, the one with the higher mass stays."""
-    monkeypatch.setattr(attention_trace, "make_policy", lambda _, capacity, **__: A2CRPolicy(capacity, rate=1e-3))
+    monkeypatch.setattr(
+        attention_trace,
+        "make_policy",
+        lambda _, capacity, **__: A2CRPolicy(capacity, A2CRWeights(decay=capacity * 1e-3)),
+    )
     for kept in (0, 1):
         masses = [[0.1], [9.0]] if kept else [[9.0], [0.1]]
         trace = [request([i], masses[i]) for i in (0, 1)] + [request([5], [1.0]), request([kept], [1.0])]

@@ -18,7 +18,7 @@ from text.synthetic_tokenizer import write as write_tokenizer
 from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
-from wicore_trt.backends.torch.calibrate import TextCalibration, calibrate_checkpoint, measure_magnitudes
+from wicore_trt.backends.torch.calibrate import TextCalibration, measure_magnitudes
 from wicore_trt.bench.perplexity import ExecutorScorer, default_text
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
@@ -155,10 +155,10 @@ def test_an_existing_checkpoint(dtype: str, tp: int, source: Path, text: Path, t
     else:  # measured behind FP8 weights and activations, so near
         assert list(SafetensorsFile(found.rank_files[0]).tensors) == list(SafetensorsFile(direct.rank_files[0]).tensors)
         assert scales[0] == pytest.approx(static_scales(direct.rank_files[0]), rel=0.35)
-    again = calibrate_checkpoint(found.path, tmp_path / "again", calibration)
+    again = calibration.of_checkpoint(found.path, tmp_path / "again")
     assert again.files == found.files and again.config == found.config
     if dtype == "fp8":
-        without = calibrate_checkpoint(found.path, tmp_path / "without", TextCalibration(text, 300, kv_scales=False))
+        without = TextCalibration(text, 300, kv_scales=False).of_checkpoint(found.path, tmp_path / "without")
         assert not without.kv_scales and not any("kv_cache" in n for n in static_scales(without.rank_files[0]))
     assert not [p.name for p in tmp_path.iterdir() if "partial" in p.name or "old-" in p.name]
 
@@ -304,7 +304,7 @@ def test_an_interrupted_calibration_keeps_the_checkpoint(phase: str, source: Pat
 
     left = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(plain.path, plain.path, TextCalibration(text, 400), force=True, progress=interrupt)
+        TextCalibration(text, 400).of_checkpoint(plain.path, plain.path, force=True, progress=interrupt)
     assert open_checkpoint(plain.path, verify=True).files == plain.files
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     assert all(0 <= done <= total for _, done, total in seen)

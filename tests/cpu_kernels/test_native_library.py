@@ -13,13 +13,14 @@ import torch
 
 from wicore_trt.backends.torch import native, native_args
 from wicore_trt.backends.torch.native import NativeLibrary
+from wicore_trt.plugins import cpu_library
 
 FORK = """
 import os, torch
 from wicore_trt.backends.torch import native, native_args
 lib = native.load()
 lib.set_threads(4)
-weight = lib.pack([torch.arange(640.0 * 4096).view(4096, 640) / 1e6])
+weight = lib.pack(torch.arange(640.0 * 4096).view(4096, 640) / 1e6)
 x, out = torch.ones(3, 640), torch.zeros(3, 4096)
 args = native_args.linear(x, weight, out)
 lib.run([args])
@@ -36,15 +37,15 @@ print(same, os.waitstatus_to_exitcode(status))
 
 
 def test_load_without_a_library_is_none(tmp_path: Path) -> None:
-    assert native.load(tmp_path / native.LIBRARY) is None
+    assert native.load(tmp_path / cpu_library.LIBRARY) is None
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     assert native.load(broken) is None
 
 
 def test_another_interface_version_is_refused(lib: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    assert native.load(lib.path) is None
+    monkeypatch.setattr(cpu_library, "ABI", cpu_library.ABI + 1)
+    assert native.load() is None
 
 
 def test_an_unknown_instruction_set_changes_nothing(lib: NativeLibrary) -> None:
@@ -54,7 +55,7 @@ def test_an_unknown_instruction_set_changes_nothing(lib: NativeLibrary) -> None:
 
 
 def test_calls_from_several_threads_are_serialized(lib: NativeLibrary, rng: torch.Generator) -> None:
-    weight = lib.pack([torch.randn(500, 200, generator=rng)])
+    weight = lib.pack(torch.randn(500, 200, generator=rng))
     xs = [torch.randn(rows, 200, generator=rng) for rows in (1, 3, 8, 30)]
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def test_product_matches_float64(
     lib: NativeLibrary, rng: torch.Generator, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
     x, w = inputs(rows, n, k, dtype, rng)
-    out = product(lib, x.to(operand_dtype(dtype)), lib.pack([w]))
+    out = product(lib, x.to(operand_dtype(dtype)), lib.pack(w))
     exact = x.double() @ w.double().T
     bound = x.double().abs() @ w.double().abs().T
     assert ((out - exact).abs() <= 1e-6 * bound + 1e-30).all()
@@ -44,7 +44,7 @@ def test_product_matches_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(lib: NativeLibrary, rng: torch.Generator, dtype: torch.dtype) -> None:
     x, w = inputs(130, 200, 530, dtype, rng)
-    x, packed = x.to(operand_dtype(dtype)), lib.pack([w])
+    x, packed = x.to(operand_dtype(dtype)), lib.pack(w)
     lib.set_threads(1)
     alone = torch.cat([product(lib, x[i : i + 1], packed) for i in range(len(x))])
     for threads in (1, 2, 3):
@@ -54,21 +54,13 @@ def test_a_row_has_the_same_bits_in_any_batch(lib: NativeLibrary, rng: torch.Gen
             assert torch.equal(product(lib, x[subset].contiguous(), packed), alone[subset])
 
 
-def test_stacked_parts_are_packed_as_one_matrix(lib: NativeLibrary, rng: torch.Generator) -> None:
-    x, w = inputs(3, 150, 48, torch.bfloat16, rng)
-    whole, parts = lib.pack([w]), lib.pack([w[:33], w[33:70], w[70:]])
-    assert torch.equal(whole.data, parts.data)
-    assert whole.nbytes == 192 * 48 * 2
-    assert torch.equal(product(lib, x, whole), product(lib, x, parts))
-
-
 @pytest.mark.parametrize("k", [5, 64, 257])
 def test_fp8_product_quantizes_rows_as_the_oracle(lib: NativeLibrary, rng: torch.Generator, k: int) -> None:
     x = (torch.randn(9, k, generator=rng) * torch.logspace(-3, 4, 9)[:, None]).bfloat16()
     x[4] = 0
     w = (torch.randn(70, k, generator=rng) * 100).to(E4M3)
     scale = torch.rand(70, generator=rng) + 0.01
-    out = product(lib, x, lib.pack([w[:30], w[30:]], scale))
+    out = product(lib, x, lib.pack(w, scale))
     quantized, row_scale = quantize_rows(x)
     exact = quantized.double() @ w.double().T * (row_scale.double() * scale)
     bound = quantized.double().abs() @ w.double().abs().T * (row_scale.double() * scale)
@@ -82,7 +74,7 @@ def test_every_bfloat16_quantizes_as_the_oracle(lib: NativeLibrary) -> None:
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.abs() <= 448]
     x = torch.stack((torch.full_like(values, 448.0), values), dim=1).contiguous()
-    weight = lib.pack([torch.tensor([[0.0, 1.0]]).to(E4M3)], torch.ones(1))
+    weight = lib.pack(torch.tensor([[0.0, 1.0]]).to(E4M3), torch.ones(1))
     assert torch.equal(product(lib, x, weight)[:, 0], values.float().to(E4M3).float())
 
 
@@ -92,15 +84,15 @@ def test_embedding_rows(lib: NativeLibrary, rng: torch.Generator, dtype: torch.d
     table = torch.randn(130, k, generator=rng).to(dtype)
     ids = torch.randint(0, 130, (77,), generator=rng)
     out = torch.full((77, k), torch.nan)
-    lib.run([native_args.embed(ids, lib.pack([table]), 25.25, out)])
+    lib.run([native_args.embed(ids, lib.pack(table), 25.25, out)])
     assert torch.equal(out, table[ids].float() * 25.25)
 
 
 def test_a_row_that_is_not_finite_stays_alone(lib: NativeLibrary, rng: torch.Generator) -> None:
     x, w = inputs(8, 64, 40, torch.bfloat16, rng)
-    clean = product(lib, x, lib.pack([w]))
+    clean = product(lib, x, lib.pack(w))
     x[3, 7] = torch.nan
-    dirty = product(lib, x, lib.pack([w]))
+    dirty = product(lib, x, lib.pack(w))
     assert dirty[3].isnan().all()
     keep = torch.arange(8) != 3
     assert torch.equal(dirty[keep], clean[keep])

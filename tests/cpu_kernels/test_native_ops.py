@@ -56,13 +56,13 @@ class Engine:
     def __init__(self, lib: NativeLibrary, spec: Gemma3Spec, engine: str, rng: torch.Generator) -> None:
         self.spec, self.rng = spec, rng
         dtype = "bfloat16" if engine == "fp8" else engine
-        tensors = random_tensors(spec, engine, rng)
+        tensors = fuse(random_tensors(spec, engine, rng), spec)
         self.layout = KVLayout(PAGE_TOKENS, dtype, {"global": PAGES, "local": PAGES}, {})
         self.pools = {g: self.new_pool(g) for g in self.layout.num_pages}
         weights = NativeWeights.from_tensors(lib, tensors, spec, dtype)
         self.native = NativeOps(lib, weights, spec, dtype, self.layout, self.pools)
         torch_pools = {g: self.new_pool(g) for g in self.pools}
-        self.model = TorchModel(spec, dtype, fuse(tensors, spec), torch_pools, torch.device("cpu"))
+        self.model = TorchModel(spec, dtype, tensors, torch_pools, torch.device("cpu"))
 
     def new_pool(self, group: str) -> torch.Tensor:
         spec = self.spec
@@ -138,10 +138,12 @@ def test_steady_state_keeps_its_buffers(lib: NativeLibrary, rng: torch.Generator
 
 def test_packed_weights_take_the_memory_of_the_weights(lib: NativeLibrary, rng: torch.Generator) -> None:
     spec = tiny_spec()
-    weights = NativeWeights.from_tensors(lib, random_tensors(spec, "bfloat16", rng), spec, "bfloat16")
+    tensors = fuse(random_tensors(spec, "bfloat16", rng), spec)
+    weights = NativeWeights.from_tensors(lib, tensors, spec, "bfloat16")
     matrices = (192 * 72) + 3 * (256 * 72 + 128 * 128 + 256 * 72 + 128 * 100)  # rows padded to 64
-    norms = 3 * (4 * 72 + 2 * 32) + 72
-    assert weights.nbytes == 2 * matrices + 4 * norms
+    unique = {packed.data.data_ptr(): packed.data.nbytes for packed in weights.packed.values()}
+    assert sum(unique.values()) == 2 * matrices
+    assert sum(norm.nbytes for norm in weights.norms.values()) == 4 * (3 * (4 * 72 + 2 * 32) + 72)
 
 
 def test_rope_table_does_not_depend_on_its_length() -> None:

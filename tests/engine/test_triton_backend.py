@@ -109,7 +109,7 @@ def test_a_damaged_kernel_is_found(source: Path) -> None:
         read_table(engine.read, engine.path, "sm90")
     with pytest.raises(EngineFormatError, match="does not fit its description"):
         read_table(unverified, engine.path, "sm90")
-    for text in ("{}", "[]", json.dumps({"format": 2, "targets": {}})):
+    for text in ("{}", "[]", json.dumps({"format": 1, "targets": {}})):
         (engine.path / INDEX).write_text(text)
         with pytest.raises(EngineFormatError, match="Build the engine again"):
             read_table(unverified, engine.path, "sm90")

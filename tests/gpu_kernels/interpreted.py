@@ -27,8 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.dependent import ALONE, ORDINARY
-from wicore_trt.plugins.kernels.attention import paged_attention
-from wicore_trt.plugins.kernels.kv_write import kv_write
+from wicore_trt.plugins.kernels.attention import kv_write, paged_attention
 from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch

@@ -1,4 +1,4 @@
-"""Checks of the plugins' enqueue on real data, for whatever runs the kernels: Triton's interpreter or a GPU."""
+"""Checks of the plugin's enqueue on real data, for whatever runs the kernels: Triton's interpreter or a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import attention_checks
 import kernel_checks
 import torch
-from attention_checks import Case, Problem
+from attention_checks import Case
 from kernel_checks import TORCH, Runner
 
 from wicore_trt.plugins.aot import KernelSpec
@@ -20,8 +20,6 @@ from wicore_trt.plugins.tensorrt.cache_attention import (
     CacheAttentionConfig,
     cache_attention_specs,
 )
-from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
-from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, PagedAttentionConfig, paged_attention_specs
 
 
 class NoTensorRT:
@@ -63,68 +61,9 @@ def enqueuer(
     return enqueue
 
 
-def attention_config(case: Case) -> PagedAttentionConfig:
-    return PagedAttentionConfig(
-        layers=2,
-        layer=1,
-        page_tokens=case.page_tokens,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        kv_dtype=case.kv_dtype,
-        window=case.window,
-        softmax_scale=case.head_dim**-0.5,
-    )
-
-
-def attention_inputs(run: Runner, problem: Problem) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The plugin's inputs, with a pool that lacks the step's keys and values, and a copy of that pool."""
-    case = problem.case
-    places = [(s, first + i) for s, (first, n) in enumerate(case.slices) for i in range(n)]
-    kv = torch.stack([torch.stack((problem.keys[s][p], problem.values[s][p])) for s, p in places])
-    before = problem.pool.clone()
-    for s, p in places:
-        row = before[problem.tables[s, p // case.page_tokens], 1, :, p % case.page_tokens]
-        row.fill_(0x7F if case.kv_dtype == "fp8" else torch.nan)
-    inputs = [run.put(problem.q), *(run.put(kv[:, i].to(TORCH[case.dtype])) for i in (0, 1)), run.put(before.clone())]
-    inputs += [run.put(problem.tables), run.ints([p for _, p in places]), run.ints([s for s, _ in places])]
-    inputs += [run.ints(problem.bounds()), run.ints([first for first, _ in case.slices])]
-    if case.kv_dtype == "fp8":
-        inputs.append(run.put(torch.tensor([9.9, problem.kv_scale])))
-    return inputs, before
-
-
-def check_attention(run: Runner, dtype: str, kv_dtype: str) -> None:
-    """The step's keys and values are in the pool afterwards, nothing else is, and the result is right. On a GPU also
-    when replayed from a CUDA graph."""
-    case = Case(((40, 9), (0, 3), (25, 1)), 4, 2, 64, 16, dtype=dtype, kv_dtype=kv_dtype, window=20)
-    problem = attention_checks.make(case)
-    inputs, before = attention_inputs(run, problem)
-    pool, out = inputs[3], torch.full_like(inputs[0], torch.nan)
-    config = attention_config(case)
-    enqueue = enqueuer(run, PagedAttention, config, paged_attention_specs(config), inputs, [out, pool])
-    want, error = attention_checks.reference(problem)
-
-    def verify() -> None:
-        # Dequantised values are multiples of the scale, so they quantise to where they came from.
-        kernel_checks.same_bits(pool.view(torch.uint8), problem.pool.view(torch.uint8))
-        assert ((out.cpu().double() - want).abs() <= error).all()
-
-    enqueue()
-    verify()
-    if run.device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            enqueue()
-        pool.copy_(before)
-        out.fill_(torch.nan)
-        graph.replay()
-        verify()
-
-
 def check_cache_attention(run: Runner, dtype: str) -> None:
-    """The same over linear caches [slots, kv_heads, entries, D], K and V far apart in one allocation."""
+    """Over linear caches [slots, kv_heads, entries, D], K and V far apart in one allocation: the step's keys and values
+    are in them afterwards, nothing else is, and the result is right."""
     case = Case(((40, 9), (0, 3), (125, 1)), 4, 2, 64, 16, dtype=dtype, kv_dtype=dtype, window=20)
     problem, slots, entries = attention_checks.make(case), len(case.slices), 192
     config = CacheAttentionConfig(entries, 4, 2, 64, dtype, case.window, case.head_dim**-0.5)
@@ -152,29 +91,7 @@ def check_cache_attention(run: Runner, dtype: str) -> None:
     assert ((out.cpu().double() - want).abs() <= error).all()
 
 
-def check_pages(run: Runner) -> None:
-    """Pages to a cache and back: every page as before."""
-    pool = run.put(kernel_checks.noise(6, 3, 2, 8, 2, 64, dtype="bfloat16"))
-    cache = run.put(kernel_checks.noise(3, 2, 2, 2, 48, 64, dtype="bfloat16"))
-    tables, copies = run.ints([[3, 0, 5], [1, 4, 2]]), run.ints([[0, 0, 24, 24], [1, 0, 24, 0]])
-    before = pool.clone()
-    for to_cache in (True, False):
-        config = KvPagesConfig(3, 8, 2, 64, cache_dtype="bfloat16", kv_dtype="bfloat16", to_cache=to_cache)
-        inputs, target = [pool, cache, tables, copies], cache if to_cache else pool
-        enqueuer(run, KvPages, config, kv_pages_specs(config), inputs, [target])()
-        if to_cache:
-            pool.zero_()
-    kernel_checks.same_bits(pool, before.cpu())
-
-
 CHECKS: dict[str, Callable[[Runner], None]] = {
-    **{
-        f"plugin: attention {dtype}, {kv_dtype} pages": partial(check_attention, dtype=dtype, kv_dtype=kv_dtype)
-        for dtype, kv_dtype in (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "fp8"))
-    },
-    **{
-        f"plugin: cache attention {dtype}": partial(check_cache_attention, dtype=dtype)
-        for dtype in ("bfloat16", "float16", "float32")
-    },
-    "plugin: pages": check_pages,
+    f"plugin: cache attention {dtype}": partial(check_cache_attention, dtype=dtype)
+    for dtype in ("bfloat16", "float16", "float32")
 }

@@ -8,16 +8,16 @@ from wicore_trt.plugins.layout import PoolShape
 
 LARGE = PoolShape(52, 32, 16, 128, "bfloat16")  # 27B's local layers
 SMALL = PoolShape(15, 16, 1, 256, "fp8")  # 270M's
-NARROW = PoolShape(15, 16, 1, 64, "fp8")  # compiles in half the time
+NARROW = PoolShape(15, 16, 1, 64, "bfloat16")  # compiles in half the time
 
-SPECS: dict[str, KernelSpec] = specs.by_name(
-    [
+SPECS: dict[str, KernelSpec] = {
+    spec.name: spec
+    for spec in [
         specs.copy_pages_spec(LARGE, "bfloat16", to_cache=True),
         specs.copy_pages_spec(SMALL, "float16", to_cache=False),
         specs.slide_spec(LARGE, "bfloat16"),
-        specs.kv_write_spec(LARGE, "bfloat16"),
-        specs.kv_write_spec(SMALL, "bfloat16"),
-        specs.attention_spec(LARGE, "bfloat16", 32),
-        specs.attention_spec(NARROW, "bfloat16", 4, block_rows=16),
+        specs.kv_write_spec(LARGE),
+        specs.attention_spec(LARGE, 32),
+        specs.attention_spec(NARROW, 4, block_rows=16),
     ]
-)
+}

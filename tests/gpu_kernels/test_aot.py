@@ -56,11 +56,10 @@ def test_kernel_compiles(name: str, target: str) -> None:
     assert parameter_sizes(kernel.cubin, kernel.symbol) == [*want, 8, 8], "the arguments and two scratch pointers"
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
-def test_float32_attention_is_float32(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_attention_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 keeps 11 bits of a query."""
     texts = recorded_ptx(monkeypatch)
-    aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 16, kv_dtype), "float32", 4, block_rows=16), "sm100")
+    aot.compile_kernel(specs.attention_spec(PoolShape(1, 16, 1, 16, "float32"), 4, block_rows=16), "sm100")
     assert "fma.rn.f32" in texts[0] and "tf32" not in texts[0]
 
 
@@ -102,7 +101,7 @@ def test_damage_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SPECS["attention_fp8_bfloat16_r4_m16_d64_p16"]
+    spec = SPECS["attention_bfloat16_r4_m16_d64_p16"]
     with pytest.raises(ConfigError, match="sm75"):
         aot.compile_kernel(spec, "sm75")
     monkeypatch.setitem(aot.SHARED_LIMIT, "sm80", 1000)

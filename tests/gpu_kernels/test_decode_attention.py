@@ -20,10 +20,9 @@ from kernel_checks import E4M3, EPSILON, TORCH, to_e4m3
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins import aot, decode_layout
-from wicore_trt.plugins.decode_layout import DecodeConfig, DecodeRows, MassArrays, Workspace
+from wicore_trt.plugins.decode_layout import DecodeConfig, DecodeRows, Workspace
 from wicore_trt.plugins.kernels import fast_attention_specs as specs
 from wicore_trt.plugins.layout import Pool, PoolShape, Tables
-from wicore_trt.runtime.attention_mass import _page_masses
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Case:
     kv_dtype: str = "float16"
     window: int = 0
     target: str = "sm90"
-    mass: bool = False
 
     @property
     def shape(self) -> PoolShape:
@@ -81,8 +79,8 @@ def make(case: Case) -> Problem:
     return problem
 
 
-def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Result and masses. Queries lie in rows that hold more, so do results; the rest must stay as it is."""
+def attend(problem: Problem) -> torch.Tensor:
+    """Queries lie in rows that hold more, so do results; the rest must stay as it is."""
     case, config, d = problem.case, problem.case.config, problem.case.head_dim
     n, wide = len(case.lengths), case.heads * d + 32
     q = torch.full((n, wide), torch.nan, dtype=problem.q.dtype)
@@ -92,25 +90,17 @@ def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
     sizes = decode_layout.workspace_elements(config, case.shape, case.heads, n)
     work = Workspace(*(torch.full((size,), torch.nan) for size in sizes[:2]), torch.zeros(sizes[2], dtype=torch.int32))
     columns = problem.tables.shape[1]
-    arrays = None
-    if case.mass:
-        arrays = MassArrays(
-            *(torch.full(s, torch.nan) for s in ((n, case.heads, columns), (n, case.heads), (n, columns)))
-        )
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     rows = DecodeRows(q, out, lengths, case.heads, d**-0.5, case.window, wide, wide)
     scale: Any = torch.tensor([problem.kv_scale]) if case.kv_dtype == "fp8" else 0
     pool, tables = Pool(problem.pool[:, 1:], case.shape, scale), Tables(problem.tables, n, columns)
-    spec = specs.decode_spec(case.shape, case.dtype, case.heads, case.target, config, mass=case.mass)
-    interpreted.launch(spec, decode_layout.decode_launch(config, rows, pool, tables, work, arrays))
-    combine = decode_layout.combine_launch(config, rows, pool, n, work, arrays)
+    spec = specs.decode_spec(case.shape, case.dtype, case.heads, case.target, config)
+    interpreted.launch(spec, decode_layout.decode_launch(config, rows, pool, tables, work))
+    combine = decode_layout.combine_launch(config, rows, pool, n, work)
     if 0 not in combine.grid:
-        interpreted.launch(specs.combine_spec(case.shape, case.dtype, config, mass=case.mass), combine)
-    if arrays:
-        mass_spec = specs.page_mass_spec(case.shape, case.heads)
-        interpreted.launch(mass_spec, decode_layout.page_mass_launch(rows, tables, arrays))
+        interpreted.launch(specs.combine_spec(case.shape, case.dtype, config), combine)
     assert (out[:, case.heads * d :] == 77.0).all() and not work.arrived.any()
-    return out[:, : case.heads * d].view(n, case.heads, d), arrays.mass if arrays else None
+    return out[:, : case.heads * d].view(n, case.heads, d)
 
 
 def weights_of(problem: Problem, s: int) -> torch.Tensor:
@@ -124,7 +114,7 @@ def weights_of(problem: Problem, s: int) -> torch.Tensor:
 def check(problem: Problem) -> torch.Tensor:
     """Weights and results are rounded once each; over FP8 the weights are float16."""
     case = problem.case
-    got, _ = attend(problem)
+    got = attend(problem)
     epsilon = EPSILON[case.dtype] + EPSILON["float16" if case.kv_dtype == "fp8" else case.dtype] + 4e-6
     for s in range(len(case.lengths)):
         v = problem.values[s].repeat_interleave(case.heads // case.kv_heads, 1)
@@ -176,48 +166,30 @@ def test_queries_of_any_size_meet_fp8_keys(dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
 def test_a_row_does_not_depend_on_the_others(kv_dtype: str, fused: bool) -> None:
     whole = make(Case((150, 1, 47, 0), DecodeConfig(2, 16, 4, fused), window=100, kv_dtype=kv_dtype))
-    together, _ = attend(whole)
+    together = attend(whole)
     for s in range(4):
         alone = replace(whole, case=replace(whole.case, lengths=(whole.case.lengths[s],)))
         alone.q, alone.tables = whole.q[s : s + 1], whole.tables[s : s + 1].clone()
-        assert torch.equal(attend(alone)[0][0], together[s])
+        assert torch.equal(attend(alone)[0], together[s])
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
 def test_what_is_seen_and_not_there_makes_the_row_nan(kv_dtype: str) -> None:
     case = Case((150, 60), DecodeConfig(1, 16, 4), window=100, kv_dtype=kv_dtype)
     whole = make(case)
-    clean, _ = attend(whole)
+    clean = attend(whole)
     for cut in (False, True):
         problem = replace(whole, tables=whole.tables[:, :5].contiguous() if cut else whole.tables.clone())
         if not cut:
             problem.tables[0, 6] = -1
-        got, _ = attend(problem)
+        got = attend(problem)
         assert got[0].isnan().all() and torch.equal(got[1], clean[1])
     for kv in (0, 1):
         problem = replace(whole, pool=whole.pool.clone())
         problem.pool[whole.tables[0, 6], 1, kv, 3, 1, 5] = 0x7F if kv_dtype == "fp8" else torch.nan
-        got, _ = attend(problem)
+        got = attend(problem)
         bad = got[0, 2:] if kv == 0 else got[0, 2:, 5]  # of the second KV head
         assert bad.isnan().all() and torch.equal(got[0, :2], clean[0, :2]) and torch.equal(got[1], clean[1])
-
-
-@pytest.mark.parametrize("fused, window", [(True, 0), (False, 0), (True, 75)])
-def test_masses_of_pages(fused: bool, window: int) -> None:
-    lengths = (1, 17, 150, 32)
-    problem = make(Case(lengths, DecodeConfig(2, 32, 3, fused), window=window, mass=True))
-    problem.q[2] *= 4
-    mass = attend(problem)[1]
-    assert mass is not None and torch.allclose(mass.sum(1), torch.ones(len(lengths)))
-    for s, length in enumerate(lengths):
-        low = max(length - window, 0) if window else 0
-        want = torch.zeros(mass.shape[1] * 16, dtype=torch.float64)
-        want[low:length] = weights_of(problem, s).mean(0)
-        torch.testing.assert_close(mass[s].double(), want.view(-1, 16).sum(1), rtol=1e-5, atol=1e-30)
-        if not window:
-            pages = -(-length // 16)
-            reference = _page_masses(problem.q[s].float(), problem.pool[:, 1, 0], problem.tables[s], length, 16**-0.5)
-            torch.testing.assert_close(mass[s, :pages] * pages, reference, rtol=1e-4, atol=1e-30)
 
 
 LARGE, LARGE8 = PoolShape(52, 32, 16, 128, "bfloat16"), PoolShape(52, 32, 16, 128, "fp8")
@@ -230,9 +202,8 @@ def test_compiles(target: str) -> None:
         if pool is SMALL and target not in ("sm89", "sm90"):
             continue  # the others' shared memory is not tighter
         config = decode_layout.decode_config(target, pool, heads, rows)
-        aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config, mass=rows == 8), target)
+        aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config), target)
     aot.compile_kernel(specs.combine_spec(LARGE, "bfloat16", config), target)
-    aot.compile_kernel(specs.page_mass_spec(LARGE, 32), target)
 
 
 def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +225,7 @@ def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.Monke
 def test_short_sequences_and_windows_are_not_split() -> None:
     """No partial result is written for them, nor by any launch over a window of so few blocks."""
     config = DecodeConfig(1, 16, 8, least=4)
-    assert [decode_layout.splits_used(config, w, 16) for w in (0, 1, 49, 50, 1024)] == [8, 1, 1, 2, 8]
+    assert [decode_layout.splits_used(config, w) for w in (0, 1, 64, 65, 1024)] == [8, 1, 1, 2, 8]
     for case, used in ((Case((64,), config), 1), (Case((65,), config), 2), (Case((300,), config, window=49), 1)):
         sizes = decode_layout.workspace_elements(config, case.shape, case.heads, 1)
         work = Workspace(torch.zeros(sizes[0]), torch.full((sizes[1],), torch.nan), torch.zeros(2, dtype=torch.int32))
@@ -279,5 +250,3 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             specs.decode_spec(pool, dtype, heads, "sm90", config)
-    with pytest.raises(ConfigError, match="whole pages"):
-        specs.decode_spec(LARGE, "bfloat16", 32, "sm90", replace(ROWS, block_k=16), mass=True)

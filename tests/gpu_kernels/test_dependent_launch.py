@@ -33,13 +33,13 @@ PLAIN = LinearShape(70, 208, "bfloat16", "bfloat16", "float32")
 VECTOR = LinearConfig("vector", 2, 128, unroll=2)
 MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3)
 SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
-SAMPLING = vars(step_specs.sample_specs(4096, "sm90", sampled=True, candidates=16)).values()
+SAMPLING = step_specs.sample_specs(4096, "sm90", sampled=True, candidates=16).values()
 SPECS: list[KernelSpec] = [
     linear_spec(WIDE, VECTOR, "sm90"),
     linear_spec(WIDE, MATRIX, "sm90"),
     linear_spec(PLAIN, SPLIT, "sm90"),
     step_specs.add_norm_spec(NormShape(640, "bfloat16", fp8=True), 4, x_dtype="float32"),
-    step_specs.add_norm_spec(NormShape(640, "float16"), 4, x_dtype="bfloat16", splits=2, gather=True),
+    step_specs.add_norm_spec(NormShape(640, "float16"), 4, x_dtype="bfloat16", gather=True),
     step_specs.qk_rope_spec(POOL, 4, "float32", "bfloat16", StepConfig(1, 1)),
     decode_spec(POOL, "bfloat16", 4, "sm90", DecodeConfig(1, 32, 4, fused=True)),
     combine_spec(POOL, "bfloat16", DecodeConfig(1, 32, 4, fused=False)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -29,11 +30,11 @@ import attention_checks
 import kernel_checks
 import plugin_checks
 import torch
-from attention_checks import Case
 from step_runners import GPU
 
-from wicore_trt.plugins.tensorrt.kv_pages import KvPages, KvPagesConfig, kv_pages_specs
-from wicore_trt.plugins.tensorrt.paged_attention import PagedAttention, paged_attention_specs
+from wicore_trt.plugins import layout
+from wicore_trt.plugins.kernels import specs
+from wicore_trt.plugins.layout import CacheShape, Pool, PoolShape, Slices, Tables
 
 CHECKS = {**kernel_checks.CHECKS, **attention_checks.CHECKS, **plugin_checks.CHECKS}
 
@@ -65,29 +66,32 @@ def print_times() -> None:
         ("decode 1 behind 8192", 1, 1, 8192),
         ("decode 32 behind 2048", 32, 1, 2048),
     ):
-        case = Case(((context, tokens),) * sequences, 32, 16, 128, 32, "bfloat16", "bfloat16")
         columns = (context + tokens + 31) // 32
         pool = torch.randn(sequences * columns, 2, 2, 32, 16, 128, dtype=torch.bfloat16, device=device)
         table = torch.arange(sequences * columns, dtype=torch.int32, device=device).view(sequences, columns)
-        q, k = (torch.randn(sequences * tokens, h, 128, dtype=torch.bfloat16, device=device) for h in (32, 16))
-        positions = torch.arange(context, context + tokens, dtype=torch.int32, device=device).repeat(sequences)
-        owner = torch.arange(sequences, dtype=torch.int32, device=device).repeat_interleave(tokens)
+        q = torch.randn(sequences * tokens, 32, 128, dtype=torch.bfloat16, device=device)
         bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device) * tokens
         first = torch.full((sequences,), context, dtype=torch.int32, device=device)
-        config = plugin_checks.attention_config(case)
-        inputs, outputs = [q, k, k, pool, table, positions, owner, bounds, first], [torch.empty_like(q), pool]
-        specs = paged_attention_specs(config)
-        took = milliseconds(plugin_checks.enqueuer(GPU, PagedAttention, config, specs, inputs, outputs))
+        shape = PoolShape(2, 32, 16, 128, "bfloat16")
+        spec = specs.attention_spec(shape, 32)
+        slices = Slices(bounds, first, sequences * tokens)
+        tables = Tables(table, *table.shape)
+        call = layout.attention_launch(
+            spec.constants, q, torch.empty_like(q), Pool(pool, shape), tables, slices, 128**-0.5, 0
+        )
+        took = milliseconds(partial(GPU.launch, spec, call))
         flops = 4 * 32 * 128 * sequences * tokens * (context + (tokens + 1) / 2)
         read = 2 * 16 * 128 * 2 * sequences * (context + tokens)
         print(f"time  {name}: {took:.3f} ms, {flops / took / 1e9:.1f} TFLOP/s, KV {read / took / 1e6:.0f} GB/s")
-    pages = KvPagesConfig(52, 32, 16, 128, cache_dtype="bfloat16", kv_dtype="bfloat16", to_cache=True)
+    shape, lines = PoolShape(52, 32, 16, 128, "bfloat16"), CacheShape(52, 1, 16, 2048, 128, "bfloat16")
+    spec = specs.copy_pages_spec(shape, "bfloat16", to_cache=True)
     pool = torch.zeros(32, 52, 2, 32, 16, 128, dtype=torch.bfloat16, device=device)
     cache = torch.zeros(52, 2, 1, 16, 2048, 128, dtype=torch.bfloat16, device=device)
     table = torch.arange(32, dtype=torch.int32, device=device).view(1, 32)
     copies = torch.tensor([[0, 0, 1024, 0]], dtype=torch.int32, device=device)
-    inputs = [pool, cache, table, copies]
-    took = milliseconds(plugin_checks.enqueuer(GPU, KvPages, pages, kv_pages_specs(pages), inputs, [cache]))
+    tables = Tables(table, 1, 32)
+    call = layout.copy_pages_launch(spec.constants, Pool(pool, shape), (cache, lines), tables, copies, 1024)
+    took = milliseconds(partial(GPU.launch, spec, call))
     print(f"time  1024 tokens of 52 layers to a slot: {took:.3f} ms, {2 * pool.nbytes / took / 1e6:.0f} GB/s moved")
 
 

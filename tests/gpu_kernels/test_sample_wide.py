@@ -16,7 +16,7 @@ import torch
 from kernel_checks import Runner
 from step_runners import RUNNERS
 
-from wicore_trt.plugins.kernels import sample_wide
+from wicore_trt.plugins.kernels.step_specs import wide_spec
 from wicore_trt.plugins.step_layout import Logits, SampleArrays, wide_launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.sampler import Sampler
@@ -29,9 +29,7 @@ def choose(
     """The rows `left` are the host's tokens afterwards, the others are as they were; two programs share the rows.
     Returns the seconds of the launch."""
     rows, vocab = logits.shape
-    stride = vocab + (3 if vocab % 16 else 16)
-    stored = torch.full((rows, stride), math.nan)
-    stored[:, :vocab] = logits
+    stored = torch.cat([logits, torch.full((1, vocab), math.nan)])
     capped = (torch.tanh(logits.double() / softcap) * softcap).float() if softcap else logits
     histories = [[1] * random.randrange(3, 30) for _ in params]
     seeds = [random.getrandbits(64) for _ in params]
@@ -54,10 +52,10 @@ def choose(
         "seeds": run.put(torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds])),
     }
     weights = run.put(torch.full((2, vocab), math.nan, dtype=torch.float64))
-    there = Logits(run.put(stored), rows, vocab, stride)
+    there = Logits(run.put(stored), rows, vocab)
     sampled = SampleArrays(chunk_max=0, chunk_token=0, **arrays)
     begun = time.perf_counter()
-    run.launch(sample_wide.wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
+    run.launch(wide_spec(vocab, softcap), wide_launch(there, sampled, weights, 2))
     seconds = time.perf_counter() - begun
     assert arrays["status"].tolist() == [0] * rows + [2]
     assert arrays["tokens"].tolist() == [want[r] if r in left else -7 for r in range(rows)] + [-7]

@@ -51,16 +51,15 @@ class Device:
 
     def __post_init__(self) -> None:
         run, (r, vocab) = self.run, self.logits.shape
-        stride = vocab + (5 if vocab % 16 else 16)
-        stored = torch.full((r, stride), math.nan)
-        stored[:, :vocab] = self.logits
+        stored = torch.cat([self.logits, torch.full((1, vocab), math.nan)])
         params = [s.params for s in self.rows if s.params is not None]
         sampled = any(not p.greedy for p in params)
         specs = step_specs.sample_specs(
             vocab, "sm90", sampled=sampled, softcap=self.softcap, candidates=self.candidates
         )
-        chunk = int(specs.choose.constants["CHUNK"])
-        scratch = step_layout.sample_scratch(vocab, chunk, sample.GROUP, specs.capacity)
+        chunk = int(specs["choose"].constants["CHUNK"])
+        capacity = int(specs["draw"].constants["CAPACITY"]) if sampled else 0
+        scratch = step_layout.sample_scratch(vocab, chunk, sample.GROUP, capacity)
         arrays = {
             n: run.put(torch.full((r, size), POISON[getattr(torch, t)], dtype=getattr(torch, t)))
             for n, (t, size) in scratch.items()
@@ -75,11 +74,11 @@ class Device:
         arrays["indices"] = run.ints([len(s.history) - s.prompt_len for s in self.rows])
         if not sampled:  # null pointers, which must not be touched
             arrays = {n: a for n, a in arrays.items() if n in ("tokens", "status", "chunk_max", "chunk_token")}
-        there = Logits(run.put(stored), r, vocab, stride)
-        calls = step_layout.sample_launches(specs.choose.constants, there, SampleArrays(**arrays))
+        there = Logits(run.put(stored), r, vocab)
+        calls = step_layout.sample_launches(specs["choose"].constants, there, SampleArrays(**arrays))
         for name, call in calls.items():
-            if getattr(specs, name) is not None:
-                run.launch(getattr(specs, name), call)
+            if name in specs:
+                run.launch(specs[name], call)
         self.tokens, self.status = arrays["tokens"].tolist(), arrays["status"].tolist()
         assert self.tokens.pop() == self.status.pop() == -7, "the row behind the last one is not written"
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from copiers import PlainCopier
 from integrations import trtllm_stand_in
 from integrations.trtllm_engine_model import LAYERS, SIZE, WIDTH, EngineModel, arguments, model_directory
 
 from wicore_trt.backends.trtllm import connector
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.runtime.executor import Done
 
 SEED = int.from_bytes(os.urandom(4), "little")
 Make = Callable[..., EngineModel]
@@ -218,15 +220,16 @@ def test_an_aborted_request_gives_its_pages_back(make: Make) -> None:
     engine.check_idle()
 
 
-class SlowCopier:
+class SlowCopier(PlainCopier):
     """Holds saves back until `release`."""
-
-    broken: BaseException | None = None
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.held = inner, []
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def digest(self, parts: Sequence[memoryview]) -> bytes:
+        return self.inner.digest(parts)
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         self.held.append((group, slot, parts, done))
 
     def to_device(self, *arguments: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from copiers import PlainCopier
 from disk_store_helpers import hurry
 from fakes import EOS, FakeExecutor, greedy
 from fault_injection import flip_bit
@@ -55,12 +56,10 @@ class Shape:
     max_context: int = 120
 
 
-class LateCopier:
+class LateCopier(PlainCopier):
     """Copies as a GPU's copy engine does: in order, some time after the call, but before the next step. A page on its
     way to the host is read at once; a host page on its way to the device is read late, so its buffers must not change
     until then."""
-
-    broken: BaseException | None = None
 
     def __init__(self, executor: FakeExecutor, seed: int) -> None:
         self._executor = executor
@@ -69,31 +68,41 @@ class LateCopier:
         executor.execute, executor.close = self._step, self.close
         self.pending: deque = deque()
         self._rng = random.Random(seed)
+        self.checks = self._rng.random() < 0.5
         self._lock = threading.Lock()
         self._open = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def pin(self, memory) -> bool:
-        return False
-
     def to_host(self, group, slot, parts, done) -> None:
-        data = bytearray(sum(map(len, parts)))
-        self._executor.to_host(group, slot, [memoryview(data)], lambda: None)
+        data = self._page(group, slot, parts)
+
+        def move() -> bytes:
+            parts[0][:] = data
+            return self.digest([memoryview(data)])
+
         with self._lock:
-            self.pending.append((lambda: parts[0].__setitem__(slice(None), data), done))
+            self.pending.append((move, done))
 
     def to_device(self, group, slot, parts, done) -> None:
+        def move() -> bytes:
+            self._executor.to_device(group, slot, parts, lambda *_: None)
+            return self.digest([memoryview(self._page(group, slot, parts))])
+
         with self._lock:
-            move = partial(self._executor.to_device, group, slot, parts, lambda: None)
             self.pending.append((move, done))
+
+    def _page(self, group, slot, parts) -> bytearray:
+        data = bytearray(sum(map(len, parts)))
+        self._executor.to_host(group, slot, [memoryview(data)], lambda *_: None)
+        return data
 
     def _flush(self) -> None:
         with self._lock:
             while self.pending:
                 move, done = self.pending[0]
-                move()
-                done()
+                digest = move()
+                done(digest if self.checks else None, 0.0)
                 self.pending.popleft()
 
     def _step(self, batch):

@@ -13,7 +13,7 @@ from wicore_trt.kv.tiers.stored import TierCopy
 PAGE = Page(b"k" * 32, "global", 0, None, b"t")
 COPY = TierCopy(PAGE, (0,))
 MOVES = [
-    lambda: Store(COPY, 0.0),
+    lambda: Store(COPY),
     lambda: Save(COPY, COPY, 0),
     lambda: Read(COPY, COPY, 0),
     lambda: Fetch(PAGE, deque()),

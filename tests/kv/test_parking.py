@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from campaign import SLOT, Shape, Stack
+from campaign import Shape, Stack
 from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -153,7 +153,7 @@ def test_bits_flipped_while_parked(tmp_path: Path, which: str, disk: bool) -> No
         stack.settle_transfers()
     copies = victim.pages.parked.copies
     for copy in copies if which == "all" else copies[:1] if which == "first" else copies[-1:]:
-        flip_bit(stack.transfers.host.buffers(copy), stack.rng.randrange(SLOT * 8))
+        flip_bit(stack.transfers.host.payload(copy), stack.rng.randrange(8 * 32))
     stack.forget_device()
     stack.settle(check=True)
     assert stack.wrong == 0 and stack.counts()["host corrupt"] >= 1

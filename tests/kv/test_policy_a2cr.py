@@ -6,8 +6,12 @@ import math
 import random
 
 import pytest
+from copiers import PlainCopier
 
-from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, log_score
+from wicore_trt.config import KVSettings
+from wicore_trt.core.assemble_kv import make_cache
+from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, A2CRWeights, log_score
+from wicore_trt.runtime.executor import KVLayout
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -15,7 +19,7 @@ def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
     """Independent pages with random attention, frequency and age, against the score computed from scratch."""
     rng = random.Random(seed)
     rate, weights = 10 ** rng.uniform(-3, -1), (rng.uniform(0.2, 2), rng.uniform(0.2, 2))
-    policy = A2CRPolicy(1000, rate=rate, attention_weight=weights[0], frequency_weight=weights[1])
+    policy = A2CRPolicy(1000, A2CRWeights(*weights, decay=1000 * rate))
     attention: dict[int, float] = {}
     frequency: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -39,7 +43,7 @@ def test_victims_follow_the_formula_at_any_later_time(seed: int) -> None:
 
 
 def test_attention_orders_otherwise_equal_pages() -> None:
-    policy = A2CRPolicy(10, rate=1e-3)
+    policy = A2CRPolicy(10, A2CRWeights(decay=1e-2))
     for page, mass in (("low", 0.2), ("high", 3.0), ("unseen", None)):
         policy.touch([page], None if mass is None else [mass])
         policy.add([page])
@@ -74,6 +78,16 @@ def test_the_rate_adapts_to_the_traffic(kind: str) -> None:
         pages = [i // 10 - int(rng.expovariate(1 / 40)) for i in range(20_000)]
     policy = A2CRPolicy(capacity)
     hits = replay(policy, capacity, pages)
-    fixed = {rate: replay(A2CRPolicy(capacity, rate=rate / capacity), capacity, pages) for rate in RATES}
+    fixed = {rate: replay(A2CRPolicy(capacity, A2CRWeights(decay=rate)), capacity, pages) for rate in RATES}
     assert hits >= 0.97 * max(fixed.values())
     assert min(fixed.values()) < 0.97 * max(fixed.values()), "the workload does not tell the rates apart"
+
+
+def test_the_settings_reach_every_tiers_policy() -> None:
+    settings = KVSettings(policy="a2cr", host_bytes=1 << 20, a2cr_attention=0.0, a2cr_frequency=2.0, a2cr_decay=3.0)
+    layout = KVLayout(4, "float32", {"global": 30, "local": 30}, {"global": 4096, "local": 4096})
+    manager, loader = make_cache(settings, layout, 8, engine="e", kernels="k", copier=PlainCopier())  # type: ignore
+    assert loader is not None and manager._policy is not None
+    for policy in (manager._policy, loader.tiers.host.policy):
+        assert isinstance(policy, A2CRPolicy)
+        assert policy._weights == (0.0, 2.0) and policy.rate == pytest.approx(3.0 / policy.capacity)

@@ -128,7 +128,7 @@ def test_the_model_ranks_known_hazards() -> None:
     for kind, rate in kinds.items():
         for _ in range(20_000):
             age = rng.expovariate(rate)
-            model.end(Group(kind, 0), min(age, 2000.0), reused=age < 2000.0)
+            model.end(Group(kind, 0), 1, min(age, 2000.0), reused=age < 2000.0)
     model.refresh([], 0)
     fast, slow = kinds
     for age in (10, 25, 60):
@@ -139,9 +139,9 @@ def test_the_model_ranks_known_hazards() -> None:
 def test_pages_that_return_after_a_fixed_time_are_worth_more_shortly_before() -> None:
     model, kind = ReuseModel(unit=1.0, memory=1e9), PageClass(0, 0)
     for _ in range(1000):
-        model.end(Group(kind, 0), 100.0, reused=True)
+        model.end(Group(kind, 0), 1, 100.0, reused=True)
     for _ in range(1000):
-        model.end(Group(kind, 0), 1000.0, reused=False)
+        model.end(Group(kind, 0), 1, 1000.0, reused=False)
     model.refresh([], 0)
     early, before, after = (model.index(kind, age) for age in (5, 80, 300))
     assert before > 2 * early
@@ -155,7 +155,7 @@ def test_open_pages_count_as_survival() -> None:
         model = ReuseModel(unit=1.0, memory=1e9)
         kind = PageClass(0, 0)
         for _ in range(200):
-            model.end(Group(kind, 0), 5.0, reused=True)
+            model.end(Group(kind, 0), 1, 5.0, reused=True)
         group = Group(kind, 0)
         group.open = waiting
         model.refresh([group], 100)

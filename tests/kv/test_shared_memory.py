@@ -157,6 +157,21 @@ def test_what_is_worthless_leaves_before_another_conversation_is_touched(policy)
     core.close()
 
 
+def test_the_policy_hears_what_full_memory_holds_and_not_how_it_empties():
+    slabs, tokens, rng = 60, 100, random.Random(6)
+    core = shared_core(slabs, kv_policy="cost")
+    prompts = [tuple(rng.randrange(2, 97) for _ in range(tokens)) for _ in range(30)]
+    found(core, prompts, "random", 2)
+    manager = core.scheduler.manager
+    policy = manager.pools[GLOBAL].policy
+    assert policy is not None
+    held = len(policy)
+    assert abs(policy.capacity - held) < held / 8
+    assert manager.memory.start_afresh() and not len(policy)
+    assert abs(policy.capacity - held) < held / 8
+    core.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_ends_in_memory_that_holds_hardly_one(seed):
     """Sequences push each other out, and what a lone one finds again lies in too many slabs; all end with the right

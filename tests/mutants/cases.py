@@ -1,4 +1,4 @@
-"""Forty ways to break the KV cache, the scheduler and the core: what a tired engineer might write.
+"""Some fifty ways to break the KV cache, the scheduler and the core: what a tired engineer might write.
 
 Each is (file under wicore_trt, text that is there once, text in its place). Whoever moves the code moves the case with
 it; a case whose text is gone fails loudly.
@@ -161,7 +161,53 @@ MUTANTS = (
     Mutant(
         "kv/tiers/way_up.py",
         "        if right:\n            self._here(fetch)",
-        '        if right or copy.origin == "":\n            self._here(fetch)',
+        '        if right or fetch.held.origin == "":\n            self._here(fetch)',
+    ),
+    Mutant(
+        "kv/tiers/way_up.py",
+        "        if digest is not None and checksum(fetch.page, digest) != fetch.held.checksum:",
+        "        if digest is not None and fetch.wrong and checksum(fetch.page, digest) != fetch.held.checksum:",
+    ),
+    Mutant(
+        "kv/tiers/way_up.py",
+        "        if fetch.wrong > MAX_WRONG or not self._begin(fetch):",
+        "        if not self._begin(fetch):",
+    ),
+    Mutant(
+        "kv/tiers/index.py",
+        "        self._coming -= stop - first\n",
+        "",
+        "tests/kv/test_backing.py",
+    ),
+    Mutant(
+        "runtime/page_copier.py",
+        "        self._asked.update(shared)\n",
+        "        self._asked.add((group, slot))\n",
+        "tests/runtime/test_stream_page_copier.py",
+    ),
+    Mutant(
+        "runtime/page_copier.py",
+        "        lane.copy((h, d, n) if leaving",
+        "        lane = lane if leaving or len(copies) % 2 else self._compute\n        lane.copy((h, d, n) if leaving",
+        "tests/runtime/test_stream_page_copier.py",
+    ),
+    Mutant(
+        "runtime/page_digest.py",
+        "a[t : t + PAIRS], b[t : t + PAIRS], axis=1",
+        "a[:PAIRS], b[t : t + PAIRS], axis=1",
+        "tests/runtime/test_page_digest.py",
+    ),
+    # --- memory that both groups share
+    Mutant(
+        "kv/slabs.py",
+        "        if len(free) == self.pages[group]:\n",
+        "        if len(free) >= self.pages[group] - 1 and not self._used[slab]:\n",
+    ),
+    Mutant(
+        "runtime/executor.py",
+        "range(begin // count, div_ceil(end, count))",
+        "range(begin // count, end // count)",
+        "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(
         "kv/tiers/way_up.py",

@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from types import SimpleNamespace
 
 from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.executor import Done, KVLayout
 
 
 class Failure(Exception):
@@ -259,12 +260,14 @@ class AheadDevice(Device):
 
 
 class Copier:
-    """Copies at once, as on a CPU; the engine's thread spends the time."""
+    """Copies at once, as on a CPU; the engine's thread spends the time. `checks`: it computes digests on the device.
+    `lies`: how often a bit changes on the way, which who computes digests on the device notices."""
 
     broken: BaseException | None = None
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, *, checks: bool = False, lies: float = 0.0) -> None:
+        self.device, self.checks, self.lies = device, checks, lies
+        self.lied = 0
         self.seconds = 0.0
 
     def pin(self, memory: memoryview) -> bool:
@@ -276,15 +279,33 @@ class Copier:
     def written(self, group: str, slot: int) -> None:
         pass
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
-        self._spend()
-        put(parts, self.page(group, slot))
-        done()
+    def flush(self) -> None:
+        pass
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
-        self._spend()
-        self.page(group, slot)[:] = b"".join(parts)
-        done()
+    def digest(self, parts: Sequence[memoryview]) -> bytes:
+        return blake2b(b"".join(parts), digest_size=16).digest()
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+        seconds = self._spend()
+        page = self.page(group, slot)
+        put(parts, page)
+        self._lie(parts)
+        done(self._seen(page), seconds)
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+        seconds = self._spend()
+        page = self.page(group, slot)
+        page[:] = b"".join(parts)
+        self._lie([page])
+        done(self._seen(page), seconds)
+
+    def _seen(self, page: bytes | memoryview) -> bytes | None:
+        return self.digest([memoryview(page)]) if self.checks else None
+
+    def _lie(self, parts: Sequence[memoryview]) -> None:
+        if self.lies and self.device.world.rng.random() < self.lies:
+            self.lied += 1
+            scramble(parts, self.device.world.rng)
 
     def page(self, group: str, slot: int) -> memoryview:
         """A page as it is after all steps that were started."""
@@ -295,60 +316,66 @@ class Copier:
     def close(self) -> None:
         pass
 
-    def _spend(self) -> None:
+    def _spend(self) -> float:
         world = self.device.world
         seconds = world.takes(world.speeds.link)
         self.seconds += seconds
         world.advance(seconds)
+        return seconds
 
 
 class LateCopier(Copier):
     """Copies on two streams, as a GPU's copy engines: in order of the steps and of each other, over some time later."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
+    def __init__(self, device: Device, *, checks: bool = False, lies: float = 0.0) -> None:
+        super().__init__(device, checks=checks, lies=lies)
         self._lock = threading.RLock()
         self._until = {True: 0.0, False: 0.0}
         self._loads: deque[tuple[tuple[str, int], Callable[[], None]]] = deque()
         self._leaving: list[list] = []
         """Copies to the host that nobody has waited for: [slot, what is read there]."""
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         with self._lock:
             self._settle({(group, slot)})
             leaving = [(group, slot), bytes(self.page(group, slot))]
             self._leaving.append(leaving)
 
-        def over() -> None:
+        def over(seconds: float) -> None:
             if self.broken is None:
                 with self._lock:
                     self._leaving = [other for other in self._leaving if other is not leaving]
                     data = leaving[1]
                 put(parts, data)
-                done()
+                self._lie(parts)
+                done(self._seen(data), seconds)
 
         self._queue(False, over)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         with self._lock:
             page = self.page(group, slot)
             self._settle({(group, slot)})
             self.written(group, slot)
             page[:] = b"\xa5" * len(page)  # half-copied pages mean nothing, even where they would become what they were
 
+            seen: list[bytes | None] = []
+
             def move() -> None:
                 page[:] = b"".join(parts)
+                self._lie([page])
+                seen.append(self._seen(page))
 
             entry = ((group, slot), move)
             self._loads.append(entry)
 
-        def over() -> None:
+        def over(seconds: float) -> None:
             if self.broken is not None:
                 return
             with self._lock:
                 while entry in self._loads:
                     self._loads.popleft()[1]()
-            done()
+            done(seen[0], seconds)
 
         self._queue(True, over)
 
@@ -379,11 +406,12 @@ class LateCopier(Copier):
                     if self.device.same_bytes(leaving[0], (group, slot)):
                         leaving[1] = b"\x5a" * len(leaving[1])
 
-    def _queue(self, towards_device: bool, over: Callable[[], None]) -> None:
+    def _queue(self, towards_device: bool, over: Callable[[float], None]) -> None:
         world = self.device.world
-        until = max(self._until[towards_device], world.clock()) + world.takes(world.speeds.link)
+        seconds = world.takes(world.speeds.link)
+        until = max(self._until[towards_device], world.clock()) + seconds
         self._until[towards_device] = until
-        world.later(until - world.clock(), over)
+        world.later(until - world.clock(), lambda: over(seconds))
 
 
 def put(parts: Sequence[memoryview], data: bytes | memoryview) -> None:

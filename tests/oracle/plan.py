@@ -47,6 +47,9 @@ class Setup:
     faults: dict[Fault, float]
     queue_limit: int
     shared: bool = False
+    checks: bool = False
+    """The device computes digests of pages, and bits change on the way to and from it as often as `lies` says."""
+    lies: float = 0.0
     engine: str = "oracle"
 
     @property
@@ -128,7 +131,13 @@ def draw_setup(seed: int) -> Setup:
         faults=draw_faults(rng) if rng.random() < 0.25 else {},
         queue_limit=some(rng, (0.8, 256), (0.2, rng.choice((1, 3, 9)))),
         shared=draw_shared(rng, entry_bytes),
+        **draw_checks(rng),
     )
+
+
+def draw_checks(rng: random.Random) -> dict[str, Any]:
+    checks = rng.random() < 0.6
+    return {"checks": checks, "lies": rng.choice((0.003, 0.03, 0.3, 1.0)) if checks and rng.random() < 0.4 else 0.0}
 
 
 def draw_shared(rng: random.Random, entry_bytes: dict[str, int]) -> bool:

@@ -149,7 +149,7 @@ class Stack:
         self.device = kind(
             world, setup.model, layout, max_batch_tokens=setup.max_batch_tokens, slice_tokens=setup.slice_tokens
         )
-        self.copier = (LateCopier if setup.late else Copier)(self.device)
+        self.copier = (LateCopier if setup.late else Copier)(self.device, checks=setup.checks, lies=setup.lies)
         self.device.copier = self.copier
         try:
             self.manager, self.loader = assemble_kv.make_cache(
@@ -363,6 +363,7 @@ class Stack:
         for load, _ in self.loads:
             counts["load with a failed page"] += load.failed
         counts["steps"] += stats.steps
+        counts["bit flipped on the way to or from the device"] += self.copier.lied
         if isinstance(self.manager.memory, SharedMemory):
             counts["slab changed hands"] += self.manager.memory.slabs.changes
 

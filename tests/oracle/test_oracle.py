@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from oracle import plan
 from oracle.life import live
 from oracle.plan import draw_setup
 from oracle.runner import campaign, cores, fails, plan_of, shrink
@@ -68,6 +69,12 @@ def test_a_jump_over_a_hole_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure.keep and len(failure.keep) < happenings / 2
     again = fails(failure.seed, failure.keep)
     assert again is not None and again.kind == kind
+
+
+def test_bits_that_change_on_the_way_and_are_not_looked_for_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without digests on the device the host takes the digest of what came, wrong or not."""
+    monkeypatch.setattr(plan, "draw_checks", lambda rng: {"checks": False, "lies": 0.3})
+    assert any(failure.kind == "wrong token" for failure in campaign(30, seed=3).failed)
 
 
 @pytest.mark.long

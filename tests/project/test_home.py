@@ -11,7 +11,7 @@ from pathlib import Path
 PROGRAM = """
 import importlib.util
 from pathlib import Path
-from wicore_trt.backends.tensorrt.cache import runtime_cache_path
+from wicore_trt.backends.tensorrt.session import runtime_cache_path
 from wicore_trt.checkpoint.demo import cache_directory
 print(cache_directory() / "model")
 print(runtime_cache_path("1", "sm80", "0"))

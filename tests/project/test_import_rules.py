@@ -20,13 +20,14 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk.scrub", "wicore_trt.kv.disk.sto
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
-ROOT_MODULES = ("arithmetic", "errors", "checks", "files", "scratch", "types", "recipe", "config")
+ROOT_MODULES = ("arithmetic", "errors", "checks", "files", "progress", "scratch", "types", "recipe", "config")
 BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "arithmetic": (),
     "errors": (),
     "checks": ("errors",),
     "files": ("errors",),
+    "progress": (),
     "scratch": ("errors", "files"),
     "types": ("errors", "checks"),
     "recipe": ("errors", "files"),
@@ -37,11 +38,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plugins": ("errors", "plugins"),
     "text": ("errors", "checks", "files", "types", "text"),
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
-    "checkpoint": ("errors", "files", "scratch", "model", "checkpoint"),
+    "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
     "runtime.executor": ("model.spec", "runtime.batch", "types"),
     "runtime": ("errors", "files", "types", "model", "checkpoint", "plugins", "runtime"),
-    "engine": ("errors", "files", "scratch", "model", "checkpoint", "engine", "runtime.executor", "runtime.options"),
+    "engine": (
+        *("errors", "files", "progress", "scratch", "model", "checkpoint", "engine"),
+        *("runtime.executor", "runtime.options"),
+    ),
     "backends.torch.calibrate": (*BACKEND, "text", "backends.torch"),  # reads a text
     "backends.torch": (*BACKEND, "backends.torch"),
     "backends.triton": (*BACKEND, "backends.triton"),
@@ -100,7 +104,14 @@ def violations(path: str, source: str) -> list[str]:
         if not any(below(target, a) for a in allowed):
             found.append(name)
     if below(inner, "cli"):
-        light = (*sys.stdlib_module_names, "typer", "wicore_trt.arithmetic", "wicore_trt.errors", "wicore_trt.cli")
+        light = (
+            *sys.stdlib_module_names,
+            "typer",
+            "wicore_trt.arithmetic",
+            "wicore_trt.errors",
+            "wicore_trt.progress",
+            "wicore_trt.cli",
+        )
         found += [name for name in top_level(tree) if not any(below(name, m) for m in light)]
     return found
 

@@ -50,8 +50,8 @@ class World:
         return torch.frombuffer(self.slab, dtype=torch.uint8)[page * self.page_bytes :][: self.page_bytes]
 
     def called(self) -> Any:
-        self.done.append(threading.Event())
-        return self.done[-1].set
+        self.done.append(happened := threading.Event())
+        return lambda *_: happened.set()
 
     def step(self, slot: int, value: int, *, slow: bool = True) -> None:
         """Writes a page at the end of a slow step."""
@@ -62,6 +62,7 @@ class World:
             self.pool[slot].fill_(value)
 
     def wait(self) -> None:
+        self.copier.flush()
         assert all(event.wait(20) for event in self.done)
 
 
@@ -74,6 +75,7 @@ def test_a_page_is_copied_after_the_step_that_writes_it(pinned: bool, default_st
     world.step(2, 77)
     begun = time.perf_counter()
     world.copier.to_host("global", 2, world.parts(0), world.called())
+    world.copier.flush()
     if pinned:
         assert time.perf_counter() - begun < 0.005, "the host waited for the step"
     world.wait()

@@ -9,12 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lanes import Event, Lane
+from lanes import Digests, Event, Lane
 
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.page_copier import StreamPageCopier, TorchPageCopier, alone, make_copier, written_slots
+from wicore_trt.runtime.page_copier import (
+    BATCH,
+    StreamPageCopier,
+    TorchPageCopier,
+    alone,
+    make_copier,
+    written_slots,
+)
+from wicore_trt.runtime.page_digest import PageDigest
 
 PAGE_TOKENS, SLOTS, BYTES = 4, 3, 64
 SLABS = {"global": 3, "local": 2}
@@ -55,7 +63,18 @@ class World:
         self.device = FakeDevice(self.rng, waits)
         self.pool = torch.zeros((SLOTS, BYTES), dtype=torch.uint8)
         self.truth = self.pool.clone()
-        self.copier = StreamPageCopier({"global": self.pool}, PAGE_TOKENS, self.device.lanes, self.device)  # type: ignore
+        pools, digest = {"global": self.pool}, PageDigest(bytes(32), BYTES)
+        digests = Digests(digest) if self.rng.random() < 0.5 else None
+        self.copier = StreamPageCopier(
+            pools,
+            PAGE_TOKENS,
+            self.device.lanes,
+            self.device,
+            alone,
+            digests,
+            digest,  # type: ignore[arg-type]
+        )
+        self.digests: list[tuple[bytes | None, bytes]] = []
         self.reads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.saved: list[tuple[memoryview, bytes]] = []
         self.done: list[int] = []
@@ -75,14 +94,18 @@ class World:
                 self.reads.append((seen, self.truth[other].clone()))
 
     def buffer(self) -> tuple[memoryview, list[memoryview]]:
-        slab, cut = aligned_buffer(BYTES), self.rng.randint(1, BYTES - 1)
+        slab, cut = aligned_buffer(BYTES)[:BYTES], self.rng.randint(1, BYTES - 1)
         return slab, [slab[:cut], slab[cut:]]
 
-    def called(self) -> Any:
+    def called(self, page: bytes = b"") -> Any:
+        """`page`: what the digest must be of."""
         number, happened = self.calls, threading.Event()
         self.calls += 1
 
-        def done() -> None:
+        def done(digest: bytes | None, seconds: float) -> None:
+            assert (digest is not None) == self.copier.checks and seconds == 0.0
+            if page:
+                self.digests.append((digest, page))
             self.done.append(number)
             happened.set()
 
@@ -90,18 +113,20 @@ class World:
 
     def save(self, slot: int) -> None:
         slab, parts = self.buffer()
-        done, _ = self.called()
+        page = bytes(self.truth[slot].tolist())
+        done, _ = self.called(page)
         self.copier.to_host("global", slot, parts, done)
-        self.saved.append((slab, bytes(self.truth[slot].tolist())))
+        self.saved.append((slab, page))
 
     def load(self, slot: int) -> None:
         slab, parts = self.buffer()
         slab[:] = self.rng.randbytes(BYTES)
-        done, self.loading[slot] = self.called()
+        done, self.loading[slot] = self.called(bytes(slab))
         self.copier.to_device("global", slot, parts, done)
         self.truth[slot] = torch.tensor(list(slab), dtype=torch.uint8)
 
     def check(self) -> None:
+        self.copier.flush()
         self.device.run(1 << 30)
         self.copier.close()
         assert sorted(self.done) == list(range(self.calls))
@@ -110,6 +135,8 @@ class World:
             assert torch.equal(seen, expected), "a step read what a later copy brought"
         for slab, expected in self.saved:
             assert bytes(slab) == expected, "the host got a page of another time"
+        for digest, page in self.digests:
+            assert digest in (None, self.copier.digest([memoryview(page)])), "the digest of something else"
 
 
 def play(seed: int, waits: bool = True) -> None:
@@ -117,6 +144,8 @@ def play(seed: int, waits: bool = True) -> None:
     for _ in range(40):
         slot = world.rng.randrange(SLOTS)
         world.rng.choice([world.step, world.step, world.save, world.load])(slot)
+        if world.rng.random() < 0.3:
+            world.copier.flush()
         world.device.run(world.rng.choice([0, 0, 1, 4, 30]))
         for other, happened in list(world.loading.items()):
             if happened.is_set():  # from now on steps may read it
@@ -146,10 +175,29 @@ def test_done_comes_when_the_copy_is_over() -> None:
     slab, parts = world.buffer()
     done, happened = world.called()
     world.copier.to_host("global", 0, parts, done)
+    world.device.run(100)
+    assert not world.device.lanes[1].queue, "it begins with its batch"
+    world.copier.flush()
     assert not happened.wait(0.02)
     world.device.run(100)
     assert happened.wait(20)
     world.check()
+
+
+def test_copies_begin_in_batches() -> None:
+    """One event before and one behind; a slot that is asked for again, in whatever direction, begins another batch."""
+    world = World(4)
+    for slot in range(SLOTS):
+        world.save(slot)
+    assert not any(lane.queue for lane in world.device.lanes)
+    world.load(1)
+    out, into = world.device.lanes[1:]
+    assert len([entry for entry in out.queue if isinstance(entry, Event)]) == 1 and not into.queue
+    assert [len(batch) for batch in (world.copier._leaving, world.copier._coming)] == [0, 1]
+    world.copier.flush()
+    assert len([entry for entry in into.queue if isinstance(entry, Event)]) == 2, "the steps, and the page that leaves"
+    world.check()
+    assert BATCH > SLOTS
 
 
 def test_steps_wait_for_the_slots_that_they_write_alone() -> None:
@@ -186,8 +234,9 @@ def test_a_device_that_fails_is_heard_of() -> None:
     world = World(3)
     slab, parts = world.buffer()
     done, happened = world.called()
-    world.copier._out._over = lambda event, key: 1 / 0  # as synchronizing raises on a device that is lost
+    world.copier._out._over = lambda batch: 1 / 0  # as synchronizing raises on a device that is lost
     world.copier.to_host("global", 0, parts, done)
+    world.copier.flush()
     world.device.run(100)
     end = time.monotonic() + 20
     while world.copier.broken is None and time.monotonic() < end:
@@ -205,10 +254,11 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping)  # type: ignore[arg-type]
         compute, out, into = device.lanes
         host, done = aligned_buffer(32)[:32], threading.Event()
-        copier.to_host("global", 4, [host], done.set)  # bytes 128 to 160: local pages 2 and 3
+        copier.to_host("global", 4, [host], lambda *_, done=done: done.set())  # bytes 128 to 160: local pages 2 and 3
         copier.begin_step(StepBatch([SequenceSlice(1, [0], 0, {"local": [2]})]))
         compute.put(lambda pool=pools["local"]: pool[2].fill_(9))
-        copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda: None)  # and 96 to 128: page 2
+        copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # and 96 to 128: page 2
+        copier.flush()
         compute.run_all()
         for lane in (into, out, compute, into):
             lane.run_all()
@@ -217,6 +267,21 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         copier.close()
     assert seen[layout.overlapping] == (bytes(32), b"\7" * 32)
     assert seen[alone][0] != bytes(32), "the copy read what the step wrote: nothing waited"
+
+
+def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
+    """A page comes in; what lies in the same bytes under another name leaves: with the bytes that came."""
+    layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
+    memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
+    pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
+    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping)  # type: ignore[arg-type]
+    host, done = aligned_buffer(48)[:48], threading.Event()
+    copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # bytes 96 to 128
+    copier.to_host("local", 2, [host], lambda *_: done.set())  # 96 to 144
+    copier.flush()
+    device.run(1000)
+    assert done.wait(5) and bytes(host) == b"\7" * 32 + bytes(16)
+    copier.close()
 
 
 def test_what_overlaps_is_what_has_a_byte_in_common() -> None:

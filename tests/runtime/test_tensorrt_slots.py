@@ -15,9 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits
-from wicore_trt.backends.tensorrt.slots import GroupSlots, PageCopy, Part, SlotTable
+from wicore_trt.backends.tensorrt.slots import (
+    GroupSlots,
+    PageCopy,
+    Part,
+    SlotTable,
+    decode_slots,
+    part_batch,
+    step_inputs,
+)
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice
 

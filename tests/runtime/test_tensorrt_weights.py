@@ -106,7 +106,7 @@ def test_rope_tables_are_exact_to_float32_at_every_position(factor: float) -> No
         },
     ).spec
     inputs: list[TensorSpec] = step_tensors(spec, PlanLimits(1, 1, 131072))
-    tables = rope_tables(inputs, spec, FakeDevice())
+    tables = rope_tables(spec, 131072, FakeDevice())
     assert {*tables} == {t.name for t in inputs if t.kind == "table"} and len(tables) == 4
     for group, theta, scale in ((GLOBAL, 1e6, factor), ("local", 1e4, 1.0)):
         for position in (0, 1, 77, 4095, 131071):

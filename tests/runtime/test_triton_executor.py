@@ -247,14 +247,18 @@ def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch
     model = small_model(12)
     mine = executor_of(model, kv_pages=None, kv_bytes=None, **given)
     assert seen[0] == 2 and isinstance(seen[1], CpuDevice) and len(seen) == 2
-    used = sum(mine.layout.num_pages[g] * mine.layout.page_bytes[g] for g in mine.layout.num_pages)
-    assert 90_000 - 2 * max(mine.layout.page_bytes.values()) < used < 90_000
+    slab = mine.layout.memory_bytes // (mine.layout.num_pages["local"] // mine.layout.slab_pages["local"])
+    assert 90_000 - slab < mine.layout.memory_bytes <= 90_000
     assert {g: len(p) for g, p in mine.pools.items()} == mine.layout.num_pages
     assert all(p.isnan().all() for p in mine.pools.values()) and mine.graphs.keys() == {2}
     plain = executor_of(model, **{**given, "graphs": False})
-    batch = StepBatch([greedy(1, [5], 0, [4])])
-    assert mine.execute(batch).tokens == plain.execute(batch).tokens
-    assert torch.equal(mine.pools["local"][4, :, :, 0], plain.pools["local"][4, :, :, 0])
+    slots = {group: apart[0] for group, apart in mine.layout.apart().items()}
+    piece = greedy(1, [5], 0, [])
+    piece.pages = {group: [slot] for group, slot in slots.items()}
+    tokens = mine.execute(StepBatch([piece])).tokens
+    piece.pages = dict.fromkeys(GROUPS, [4])
+    assert tokens == plain.execute(StepBatch([piece])).tokens
+    assert torch.equal(mine.pools["local"][slots["local"], :, :, 0], plain.pools["local"][4, :, :, 0])
 
 
 def test_memory_is_checked_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from wicore_trt.checks import shown
+from wicore_trt.errors import shown
 from wicore_trt.serve import log
 
 LONG = "x" * (1 << 20)

@@ -17,8 +17,8 @@ from network_evaluator import Evaluator
 from safetensors.torch import save_file
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network
-from wicore_trt.backends.tensorrt.plan_io import DECODE, PHASES, PREFILL, PlanLimits
+from wicore_trt.backends.tensorrt.plan_build import make_network
+from wicore_trt.backends.tensorrt.plan_io import DECODE, PHASES, PREFILL, PlanLimits, PlanRequest
 from wicore_trt.checkpoint.names import unified_tensors
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec

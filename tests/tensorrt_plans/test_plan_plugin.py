@@ -21,8 +21,8 @@ from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt import plan_build
 from wicore_trt.backends.tensorrt.api import FULL, TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.plan import rebuild_plans
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest, build_plan
-from wicore_trt.backends.tensorrt.plan_io import PHASES
+from wicore_trt.backends.tensorrt.plan_build import build_plan
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanRequest
 from wicore_trt.cli.main import run
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError

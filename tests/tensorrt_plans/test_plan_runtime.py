@@ -17,8 +17,8 @@ from runtime.tensorrt_engines import executor_of, fake_engine
 from runtime.tensorrt_fakes import FakeDevice, fake_tensorrt
 
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest, make_network
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
+from wicore_trt.backends.tensorrt.plan_build import make_network
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.options import ExecutorOptions

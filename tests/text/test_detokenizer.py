@@ -34,7 +34,7 @@ class Letters:
 
     byte_ids: frozenset[int] = frozenset()
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return "".join("abc"[t] for t in ids)
 
 
@@ -57,11 +57,11 @@ def oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str |
 
 
 @settings(max_examples=300, deadline=None)
-@given(TOKENS, st.lists(st.integers(0, 4), max_size=20), st.booleans())
-def test_pushes_concatenate_to_decode_of_all(tokens: list[int], sizes: list[int], skip_special: bool) -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, skip_special=skip_special)
+@given(TOKENS, st.lists(st.integers(0, 4), max_size=20))
+def test_pushes_concatenate_to_decode_of_all(tokens: list[int], sizes: list[int]) -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
     text = "".join(map(detokenizer.push, chunks(tokens, sizes))) + detokenizer.flush()
-    assert text == TOKENIZER.decode(tokens, skip_special=skip_special)
+    assert text == TOKENIZER.decode(tokens)
 
 
 @settings(max_examples=100, deadline=None)
@@ -105,9 +105,9 @@ def test_cost_per_token_does_not_grow() -> None:
         byte_ids = TOKENIZER.byte_ids
         decoded = 0
 
-        def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        def decode(self, ids: Sequence[int]) -> str:
             self.decoded += len(ids)
-            return TOKENIZER.decode(ids, skip_special=skip_special)
+            return TOKENIZER.decode(ids)
 
     counting = Counting()
     detokenizer = IncrementalDetokenizer(counting)

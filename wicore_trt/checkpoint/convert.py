@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from wicore_trt.checkpoint.calibration import Calibration
 from wicore_trt.checkpoint.cast_report import CastReport, check_cast, check_finite_rows
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
@@ -42,15 +42,39 @@ from wicore_trt.checkpoint.source import TEXT_TAGS, Source, open_source
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import present, printable
 from wicore_trt.model.gemma3 import LM_HEAD
+from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import replacing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
-Progress = Callable[[str, int, int], None]  # phase, bytes written, bytes in all
 Note = Callable[[str], None]  # one sentence that the user should know
 
 _BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticScales:
+    """`scales`: float32 [1] by the name of the tensor in a checkpoint; `origin`: what `wicore.calibration` records."""
+
+    scales: dict[str, np.ndarray]
+    origin: dict[str, str | int]
+
+
+class Calibration(Protocol):
+    """Measures the scales of activations, and with `kv_scales` those of the KV cache."""
+
+    @property
+    def kv_scales(self) -> bool: ...
+
+    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = silent) -> StaticScales:
+        """Scales of a source, whose tokenizer lies in `tokenizer_files`. Raises CheckpointError when the model computes
+        no finite numbers."""
+
+    def of_checkpoint(
+        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
+    ) -> Checkpoint:
+        """Write the unified checkpoint `path` with static scales as `output`, which may be the same."""
 
 
 def convert(  # noqa: PLR0913 -- the public call is flat
@@ -63,7 +87,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     revision: str | None = None,
     calibration: Calibration | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Note | None = None,
 ) -> Checkpoint:
     """Convert `source` (see open_source) into the unified checkpoint directory `output`.
@@ -88,8 +112,7 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if calibration and dtype != "fp8" and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
     with replacing(Path(output), CHECKPOINT, force=force, source=source) as scratch:
-        if progress:
-            progress("read", 0, 1)
+        progress("read", 0, 1)
         opened = open_source(source, revision=revision)
         check_tp(opened.spec, tp_size)
         lost = _Conversion(opened, scratch.directory, dtype, tp_size, calibration, progress).run(for_engine)
@@ -112,7 +135,7 @@ class _Conversion:
         dtype: str,
         tp_size: int,
         calibration: Calibration | None,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self._source, self._directory, self._tp = source, directory, tp_size
         self._quant = (QUANT_FP8_STATIC if calibration else QUANT_FP8) if dtype == "fp8" else None
@@ -120,7 +143,6 @@ class _Conversion:
         self._calibration = calibration
         self._kv_scales = calibration is not None and calibration.kv_scales
         self._progress = progress
-        self._done = 0
         self._report = CastReport()
         self._static = static_scales(source.spec, self._quant, self._kv_scales)
         self._scales: dict[str, np.ndarray] = {}
@@ -148,8 +170,8 @@ class _Conversion:
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin = found.scales, replace(origin, calibration=found.origin)
-        if self._progress:
-            self._progress("read", 1, 1)
+        self._progress("read", 1, 1)
+        self._moved = counted(self._progress, "convert", self._total)
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()
@@ -220,20 +242,16 @@ class _Conversion:
 
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
-            for name, tag, shape in self._vision:
-                size = prod(shape) * TAG_BYTES[tag]
+            for name, tag, _ in self._vision:
                 place = self._source.place_of(name)
-                for start in range(0, size, _BLOCK_ITEMS * 4):
-                    block = self._source.vision_bytes(name, start, min(size, start + _BLOCK_ITEMS * 4))
+                for block in self._source.vision_blocks(name):
                     if tag in TEXT_TAGS:
                         check_finite_rows(place, name, 0, np.frombuffer(block, STORAGE[tag])[None], tag)
                     self._put(writer, name, block)
         return FileRecord(writer.size, writer.digest, writer.digests)
 
     def _put(self, writer: SafetensorsWriter, name: str, block: np.ndarray | bytes) -> None:
-        self._done += writer.write(name, block)
-        if self._progress:
-            self._progress("convert", self._done, self._total)
+        self._moved(writer.write(name, block))
 
 
 def _resolve(dtype: str, source: Source) -> str:

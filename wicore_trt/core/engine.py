@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from wicore_trt.core.engine_stats import engine_stats
+from wicore_trt.core.loop import Core
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.kv.sequence_pages import SequencePages
@@ -90,11 +91,8 @@ def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, 
     return tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
 
 
-class EngineCore:
-    """Runs requests on one executor.
-
-    `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt + output tokens.
-    """
+class EngineCore(Core):
+    """Runs requests on one executor."""
 
     def __init__(
         self,
@@ -105,17 +103,9 @@ class EngineCore:
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(eos_ids, max_context, clock)
         self.executor = executor
         self.scheduler = scheduler
-        self.eos_ids = eos_ids
-        self.max_context = max_context
-        self._clock = clock
-        self._started = clock()
-        self._sequences: dict[str, list[Sequence]] = {}
-        self._deadlines: dict[str, float] = {}
-        self._next_id = 0
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
@@ -127,25 +117,19 @@ class EngineCore:
 
     @property
     def kv_events(self) -> KVEventLog:
-        """What the KV cache gains and loses; any thread may read it."""
         return self.scheduler.manager.events
 
     def kv_events_of(self, tenant: str) -> EventFeed:
-        """The same of one tenant's pages alone."""
         return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
 
     def load(self) -> tuple[Counter[str], Counter[str]]:
-        """Sequences that run and that wait, by tenant."""
         running = Counter(s.request.tenant for s in self.scheduler.running if s.finish_reason is None)
         return running, Counter(self.scheduler.waiting.counts())
 
     def validate(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any
-        thread may call it."""
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
         assert request.request_id not in self._sequences
         arrival = self._clock()
         params = request.params
@@ -173,21 +157,10 @@ class EngineCore:
                 if sequence in self.scheduler.waiting:
                     self.scheduler.finish(sequence)
             raise
-        self._sequences[request.request_id] = sequences
-        self._counts["prompt"] += len(request.prompt_token_ids) * params.n
-        if request.deadline is not None:
-            self._deadlines[request.request_id] = request.deadline
-
-    def abort(
-        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
-    ) -> list[TokenOutput]:
-        """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
-        live = [s for s in self._sequences.get(request_id, ()) if index is None or s.index == index]
-        return [self._finish(sequence, reason) for sequence in live]
+        self._enter(request, sequences)
 
     def step(self) -> list[TokenOutput]:
-        """Bring one step to its end; where the executor can, the next one has then been started. Raises what the
-        executor raises; outputs of this step are then lost."""
+        """Bring one step to its end; where the executor can, the next one has then been started."""
         outputs, flight = self._expire(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule()
@@ -262,21 +235,19 @@ class EngineCore:
         return outputs
 
     def settle(self) -> None:
-        """Land a step that nobody waits for any more, for callers that do not go on stepping."""
         flight = self._flight
         if flight is not None and all(sequence.finish_reason is not None for sequence, _ in flight.schedule.slices):
             self._flight = None
             self._land(flight)
 
     def tidy(self) -> bool:
-        """Between requests: apply finished transfers and publish KV events. True while more is under way."""
+        """Apply finished transfers and publish KV events."""
         manager = self.scheduler.manager
         manager.housekeep()
         manager.events.publish()
         return manager.busy
 
     def rest_s(self) -> float | None:
-        """Seconds until `tidy` has something to do again although no request comes; None for never."""
         return self.scheduler.manager.retention.rest_s()
 
     def _idle(self, schedule: StepSchedule) -> list[TokenOutput]:
@@ -286,11 +257,6 @@ class EngineCore:
             manager.tiers.transfers.wait(LOAD_WAIT_S)
             return []
         return self._unstick(schedule)
-
-    def _expire(self) -> list[TokenOutput]:
-        now = self._clock()
-        late = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
-        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
 
     def _unstick(self, schedule: StepSchedule) -> list[TokenOutput]:
         """Nothing can run: if someone waits while the pools are empty, it never will, so it ends with an error."""
@@ -358,12 +324,7 @@ class EngineCore:
             flight.ended.append(sequence)  # that step still writes into its pages
         else:
             self._release(sequence)
-        siblings = self._sequences[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._sequences[sequence.request.request_id]
-            self._deadlines.pop(sequence.request.request_id, None)
-        self._finished[reason.value] += 1
+        self._strike(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
         return self._output(sequence, last, logprobs, error)
 
@@ -390,10 +351,6 @@ class EngineCore:
             error=error,
         )
 
-    def abort_all(self) -> list[TokenOutput]:
-        """End every live sequence, for shutdown."""
-        return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
-
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
         try:
@@ -406,12 +363,7 @@ class EngineCore:
             finally:
                 self.executor.close()
 
-    def is_live(self, request_id: str) -> bool:
-        """Whether any sequence of the request still runs or waits."""
-        return request_id in self._sequences
-
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
         return engine_stats(
             self.scheduler,
             self.executor.layout,

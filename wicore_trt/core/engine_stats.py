@@ -53,13 +53,7 @@ def _kv_stats(scheduler: Scheduler, pools: tuple[PoolStats, ...], capacity_bytes
         pinned_bytes=sum(pool.used_pages * pool.page_bytes for pool in pools),
         pages={pool.group: pool.used_pages + pool.cached_pages for pool in pools},
         hit_tokens=manager.hit_tokens,
-        read_bytes=0,
-        read_seconds=0.0,
-        write_bytes=0,
-        write_seconds=0.0,
         evictions={"capacity": sum(pool.evictions for pool in manager.pools.values())},
-        failures={},
-        queue_depth=0,
     )
     return KVStats(
         tiers=(device, *(manager.tiers.stats() if manager.tiers is not None else ())),

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import (
@@ -35,63 +36,112 @@ TIDY_S = 0.02
 Sink = Callable[[list[TokenOutput]], None]
 
 
-class Core(Protocol):
+class Core(ABC):
     """What the loop steps: `core.engine.EngineCore` over an executor of steps, `core.request_core.RequestCore` over one
-    that takes whole requests. Single-threaded, except for `validate` and the KV events."""
+    that takes whole requests. `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt + output
+    tokens. Single-threaded, except for `validate` and the KV events. Invariant: every sequence that was added ends with
+    exactly one output that carries a finish reason."""
+
+    def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
+        self.eos_ids, self.max_context = eos_ids, max_context
+        self._clock, self._started = clock, clock()
+        self._sequences: dict[str, dict[int, Any]] = {}  # live ones, by request and index
+        self._deadlines: dict[str, float] = {}
+        self._next_id = 0
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
 
     @property
+    @abstractmethod
     def has_work(self) -> bool: ...
 
     @property
+    @abstractmethod
     def kv_events(self) -> KVEventLog:
-        """What the KV cache gains and loses. Raises EnvironmentUnfitError for an engine that does not tell."""
-        ...
+        """What the KV cache gains and loses; any thread may read it. Raises EnvironmentUnfitError for an engine that
+        does not tell."""
 
+    @abstractmethod
     def kv_events_of(self, tenant: str) -> EventFeed:
         """The same of one tenant's pages alone."""
-        ...
 
+    @abstractmethod
     def validate(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when this engine can never run the request."""
-        ...
+        """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any thread may
+        call it."""
 
+    @abstractmethod
     def add(self, request: GenerateRequest) -> None:
         """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""
-        ...
 
-    def abort(self, request_id: str, index: int | None = None) -> list[TokenOutput]:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
+    ) -> list[TokenOutput]:
         """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
-        ...
+        live = [s for s in self._sequences.get(request_id, {}).values() if index is None or s.index == index]
+        return [self._finish(sequence, reason) for sequence in live]
 
-    def abort_all(self) -> list[TokenOutput]: ...
+    def abort_all(self) -> list[TokenOutput]:
+        """End every live sequence, for shutdown."""
+        return [output for request_id in list(self._sequences) for output in self.abort(request_id)]
 
+    @abstractmethod
     def step(self) -> list[TokenOutput]:
-        """What sequences gained since the last step. Raises when the engine is broken."""
-        ...
+        """What sequences gained since the last step. Raises what the executor raises when it is broken; outputs of this
+        step are then lost."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 -- most have nothing to land
         """Land what nobody waits for any more, for callers that do not go on stepping."""
-        ...
 
     def tidy(self) -> bool:
         """Housekeeping between requests. True while more is under way."""
-        ...
+        return False
 
     def rest_s(self) -> float | None:
         """Seconds until `tidy` has something to do again although no request comes; None for never."""
-        ...
+        return None
 
-    def is_live(self, request_id: str) -> bool: ...
+    def is_live(self, request_id: str) -> bool:
+        """Whether any sequence of the request still runs or waits."""
+        return request_id in self._sequences
 
+    @abstractmethod
     def load(self) -> tuple[Counter[str], Counter[str]]:
         """Sequences that run and that wait, by tenant."""
-        ...
 
-    def stats(self) -> EngineStats: ...
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
 
+    @abstractmethod
     def close(self) -> None:
         """The end of it; frees the device."""
-        ...
+
+    @abstractmethod
+    def _finish(self, sequence: Any, reason: FinishReason) -> TokenOutput:
+        """End a live sequence."""
+
+    def _enter(self, request: GenerateRequest, sequences: Iterable[Any]) -> None:
+        """Take the sequences of a request into the books."""
+        self._sequences[request.request_id] = {sequence.index: sequence for sequence in sequences}
+        self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+
+    def _strike(self, sequence: Any, reason: FinishReason) -> None:
+        """Take an ended sequence out of the books."""
+        name = sequence.request.request_id
+        del self._sequences[name][sequence.index]
+        if not self._sequences[name]:
+            del self._sequences[name]
+            self._deadlines.pop(name, None)
+        self._finished[reason.value] += 1
+
+    def _expire(self) -> list[TokenOutput]:
+        """End what is late."""
+        now = self._clock()
+        late = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
+        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
 
 
 class EngineLoop:
@@ -118,15 +168,6 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def kv_events(self) -> KVEventLog:
-        """What the KV cache gains and loses; any thread may read it."""
-        return self._core.kv_events
-
-    def kv_events_of(self, tenant: str) -> EventFeed:
-        """The same of one tenant's pages alone."""
-        return self._core.kv_events_of(tenant)
 
     @property
     def dead(self) -> str | None:

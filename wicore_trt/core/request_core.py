@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wicore_trt.core.engine import CLOSE_S, check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.engine import check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.loop import Core
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.runtime.executor import RequestExecutor
@@ -40,9 +41,8 @@ class RequestSequence:
     produced: int = 0
 
 
-class RequestCore:
-    """Implements `core.loop.Core`. `eos_ids` end a sequence unless it ignores them; `max_context` bounds prompt and
-    output."""
+class RequestCore(Core):
+    """Hands requests to one executor."""
 
     def __init__(
         self,
@@ -52,21 +52,14 @@ class RequestCore:
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(eos_ids, max_context, clock)
         self.executor = executor
-        self.eos_ids = eos_ids
-        self.max_context = max_context
-        self._clock = clock
-        self._started = clock()
         self._waiting: WaitingQueue[RequestSequence] = WaitingQueue()
-        self._live: dict[str, dict[int, RequestSequence]] = {}  # by request and index
         self._running = 0
-        self._next_id = 0
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._sequences)
 
     @property
     def kv_events(self) -> KVEventLog:
@@ -76,41 +69,26 @@ class RequestCore:
         return self.kv_events
 
     def validate(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when this engine can never run the request. Any thread may call it."""
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
         self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a validated request with an id that is not live."""
-        assert request.request_id not in self._live
-        arrival, live = self._clock(), {}
+        assert request.request_id not in self._sequences
+        arrival, sequences = self._clock(), []
         for index in range(request.params.n):
             seed = sequence_seed(request.params.seed, index)
-            live[index] = RequestSequence(self._next_id, request, index, seed, arrival)
+            sequences.append(RequestSequence(self._next_id, request, index, seed, arrival))
             self._next_id += 1
-        for sequence in live.values():
+        for sequence in sequences:
             self._waiting.push(sequence)
-        self._live[request.request_id] = live
-        self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
-
-    def abort(
-        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED
-    ) -> list[TokenOutput]:
-        """End the live sequences of a request (or one of them); returns their last outputs. Unknown ids: none."""
-        live = [s for s in self._live.get(request_id, {}).values() if index is None or s.index == index]
-        return [self._end(sequence, reason) for sequence in live]
-
-    def abort_all(self) -> list[TokenOutput]:
-        """End every live sequence, for shutdown."""
-        return [output for request_id in list(self._live) for output in self.abort(request_id)]
+        self._enter(request, sequences)
 
     def step(self) -> list[TokenOutput]:
-        """End what is late, hand on what has a place, and take what the engine made. Raises what the engine raises
-        when it is broken."""
+        """End what is late, hand on what has a place, and take what the engine made."""
         outputs = self._expire() + self._hand_on()
         if self._running:
             for output in self.executor.poll(WAIT_S):
-                sequence = self._live.get(output.request_id, {}).get(output.index)
+                sequence = self._sequences.get(output.request_id, {}).get(output.index)
                 if sequence is None:
                     continue  # it was ended here
                 sequence.produced += len(output.token_ids)
@@ -120,26 +98,12 @@ class RequestCore:
                 outputs.append(output)
         return outputs
 
-    def settle(self) -> None:
-        """Nothing: the engine was told of every end."""
-
-    def tidy(self) -> bool:
-        return False
-
-    def rest_s(self) -> float | None:
-        return None
-
-    def is_live(self, request_id: str) -> bool:
-        """Whether any sequence of the request still runs or waits."""
-        return request_id in self._live
-
     def load(self) -> tuple[Counter[str], Counter[str]]:
-        """Sequences that run and that wait, by tenant."""
-        running = (s.request.tenant for live in self._live.values() for s in live.values() if s.turn is not None)
+        running = (s.request.tenant for live in self._sequences.values() for s in live.values() if s.turn is not None)
         return Counter(running), Counter(self._waiting.counts())
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now; the engine does not tell its steps and pools."""
+        """The engine does not tell its steps and pools."""
         return EngineStats(
             uptime_s=self._clock() - self._started,
             requests_running=self._running,
@@ -148,14 +112,9 @@ class RequestCore:
             prompt_tokens=self._counts["prompt"],
             cached_prompt_tokens=0,
             generated_tokens=self._counts["generated"],
-            steps=0,
-            step_seconds=0.0,
-            preemptions=0,
-            pools=(),
         )
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Stop the engine. The end of it; there is nothing to write for which `timeout_s` would be waited."""
+    def close(self) -> None:
         self.executor.close()
 
     def _hand_on(self) -> list[TokenOutput]:
@@ -169,17 +128,10 @@ class RequestCore:
                 self.executor.submit(request, sequence.index, sequence.seed, stop_ids)
             except WicoreError as error:
                 log.warning("request %s was not taken: %s", request.request_id, error)
-                outputs.append(self._end(sequence, FinishReason.ERROR, error=str(error)))
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(error)))
         return outputs
 
-    def _expire(self) -> list[TokenOutput]:
-        now = self._clock()
-        requests = [next(iter(live.values())).request for live in self._live.values()]
-        late = [r.request_id for r in requests if r.deadline is not None and r.deadline <= now]
-        return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
-
-    def _end(self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None) -> TokenOutput:
-        """End a live sequence from here."""
+    def _finish(self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None) -> TokenOutput:
         request = sequence.request
         if sequence.turn is not None:
             self.executor.cancel(request.request_id, sequence.index)
@@ -194,8 +146,4 @@ class RequestCore:
         else:
             self._waiting.ended(sequence)
             self._running -= 1
-        live = self._live[sequence.request.request_id]
-        del live[sequence.index]
-        if not live:
-            del self._live[sequence.request.request_id]
-        self._finished[reason.value] += 1
+        self._strike(sequence, reason)

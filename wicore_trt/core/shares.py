@@ -1,13 +1,18 @@
-"""What one tenant may have of places that all share.
+"""What one tenant may have of places that all share, and such places: calls that may be open at the same time.
 
-Plain arithmetic. Invariant: a tenant gets at most as many places as it leaves free, so that one that takes all it gets
-has half of them and the next one finds room; and where it is refused tells it no more of the others than in which of
-STEPS equal parts the number of their places lies.
+Knows names and numbers; it must not know calls. Invariant: a tenant gets at most as many places as it leaves free, so
+that one that takes all it gets has half of them and the next one finds room; and where it is refused tells it no more
+of the others than in which of STEPS equal parts the number of their places lies.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.errors import QueueFullError
 
 STEPS = 16
 
@@ -22,3 +27,31 @@ def fits(places: int, others: int, own: int, more: int = 1) -> bool:
     if others + own + more > places:
         return False
     return own + more <= (room + 1) // 2 or (own == 0 and more <= max(room, 1))
+
+
+class Gate:
+    """`places` calls at a time. `what` names them in errors."""
+
+    def __init__(self, places: int, what: str) -> None:
+        self._places = places
+        self._what = what
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        return self._taken.total()
+
+    @contextmanager
+    def place(self, tenant: str = "") -> Iterator[None]:
+        """Hold a place. Raises QueueFullError when there is none for this tenant; "" is not limited to a share."""
+        taken, own = self._taken.total(), self._taken[tenant]
+        # One text for both: that the others have filled the places is none of a tenant's business.
+        if taken >= self._places or (tenant and not fits(self._places, taken - own, own)):
+            raise QueueFullError(f"There is no room for more {self._what} of yours now.")
+        self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            self._taken[tenant] -= 1
+            if not self._taken[tenant]:
+                del self._taken[tenant]

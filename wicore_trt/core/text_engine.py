@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from wicore_trt.checks import shown
 from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_output import SequenceText
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -32,6 +31,7 @@ from wicore_trt.types import (
     TextOutput,
     TextRequest,
     TokenOutput,
+    merge,
 )
 
 log = logging.getLogger(__name__)
@@ -58,18 +58,6 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int)
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
-
-
-def merge(outputs: list[TextOutput]) -> TextOutput:
-    """Consecutive outputs of one sequence as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    return replace(
-        outputs[-1],
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
-    )
 
 
 class TextStream:
@@ -160,6 +148,7 @@ class TextEngine:
         self.tokenizer = tokenizer
         self.info = info
         self.draining = False
+        self._core = core
         self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
@@ -182,11 +171,11 @@ class TextEngine:
     @property
     def kv_events(self) -> KVEventLog:
         """What the KV cache gains and loses."""
-        return self._loop.kv_events
+        return self._core.kv_events
 
     def kv_events_of(self, tenant: str) -> EventFeed:
         """The same of the pages of one tenant."""
-        return self._loop.kv_events_of(tenant)
+        return self._core.kv_events_of(tenant)
 
     async def start(self) -> None:
         """Start the step loop."""
@@ -277,10 +266,6 @@ class TextEngine:
             prompt_tokens=tally.prompt,
             cached_prompt_tokens=tally.cached,
             generated_tokens=tally.generated,
-            steps=0,
-            step_seconds=0.0,
-            preemptions=0,
-            pools=(),
         )
 
     async def drain(self, timeout_s: float) -> bool:

@@ -7,6 +7,7 @@ that an engine is made of was compared with its checkpoint's digests while it wa
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -16,18 +17,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wicore_trt.checkpoint.format import QUANT_FP8, Checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
 from wicore_trt.checkpoint.names import kv_scale_name
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import MAX_TP
 from wicore_trt.engine.directory import (
     ENGINE,
     EngineDir,
-    Progress,
-    counted,
     describe_files,
     open_engine,
 )
-from wicore_trt.engine.dummy import dummy_checkpoint, write_dummy_tokenizer
 from wicore_trt.engine.manifest import (
     DUMMY_SOURCE,
     DUMMY_WEIGHTS,
@@ -37,14 +37,14 @@ from wicore_trt.engine.manifest import (
     compute_fingerprint,
 )
 from wicore_trt.engine.options import LAYERS, PLUGIN, Backend, BuildOptions, DummyModel, find_backend, split_targets
-from wicore_trt.engine.weights import WeightFile, has_tensor, hash_weights, place_weights
+from wicore_trt.engine.weights import WeightFile, hash_weights, place_weights
 from wicore_trt.errors import CheckpointError, ConfigError, EngineFormatError
 from wicore_trt.files import present, printable
+from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.scratch import replacing
 
 if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibration import Calibration
-    from wicore_trt.checkpoint.format import Checkpoint
+    from wicore_trt.checkpoint.convert import Calibration
 
 LM_HEAD = "lm_head.weight"
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
@@ -79,7 +79,7 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     revision: str | None = None,
     attention: str = LAYERS,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Callable[[str], None] | None = None,
 ) -> EngineDir:
     """Build the engine `output` from a source (hub id, directory, GGUF) or a unified checkpoint directory, or with
@@ -185,14 +185,14 @@ def _checkpoint_of(
     source: str | Path,
     work: Path,
     options: BuildOptions,
-    progress: Progress | None,
+    progress: Progress,
     note: Callable[[str], None] | None,
 ) -> Checkpoint:
     """Open the checkpoint, or make one at `work`."""
     from wicore_trt.checkpoint.format import open_checkpoint
 
     if options.dummy:
-        return dummy_checkpoint(options.dummy, options.dtype)
+        return _dummy_checkpoint(options.dummy, options.dtype)
     unified = is_unified_checkpoint(Path(source))
     from wicore_trt.checkpoint.convert import check_disk_room, convert
 
@@ -243,11 +243,11 @@ def _lay_out(
     options: BuildOptions,
     compiler: Backend,
     source: str,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Manifest:
     """Place all files in `partial` and describe them."""
     weights: dict[str, WeightFile] = {}
-    kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    kv_dtype = options.kv_dtype_of(checkpoint)
     moved = counted(progress, "weights", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for path in checkpoint.rank_files:
         weights[path.name] = place_weights(
@@ -263,7 +263,7 @@ def _lay_out(
     compiled = compiler.compile(checkpoint, partial, options, progress)
     if options.dummy:
         compiled |= {DUMMY_WEIGHTS: True}
-        write_dummy_tokenizer(partial)
+        _write_dummy_tokenizer(partial)
     weights_hash = hash_weights(list(weights.values()))
     files = describe_files(partial, weights)  # but weights, a few MB
     computed: dict[str, Any] = {
@@ -293,10 +293,36 @@ def _lay_out(
     )
 
 
+def _write_dummy_tokenizer(directory: Path) -> None:
+    """A tokenizer of one token, so that an engine without a source can be loaded and served by token ids."""
+    model = {"type": "WordLevel", "vocab": {"<eos>": 1}, "unk_token": "<eos>"}
+    files = {"tokenizer.json": {"version": "1.0", "model": model}, "tokenizer_config.json": {"eos_token": "<eos>"}}
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _dummy_checkpoint(model: DummyModel, dtype: str) -> Checkpoint:
+    """A checkpoint of `model` in `dtype` ("auto" is bfloat16; "fp8" has 16-bit parts in bfloat16), without files."""
+    config = {"wicore": {"source": f"{model.name} (dummy weights)"}, "quantization": {"kv_cache_quant_algo": None}}
+    fp8 = dtype == "fp8"
+    return Checkpoint(
+        path=Path(),
+        config=config,
+        spec=model.spec,
+        dtype="bfloat16" if fp8 or dtype == "auto" else dtype,
+        quant_algo=QUANT_FP8 if fp8 else None,
+        tp_size=1,
+        rank_files=[],
+        tokenizer_files=[],
+        vision_file=None,
+        files={},
+    )
+
+
 def _tied_head(checkpoint: Checkpoint, rank_file: Path) -> tuple[str, ...]:
     """The LM head is the embedding when they are tied, so an engine keeps one copy."""
     if not checkpoint.spec.tie_word_embeddings:
-        if not has_tensor(rank_file, LM_HEAD):
+        if LM_HEAD not in SafetensorsFile(rank_file).tensors:
             raise CheckpointError(f"{rank_file} has no {LM_HEAD}, and the embeddings are not tied.")
         return ()
     return (LM_HEAD,)

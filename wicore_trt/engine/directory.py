@@ -20,24 +20,6 @@ from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, Door
 from wicore_trt.scratch import Product, unlisted
 
-Progress = Callable[[str, int, int], None]
-"""progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
-
-
-def counted(progress: Progress | None, phase: str, total: int) -> Callable[[int], None]:
-    """A function that takes how many more of `total` are done, and reports the sum."""
-    done = 0
-
-    def moved(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress:
-            progress(phase, done, total)
-
-    moved(0)
-    return moved
-
-
 _SYSTEM = "lost+found"
 """What file systems put into a directory, beside names that begin with a dot."""
 
@@ -98,7 +80,7 @@ class EngineDir:
         return EngineFormatError(f"engine {self.path}: {what}.", fix=self.rebuild)
 
 
-def open_engine(path: Path, *, verify: bool = True, progress: Progress | None = None) -> EngineDir:
+def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
     """Open the engine at `path`. `verify=False` checks engine.json and the sizes of the files that it lists, but not
     their digests, and leaves unlisted files alone.
 
@@ -117,10 +99,9 @@ def open_engine(path: Path, *, verify: bool = True, progress: Progress | None = 
             f"engine {path} holds {extra[0]}{more}, which it was not built with.",
             fix=f"Move what is not the engine's elsewhere. {engine.rebuild}",
         )
-    moved = counted(progress, "verify", engine.manifest.total_bytes)
     weights: dict[str, WeightFile] = {}
     for name, entry in engine.manifest.files.items():
-        if _digest(engine, name, weights, moved) != entry.blake2b:
+        if _digest(engine, name, weights, lambda count: None) != entry.blake2b:
             raise engine.damaged(_corrupted(name))
     if not engine.manifest.dummy_weights:
         ranks = [weights[file.name] for file in engine.rank_files]

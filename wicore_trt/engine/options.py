@@ -11,13 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
 if TYPE_CHECKING:
-    from wicore_trt.checkpoint.calibration import Calibration
+    from wicore_trt.checkpoint.convert import Calibration
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
     from wicore_trt.model.spec import Gemma3Spec
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor, RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -54,34 +55,40 @@ class BuildOptions:
     revision: str | None = None
     attention: str = LAYERS
 
+    def kv_dtype_of(self, checkpoint: Checkpoint, *, compiled: bool = False) -> str:
+        """The dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that no
+        `compiled` step converts to."""
+        dtype = checkpoint.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        if compiled and dtype not in (checkpoint.dtype, "fp8"):
+            raise ConfigError(
+                f"kv_dtype {dtype!r} with {checkpoint.dtype} activations is not supported by backend {self.backend!r}.",
+                fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
+            )
+        return dtype
+
 
 class Backend(Protocol):
     """How an engine is compiled and opened. An attribute of a module, named in BACKENDS."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         """GPU architectures that will be compiled for. Raises ConfigError or EnvironmentUnfitError before work."""
-        ...
 
     def default_context(self, limit: int) -> int:
         """max_context of an engine for which none is given; `limit` is the model's."""
-        ...
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         """Raises ConfigError for a checkpoint that this backend does not build, before anything is copied."""
-        ...
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Put the compiled files into the engine `directory`, whose weights are there, and return what the manifest
         says of them. `options` have their targets and max_context filled in."""
-        ...
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
         """The executor of an engine of this backend: a RequestExecutor of those in SCHEDULE_THEMSELVES. Raises
         EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit, ConfigError
         for settings that do not."""
-        ...
 
 
 BACKENDS = {

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, READ_BYTES, combined, hash_parts
+from wicore_trt.checkpoint.digest import ANYWHERE, DIGEST_BYTES, HEADER, combined, hash_parts
 from wicore_trt.checkpoint.records import FileRecord
-from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile, SafetensorsWriter, TensorInfo
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
-from wicore_trt.files import Door
+from wicore_trt.files import Door, link_or_copy
 
 Moved = Callable[[int], None]
 
@@ -73,10 +70,7 @@ def place_weights(
     file = SafetensorsFile(source)
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
     if len(kept) == len(file.tensors):
-        try:
-            os.link(source.resolve(), target)
-        except OSError:
-            shutil.copyfile(source, target)
+        link_or_copy(source, target)
         placed = read_weights(target, moved=moved)
         if part := record.changed_part(placed.parts):
             raise damaged(part)
@@ -85,22 +79,10 @@ def place_weights(
     found = hash_parts(source, spans, moved=moved)
     with SafetensorsWriter(target, kept) as writer:
         for name, _, _ in kept:
-            for block in _blocks(file, name):
+            for block in file.blocks(name):
                 moved(writer.write(name, block))
             if writer.digests[name] != record.parts.get(name):
                 raise damaged(name)
     if part := record.changed_part({**writer.digests, **found}):
         raise damaged(part)
     return WeightFile(writer.size, {name: TensorInfo(shape, tag) for name, tag, shape in kept}, writer.digests)
-
-
-def has_tensor(path: Path, name: str) -> bool:
-    """True when the weight file holds tensor `name`."""
-    return name in SafetensorsFile(path).tensors
-
-
-def _blocks(file: SafetensorsFile, name: str) -> Iterator[bytes]:
-    info = file.tensors[name]
-    size = prod(info.shape) * TAG_BYTES[info.dtype]
-    for start in range(0, size, READ_BYTES):
-        yield file.raw(name, start, min(size, start + READ_BYTES))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
 from wicore_trt.errors import UnwrittenPageError
@@ -210,6 +210,10 @@ class PagePool:
     def first_cached(self) -> int | None:
         """The slot of the cached page that was released first, spare ones aside."""
         return next(iter(self._cached), None)
+
+    def oldest(self) -> Iterator[int]:
+        """Cached slots, spare ones first, in the order of their release. Change nothing meanwhile."""
+        return chain(self._spare, self._cached)
 
     def coldest(self, count: int) -> list[int]:
         """Cached slots in the order in which they would be taken, `count` at most."""

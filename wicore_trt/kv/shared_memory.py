@@ -11,6 +11,7 @@ changes nothing, and whatever is not used can be had.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from wicore_trt.arithmetic import least_slabs
 from wicore_trt.kv.memory import Memory
@@ -91,6 +92,8 @@ class SharedMemory(Memory):
     def _make_room(self, group: str, count: int, leave: int) -> None:
         """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
         stay without a used page."""
+        if self.slabs.free(group) < count:
+            self._tell_capacity()
         while self.slabs.free(group) < count:
             if not self._evict_next():
                 raise AssertionError("slots were promised that are not there")
@@ -98,16 +101,23 @@ class SharedMemory(Memory):
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)
 
+    def _tell_capacity(self) -> None:
+        """Memory is full: the policy's capacity is what it holds now, not what is left when all has left."""
+        held = len(self._policy)
+        if abs(held - self._policy.capacity) * _DRIFT > held > 0:
+            self._policy.resize(held)
+
     def _close_up(self, group: str, count: int) -> None:
-        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price."""
+        """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at
+        are `count` pages, and those of slabs without a used page, which are fewer than `count`: never all pages."""
         pool, slabs = self._pools[group], self.slabs
-        for slot in slabs.slots(group, pinned=True):
-            if slabs.would_pin(group, count) == 0:
-                return
-            if pool.is_cached(slot):
-                pool.evict(slot)
+        beside = (slot for slot in pool.oldest() if slabs.in_use(group, slot))
+        for slot in list(islice(beside, max(0, count - slabs.free_beside(group)))):
+            pool.evict(slot)
+        if slabs.free_beside(group) >= count:
+            return
         for name in (group, *(other for other in self._pools if other != group)):
-            for slot in slabs.slots(name, pinned=False):
+            for slot in slabs.idle_slots(name):
                 if name != group and slabs.free(group) >= count:
                     return
                 self._pools[name].evict(slot)
@@ -126,9 +136,6 @@ class SharedMemory(Memory):
             if slot is not None and chain.is_cached(slot) and not self._policy.children(key):
                 self._evict_place(key, slot)
                 return True
-        held = len(self._policy)
-        if abs(held - self._policy.capacity) * _DRIFT > held:
-            self._policy.resize(held)
         victims = self._policy.victims(1)
         if victims:
             slot = chain.find(victims[0])  # type: ignore[arg-type]

@@ -45,6 +45,8 @@ class Slabs:
         self._pinned = dict.fromkeys(pages, 0)
         self._slots_used = dict.fromkeys(pages, 0)
         self._loose = dict.fromkeys(pages, 0)
+        self._beside = dict.fromkeys(pages, 0)
+        self._idle: dict[str, dict[int, None]] = {group: {} for group in pages}  # slabs of a group without a used page
         # Slabs with free slots, by whether a page of theirs is used.
         self._partial: dict[str, tuple[OrderedDict[int, None], OrderedDict[int, None]]] = {
             group: (OrderedDict(), OrderedDict()) for group in pages
@@ -63,6 +65,10 @@ class Slabs:
     def free(self, group: str) -> int:
         """Slots that `take` can give at once, if it may use any slab."""
         return self._loose[group] + self.pages[group] * len(self._empty)
+
+    def free_beside(self, group: str) -> int:
+        """Those of them that are in slabs in use."""
+        return self._beside[group]
 
     @property
     def room(self) -> Room:
@@ -85,23 +91,25 @@ class Slabs:
 
     def would_pin(self, group: str, count: int) -> int:
         """Slabs without a used page that `take` would use."""
-        unpinned, pinned = self._partial[group]
-        left, slabs = count - sum(len(self._free[slab]) for slab in pinned), 0
-        for slab in unpinned:
+        left, slabs = count - self._beside[group], 0
+        for slab in self._partial[group][0]:
             if left <= 0:
                 break
             left -= len(self._free[slab])
             slabs += 1
         return slabs + div_ceil(max(0, left), self.pages[group])
 
-    def slots(self, group: str, *, pinned: bool) -> list[int]:
-        """Slots of a group's slabs with, or without, a used page, that are used or cached."""
+    def in_use(self, group: str, slot: int) -> bool:
+        """Whether a slot of a group lies in a slab in use."""
+        return self._used[slot // self.pages[group]] > 0
+
+    def idle_slots(self, group: str) -> list[int]:
+        """The cached slots of a group's slabs without a used page, slab by slab."""
         size = self.pages[group]
         return [
             slot
-            for slab, owner in enumerate(self._owner)
-            if owner == group and (self._used[slab] > 0) == pinned
-            for slot in sorted(set(range(slab * size, (slab + 1) * size)) - set(self._free[slab]))
+            for slab in self._idle[group]
+            for slot in sorted(set(range(slab * size, (slab + 1) * size)).difference(self._free[slab]))
         ]
 
     # --- changes -------------------------------------------------------------------------------------------------
@@ -120,12 +128,14 @@ class Slabs:
                 slab = self._own(group)
             free = self._free[slab]
             some = min(len(free), count - len(taken))
+            if not self._used[slab]:
+                self._enter_use(group, slab)
             taken += reversed(free[-some:])
             del free[-some:]
             self._loose[group] -= some
+            self._beside[group] -= some
             self._slots_used[group] += some
             if not self._used[slab]:
-                self._pinned[group] += 1
                 del unpinned[slab]
                 if free:
                     pinned[slab] = None
@@ -138,7 +148,7 @@ class Slabs:
         """A cached slot is used."""
         slab = slot // self.pages[group]
         if not self._used[slab]:
-            self._pinned[group] += 1
+            self._enter_use(group, slab)
             self._move(group, slab, 0)
         self._used[slab] += 1
         self._slots_used[group] += 1
@@ -150,6 +160,8 @@ class Slabs:
         self._slots_used[group] -= 1
         if not self._used[slab]:
             self._pinned[group] -= 1
+            self._idle[group][slab] = None
+            self._beside[group] -= len(self._free[slab])
             self._move(group, slab, 1)
 
     def give(self, group: str, slot: int) -> None:
@@ -158,14 +170,22 @@ class Slabs:
         free = self._free[slab]
         free.append(slot)
         self._loose[group] += 1
+        self._beside[group] += self._used[slab] > 0
         at = self._partial[group][self._used[slab] > 0]
         at[slab] = None
         if len(free) == self.pages[group]:
             del at[slab]
             self._loose[group] -= len(free)
             self._owned[group] -= 1
+            del self._idle[group][slab]
             self._owner[slab], self._before[slab] = None, group
             self._empty.append(slab)
+
+    def _enter_use(self, group: str, slab: int) -> None:
+        """A slab without a used page is about to have one."""
+        self._pinned[group] += 1
+        self._beside[group] += len(self._free[slab])
+        del self._idle[group][slab]
 
     def _move(self, group: str, slab: int, place: int) -> None:
         """From one half of `_partial` to the other, if it is there."""
@@ -182,6 +202,7 @@ class Slabs:
         self._owner[slab] = group
         self._owned[group] += 1
         self._loose[group] += size
+        self._idle[group][slab] = None
         self._partial[group][0][slab] = None
         return slab
 
@@ -201,7 +222,10 @@ class Slabs:
             )
             assert self._used_by_slab(mine) == {s: sum(slot // size == s for slot in used) for s in mine}
             assert self._slots_used[group] == len(used) and self._owned[group] == len(mine), "slots are miscounted"
-            assert self._pinned[group] == len({slot // size for slot in used}), "slabs in use are miscounted"
+            pinned = {slot // size for slot in used}
+            assert self._pinned[group] == len(pinned), "slabs in use are miscounted"
+            assert set(self._idle[group]) == set(mine) - pinned, "a slab without a used page is lost"
+            assert self._beside[group] == sum(slot // size in pinned for slot in free), "free slots are miscounted"
             for place, slabs in enumerate(self._partial[group]):
                 assert set(slabs) == {s for s in mine if self._free[s] and (self._used[s] > 0) == place}, "not found"
 

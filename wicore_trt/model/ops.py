@@ -20,37 +20,28 @@ class Ops(Protocol[T]):
 
     def embed(self) -> T:
         """[N, H] float32: embedding rows of the step's token ids times embedding_scale."""
-        ...
 
     def norm(self, residual: T, weight: str) -> T:
         """[N, H]: RMSNorm of the residual with the named weight (stored as 1 + w), rounded to the dtype."""
-        ...
 
     def linear(self, x: T, weight: str) -> T:
         """[N, out]: x @ W.T with float32 accumulation; FP8 engines quantize x per token first."""
-        ...
 
     def qk_norm_rope_write(self, qkv: T, layer: int) -> T:
         """Split [N, (heads + 2 kv_heads) D]; RMSNorm q and k per head, rotate both by position, round, write
         k and v to the layer's KV pages; returns q as [N, heads, D]."""
-        ...
 
     def attention(self, q: T, layer: int) -> T:
         """[N, heads * D]: causal softmax attention over the sequence's pages, windowed on local layers."""
-        ...
 
     def add_norm(self, residual: T, x: T, post_weight: str, next_weight: str) -> tuple[T, T]:
         """(residual + RMSNorm(x) * post, RMSNorm(that sum) * next rounded to the dtype)."""
-        ...
 
     def geglu(self, gate_up: T) -> T:
         """[N, I]: gelu_tanh(gate_up[:, :I]) * gate_up[:, I:]."""
-        ...
 
     def sampled_rows(self, x: T) -> T:
         """[R, H]: the rows whose next token is sampled in this step."""
-        ...
 
     def logits(self, x: T) -> T:
         """[R, vocab] float32: the LM head, soft-capped if the spec says so."""
-        ...

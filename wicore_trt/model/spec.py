@@ -116,6 +116,15 @@ class Gemma3Spec:
         return tuple(i for i, g in enumerate(self.layer_groups) if g == group)
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """Those of GROUPS that have layers."""
+        return tuple(group for group in GROUPS if group in self.layer_groups)
+
+    def rope_of(self, group: str) -> tuple[float, float]:
+        """Base of the rotary frequencies, and the factor that positions are divided by."""
+        return (self.rope_local_theta, 1.0) if group == LOCAL else (self.rope_theta, self.rope_scaling_factor)
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -26,40 +26,31 @@ class Device(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised contiguous memory on the device, at a multiple of ALIGNMENT."""
-        ...
 
     def staging(self, shape: Sequence[int]) -> torch.Tensor:
         """int32 zeros in host memory that the device can copy from while the host goes on."""
-        ...
 
     def free_bytes(self) -> int:
         """Memory that `empty` can still give."""
-        ...
 
     def unclaimed_bytes(self) -> int:
         """`free_bytes`, less what was used since and freed, and is kept for the next time."""
-        ...
 
     def total_bytes(self) -> int:
         """All memory of the device."""
-        ...
 
     def active(self) -> AbstractContextManager[object]:
         """Inside, torch's work goes to `stream`."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the stream has done everything."""
-        ...
 
     def record(self) -> Callable[[], None]:
         """A mark behind all that is on the stream; calling it waits until the stream has passed it."""
-        ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` puts on the stream, without running it; what comes back runs it. The caller keeps all
         memory that it uses."""
-        ...
 
 
 class CudaDevice:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.launch import SHARED_LAUNCHER
+from wicore_trt.plugins.step_layout import DigestArrays, page_digest_launch
+from wicore_trt.runtime.page_digest import PageDigest
+
+_PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: pinned for every context."""
 log = logging.getLogger(__name__)
 
 
@@ -23,7 +30,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Sleep until the lane has come here. Any thread may."""
-        ...
+
+    def seconds_after(self, earlier: Any) -> float:
+        """Between two points of one lane that it has passed."""
 
 
 class Lane(Protocol):
@@ -31,16 +40,27 @@ class Lane(Protocol):
 
     def record(self) -> Event:
         """The point behind all that was given so far."""
-        ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         """What is given from now on starts after `event`."""
-        ...
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy bytes: (target, source) pairs of equal length, one on the device and one in host memory. Host memory
-        that is not pinned is right but slow, and the call then waits."""
-        ...
+    def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Copy (target, source, bytes), addresses of which one is on the device and one in host memory, which the
+        caller keeps. Host memory that is not pinned is right but slow, and the call then waits."""
+
+
+class CudaEvent:
+    """Implements `Event`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event: Any = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_after(self, earlier: CudaEvent) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaLane:
@@ -49,53 +69,92 @@ class CudaLane:
     def __init__(self, device: torch.device, stream: int | None = None) -> None:
         """`stream`: the handle of one that is there (0: the default stream), in place of a new one."""
         if stream is None:
-            self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         elif stream:
-            self._stream = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
         else:
-            self._stream = torch.cuda.default_stream(device)
+            self.stream = torch.cuda.default_stream(device)
+        # PyDLL: the call returns at once, and giving up the GIL for each page would cost more than the call
+        self._memcpy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
-    def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.stream)
 
-    def wait(self, event: Event) -> None:
-        self._stream.wait_event(event)
+    def wait(self, event: CudaEvent) -> None:
+        self.stream.wait_event(event.event)
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+    def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        stream = int(self.stream.cuda_stream)
+        for target, source, count in pieces:
+            status = self._memcpy(target, source, count, stream)
+            if status:
+                raise RuntimeError(f"cuMemcpyAsync of {count} bytes failed with CUDA error {status}")
+
+
+class CudaDigests:
+    """Digests of pages by `kernels.page_digest`, of memory behind `base`."""
+
+    def __init__(self, kernel: CompiledKernel, digest: PageDigest, base: int, device: torch.device) -> None:
+        self._kernel, self._second_pairs, self._base, self._device = kernel, digest.second_pairs, base, device
+        self._key = torch.from_numpy(digest.words.view("<i4")).to(device)
+
+    def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
+        """See `page_copier.DeviceDigests`."""
+        words = [[(address - self._base) // 4 for address, _ in pages], [count // 4 for _, count in pages]]
+        found = torch.empty((len(pages), 2), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(lane.stream):  # memory of its own, which others get when the lane has passed
+            places = torch.tensor(words, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+            sums = torch.zeros_like(found, device=self._device)
+            arrays = DigestArrays(
+                self._base, places[0].data_ptr(), places[1].data_ptr(), self._key.data_ptr(), sums.data_ptr()
+            )
+            call = page_digest_launch(arrays, len(pages), max(count for _, count in pages), self._second_pairs)
+            SHARED_LAUNCHER.launch(self._kernel, call, int(lane.stream.cuda_stream))
+            found.copy_(sums, non_blocking=True)
+        return lambda: [row.tobytes() for row in found.numpy()]
 
 
 class CudaHostMemory:
-    """Host memory that the GPU may reach by itself. `pin` and `unpin_all` come from one thread."""
+    """Host memory that the GPU may reach by itself. Any thread may `pin`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned: list[memoryview] = []
+        self._pinned: list[memoryview] | None = []
+        self._lock = threading.Lock()
+        self._library: Any = ctypes.CDLL("libcuda.so.1")  # its calls let other threads run
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # there is a context now
+            self._context = ctypes.c_void_p()
+            self._library.cuCtxGetCurrent(ctypes.byref(self._context))
+        self._library.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
 
     def pin(self, memory: memoryview) -> bool:
         """Lock writable memory, so that copies run at the bus's speed beside the host. False, with a warning, where the
         system refuses; then copies pass through the driver's own buffers."""
         begun = time.perf_counter()
-        status = int(torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, 0))  # type: ignore
+        self._library.cuCtxSetCurrent(self._context)
+        status = int(self._library.cuMemHostRegister_v2(host_address(memory), memory.nbytes, _PORTABLE))
         if status:
-            with suppress(RuntimeError):  # the next kernel would report this error as its own
-                torch.zeros(1, device=self._device)
             log.warning("%d bytes of host memory were not pinned (CUDA error %d): slow copies", memory.nbytes, status)
             return False
-        self._pinned.append(memory)
-        log.info("pinned %d bytes of host memory in %.1f s", memory.nbytes, time.perf_counter() - begun)
-        return True
+        log.debug("pinned %d bytes of host memory in %.1f s", memory.nbytes, time.perf_counter() - begun)
+        with self._lock:
+            if self._pinned is not None:
+                self._pinned.append(memory)
+                return True
+        self._library.cuMemHostUnregister(host_address(memory))
+        return False
 
     def unpin_all(self) -> None:
-        """Only when no copy is under way."""
-        for memory in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(_address(memory))  # type: ignore[no-untyped-call]
-        self._pinned = []
+        """Only when no copy is under way. Nothing is pinned afterwards."""
+        with self._lock:
+            pinned, self._pinned = self._pinned, None
+        for memory in pinned or ():
+            self._library.cuMemHostUnregister(host_address(memory))
 
 
-def _address(memory: memoryview) -> int:
+def host_address(memory: memoryview) -> int:
+    """Of memory that can be written."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -7,7 +7,7 @@ place on the device; inputs of the same parts are one memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import LM_HEAD
-from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
@@ -50,23 +50,17 @@ def load_weights(path: Path, inputs: Iterable[TensorSpec], spec: Gemma3Spec, dev
     return weights
 
 
-def rope_tables(inputs: Iterable[TensorSpec], spec: Gemma3Spec, device: Device) -> dict[str, torch.Tensor]:
-    """The rope tables among `inputs`: cos and sin of position / factor * theta ** (-2 i / head_dim), in float64,
-    rounded to float32. The factor stretches global layers only."""
-    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cos": torch.cos, "sin": torch.sin}
-    sources = {rope_name(group, part): (group, part) for group in GROUPS for part in parts}
+def rope_tables(spec: Gemma3Spec, positions: int, device: Device) -> dict[str, torch.Tensor]:
+    """Rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
+    position / factor * theta ** (-2 i / head_dim), in float64, rounded. The factor stretches global layers only."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
     tables = {}
-    for tensor in inputs:
-        if tensor.kind != "table":
-            continue
-        group, part = sources[tensor.name]
-        theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
-        exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
-        rows, columns = tensor.bound({}, 0)
-        assert columns == len(exponents)
-        angles = torch.arange(rows, dtype=torch.float64)[:, None] / factor * theta**-exponents
-        tables[tensor.name] = device.empty((rows, columns), torch.float32)
-        tables[tensor.name].copy_(parts[part](angles))
+    for group in spec.groups:
+        theta, factor = spec.rope_of(group)
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] / factor * theta**-exponents
+        for part, values in (("cos", angles.cos()), ("sin", angles.sin())):
+            table = tables[rope_name(group, part)] = device.empty(tuple(values.shape), torch.float32)
+            table.copy_(values)
     return tables
 
 

@@ -63,23 +63,39 @@ class KVLayout:
         return found
 
 
+Done = Callable[[bytes | None, float], None]
+"""What a page copier calls when a copy is over: the digest of the page's bytes on the device, 16 bytes, before they
+left or after they came, and the seconds that the copy itself took, without waiting."""
+
+
 class PageCopier(Protocol):
     """Moves pages between a device pool and host buffers, in order with the executor's steps and with each other:
     values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
     the page. The device slot may be written by later steps as soon as `to_host` returns. Host buffers belong to the
     copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order.
-    `broken`: why no copy will end any more; `done` of those under way is then never called."""
+    `broken`: why no copy will end any more; `done` of those under way is then never called. `checks`: `done` has
+    digests; else they are None, and who needs them takes `digest` of the bytes in host memory."""
 
     broken: BaseException | None
+    checks: bool
 
     def pin(self, memory: memoryview, /) -> bool:
         """Lock host memory that copies will use for as long as the copier lives, where that makes them faster. True:
-        it is backed by memory now."""
+        it is backed by memory now. Any thread."""
         ...
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /) -> None: ...
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None], /) -> None: ...
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /) -> None: ...
+
+    def flush(self) -> None:
+        """Begin the copies asked for so far, which begin in batches. So does the next step."""
+        ...
+
+    def digest(self, parts: Sequence[memoryview], /) -> bytes:
+        """The digest of a page's bytes that lie in host memory: all parts but the last are multiples of 4,096 bytes.
+        Any thread."""
+        ...
 
 
 class Executor(Protocol):

@@ -8,25 +8,33 @@ order of the calls, whatever runs at the same time. `TorchPageCopier` has it bec
 - a step that writes a slot starts after the copies of that slot (`begin_step`); reading needs no such wait, because a
   page on its way to the device is used by nobody before `done`, and a copy to the host only reads;
 - where layer groups share memory, copies of a slot are copies of all slots that have a byte of it (`overlapping`);
-- `done` is called when the copy is over, so nobody reuses or reads a host buffer before.
+- `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
+- a digest is of the page's bytes on the device: before they leave, and after they came.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.runtime.batch import StepBatch
-from wicore_trt.runtime.cuda_lanes import CudaHostMemory, CudaLane, Event, Lane
-from wicore_trt.runtime.executor import PageCopier
+from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaHostMemory, CudaLane, Event, Lane, host_address
+from wicore_trt.runtime.executor import Done, PageCopier
+from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
 SlotKey = tuple[str, int]
 """Layer group and slot."""
+BATCH = 64
+"""Copies that begin together: one event and one digest kernel for all; 27B's take 3 to 15 ms on PCIe 5."""
 
 
 class StepCopier(PageCopier, Protocol):
@@ -49,6 +57,15 @@ class HostMemory(Protocol):
     def unpin_all(self) -> None: ...
 
 
+class DeviceDigests(Protocol):
+    """What `StreamPageCopier` needs of `cuda_lanes.CudaDigests`."""
+
+    def start(self, lane: Any, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
+        """Compute, on the lane, the digests of pages (address, bytes); what comes back gives them once the lane has
+        passed here."""
+        ...
+
+
 def alone(group: str, slot: int) -> list[SlotKey]:
     """The slots that share memory with one, in pools of their own."""
     return [(group, slot)]
@@ -60,14 +77,25 @@ def make_copier(
     stream: int = 0,
     *,
     overlapping: Callable[[str, int], list[SlotKey]] = alone,
+    digest_kernel: CompiledKernel | None = None,
 ) -> StepCopier:
     """The copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
-    `overlapping(group, slot)` are all slots with a byte of that one, itself included."""
+    `overlapping(group, slot)` are all slots with a byte of that one, itself included, that one first. With
+    `digest_kernel` the GPU computes the digests of pages; without it the CPU checks them."""
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
-    lanes = (CudaLane(device, stream), CudaLane(device), CudaLane(device))
-    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping)
+    lanes, digest = (CudaLane(device, stream), CudaLane(device), CudaLane(device)), new_digest(pools)
+    digests = None
+    if digest_kernel is not None:
+        base = min(pool.data_ptr() for pool in pools.values())
+        digests = CudaDigests(digest_kernel, digest, base, device)
+    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest)
+
+
+def new_digest(pools: Mapping[str, torch.Tensor]) -> PageDigest:
+    """Digests of the pages of `pools` under a key that nobody else has: they never leave this process."""
+    return PageDigest(secrets.token_bytes(KEY_BYTES), max(pool[0].nbytes for pool in pools.values()))
 
 
 def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
@@ -81,45 +109,54 @@ def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
 
 class TorchPageCopier:
     """`pools[group]` is the pool tensor, the page first; a page's bytes go out in the order of its memory. A copy is
-    over when the call returns; on a GPU it takes its turn in the caller's stream.
+    over when the call returns; on a GPU it takes its turn in the caller's stream. Pages have no digests on the device.
 
     On the CPU numpy copies, because torch would wake its thread pool for each page, which costs more than the copy.
     """
 
     broken: BaseException | None = None
+    checks = False
 
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         flat = _flat(pools)
         self._pages = {group: pages.numpy() if pages.device.type == "cpu" else pages for group, pages in flat.items()}
+        self._digest = new_digest(pools)
 
     def pin(self, memory: memoryview) -> bool:
         return False
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def digest(self, parts: Sequence[memoryview]) -> bytes:
+        return self._digest.of(parts)
+
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
-        page, offset = self._pages[group][slot], 0
-        for part in parts:
-            piece = page[offset : offset + len(part)]
+        begun = time.perf_counter()
+        for piece, part in self._pieces(group, slot, parts):
             if isinstance(piece, torch.Tensor):
                 torch.frombuffer(part, dtype=torch.uint8).copy_(piece)
             else:
                 np.frombuffer(part, np.uint8)[:] = piece
-            offset += len(part)
-        assert offset == page.shape[0]
-        done()
+        done(None, time.perf_counter() - begun)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         """Fill a page from `parts`."""
-        page, offset = self._pages[group][slot], 0
-        for part in parts:
-            piece = page[offset : offset + len(part)]
+        begun = time.perf_counter()
+        for piece, part in self._pieces(group, slot, parts):
             if isinstance(piece, torch.Tensor):
                 piece.copy_(torch.frombuffer(part, dtype=torch.uint8))
             else:
                 piece[:] = np.frombuffer(part, np.uint8)
+        done(None, time.perf_counter() - begun)
+
+    def _pieces(self, group: str, slot: int, parts: Sequence[memoryview]) -> Iterator[tuple[Any, memoryview]]:
+        page, offset = self._pages[group][slot], 0
+        for part in parts:
+            yield page[offset : offset + len(part)], part
             offset += len(part)
         assert offset == page.shape[0]
-        done()
+
+    def flush(self) -> None:
+        pass
 
     def begin_step(self, batch: StepBatch) -> None:
         pass
@@ -128,9 +165,25 @@ class TorchPageCopier:
         pass
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A page that was asked for. `pieces` are addresses on the device and in host memory, and bytes; `parts` keep the
+    host's alive. `shared` are all slots with a byte of it."""
+
+    address: int
+    count: int
+    pieces: list[tuple[int, int, int]]
+    parts: Sequence[memoryview]
+    shared: list[SlotKey]
+    done: Done
+
+
 class StreamPageCopier:
-    """Copies beside the steps: a lane for each direction, and a thread for each that calls `done`. `lanes` are the
-    steps' own, the one to the host and the one to the device. All calls come from one thread."""
+    """Copies beside the steps: a lane for each direction, and a thread for each that calls `done`. Copies begin in
+    batches of at most BATCH, at `flush` and before a step. `lanes` are the steps' own, the one to the host and the one
+    to the device. All calls but `digest` come from one thread.
+
+    `digests` computes digests on the device; without it pages have none."""
 
     def __init__(
         self,
@@ -139,28 +192,50 @@ class StreamPageCopier:
         lanes: tuple[Lane, Lane, Lane],
         memory: HostMemory,
         overlapping: Callable[[str, int], list[SlotKey]] = alone,
+        digests: DeviceDigests | None = None,
+        digest: PageDigest | None = None,
     ) -> None:
         self._overlapping = overlapping
-        self._pages, self._page_tokens, self._memory = _flat(pools), page_tokens, memory
+        flat = _flat(pools)
+        self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
+        self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
         self._compute, out, into = lanes
+        self._digests, self._digest = digests, digest or new_digest(pools)
+        self.checks = digests is not None
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
         self._under_way: dict[SlotKey, Event] = {}
         """The last copy of a slot; it waited for those before."""
+        self._asked: set[SlotKey] = set()
+        """Slots with a byte of a copy that has not begun."""
         self._out, self._into = _Finisher(out, self._over, self._broke), _Finisher(into, self._over, self._broke)
+        self._leaving: list[_Copy] = []
+        self._coming: list[_Copy] = []
 
     def pin(self, memory: memoryview) -> bool:
         return self._memory.pin(memory)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
-        """Copy a page into `parts`, whose lengths add up to the page's bytes."""
-        self._start(self._out, (group, slot), [(host, page) for page, host in self._pairs(group, slot, parts)], done)
+    def digest(self, parts: Sequence[memoryview]) -> bytes:
+        return self._digest.of(parts)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Callable[[], None]) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+        """Copy a page into `parts`, whose lengths add up to the page's bytes."""
+        self._ask(self._leaving, group, slot, parts, done)
+
+    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         """Fill a page from `parts`."""
-        self._start(self._into, (group, slot), self._pairs(group, slot, parts), done)
+        self._ask(self._coming, group, slot, parts, done)
+
+    def flush(self) -> None:
+        """Begin what was asked for."""
+        if self._leaving:
+            self._start(self._out, self._leaving)
+        if self._coming:
+            self._start(self._into, self._coming)
+        self._asked.clear()
 
     def begin_step(self, batch: StepBatch) -> None:
+        self.flush()
         with self._lock:
             if not self._under_way:
                 return
@@ -171,64 +246,83 @@ class StreamPageCopier:
                 self._compute.wait(event)
 
     def close(self) -> None:
+        self.flush()
         for finisher in (self._out, self._into):
             finisher.close()
         self._memory.unpin_all()
-        self._pages = {}
+        self._pools = {}
 
-    def _pairs(self, group: str, slot: int, parts: Sequence[memoryview]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(page, host) pieces."""
-        page, offset, pairs = self._pages[group][slot], 0, []
+    def _ask(self, batch: list[_Copy], group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+        base, count = self._places[group]
+        address = at = base + slot * count
+        pieces = []
         for part in parts:
-            pairs.append((page[offset : offset + len(part)], torch.frombuffer(part, dtype=torch.uint8)))
-            offset += len(part)
-        assert offset == page.shape[0]
-        return pairs
+            size = part.nbytes
+            pieces.append((at, host_address(part), size))
+            at += size
+        assert at == address + count
+        shared = self._overlapping(group, slot)
+        if (group, slot) in self._asked:
+            self.flush()  # so that within a batch, and between those of both directions, no order matters
+        self._asked.update(shared)
+        batch.append(_Copy(address, count, pieces, parts, shared, done))
+        if len(batch) >= BATCH:
+            self.flush()
 
-    def _start(
-        self,
-        finisher: _Finisher,
-        key: SlotKey,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        done: Callable[[], None],
-    ) -> None:
-        lane = finisher.lane
+    def _start(self, finisher: _Finisher, batch: list[_Copy]) -> None:
+        """Put a batch on its lane."""
+        copies = batch[:]
+        batch.clear()
+        lane, leaving = finisher.lane, finisher is self._out
         lane.wait(self._compute.record())
         with self._lock:
-            before = {self._under_way.get(other) for other in self._overlapping(*key)}
+            before = {self._under_way.get(key) for copy in copies for key in copy.shared}
         for event in before:
             if event is not None:
                 lane.wait(event)
-        lane.copy(pairs)
-        event = lane.record()
+        begun, pages = lane.record(), [(copy.address, copy.count) for copy in copies]
+        found = self._digests.start(lane, pages) if self._digests is not None and leaving else None
+        lane.copy((h, d, n) if leaving else (d, h, n) for copy in copies for d, h, n in copy.pieces)
+        if self._digests is not None and not leaving:
+            found = self._digests.start(lane, pages)
+        ended = lane.record()
         with self._lock:
-            self._under_way[key] = event
-        finisher.put(event, key, done)
+            self._under_way.update((copy.shared[0], ended) for copy in copies)
+        finisher.put(_Batch(copies, begun, ended, found))
 
     def _broke(self, error: BaseException) -> None:
         self.broken = error
 
-    def _over(self, event: Event, key: SlotKey) -> None:
+    def _over(self, batch: _Batch) -> None:
         with self._lock:
-            if self._under_way.get(key) is event:
-                del self._under_way[key]
+            for copy in batch.copies:
+                if self._under_way.get(copy.shared[0]) is batch.ended:
+                    del self._under_way[copy.shared[0]]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Copies between two points of a lane; `digests()` are theirs once the second is reached."""
+
+    copies: list[_Copy]
+    begun: Event
+    ended: Event
+    digests: Callable[[], Sequence[bytes]] | None
 
 
 class _Finisher:
-    """A thread that sleeps until a lane's copies are over, one after the other, and tells."""
+    """A thread that sleeps until a lane's batches are over, one after the other, and tells."""
 
-    def __init__(
-        self, lane: Lane, over: Callable[[Event, SlotKey], None], broke: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, lane: Lane, over: Callable[[_Batch], None], broke: Callable[[BaseException], None]) -> None:
         self.lane = lane
         self._over = over
         self._broke = broke
-        self._queue: SimpleQueue[tuple[Event, SlotKey, Callable[[], None]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wicore-page-copies", daemon=True)
         self._thread.start()
 
-    def put(self, event: Event, key: SlotKey, done: Callable[[], None]) -> None:
-        self._queue.put((event, key, done))
+    def put(self, batch: _Batch) -> None:
+        self._queue.put(batch)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -236,11 +330,13 @@ class _Finisher:
 
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                event, key, done = item
-                event.synchronize()
-                self._over(event, key)
-                done()
+            while (batch := self._queue.get()) is not None:
+                batch.ended.synchronize()
+                seconds = batch.ended.seconds_after(batch.begun) / sum(copy.count for copy in batch.copies)
+                digests = batch.digests() if batch.digests is not None else [None] * len(batch.copies)
+                self._over(batch)
+                for copy, digest in zip(batch.copies, digests, strict=True):
+                    copy.done(digest, seconds * copy.count)
         except Exception as error:  # of the device: whoever waits for `done` must hear of it
             self._broke(error)
 

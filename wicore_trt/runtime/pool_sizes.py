@@ -47,7 +47,7 @@ def shared_pages(
     None for a model with one group, and where the memory has too few slabs to hold one sequence of `max_context` tokens
     however its pages lie: then the split of `pool_sizes` is better.
     """
-    page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in GROUPS if spec.layers_of(g)}
+    page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in spec.groups}
     if len(page_bytes) == 1:
         return None
     slab_pages = pages_per_slab(page_bytes)
@@ -80,7 +80,7 @@ def pool_sizes(
     `max_sequences`, and the tokens of one step, which keep their pages until the step is over; the global pool gets
     the rest, at least one sequence of `max_context` tokens. Raises ConfigError when that one does not fit.
     """
-    groups = [g for g in GROUPS if spec.layers_of(g)]
+    groups = spec.groups
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in groups}
     if len(groups) == 1:
         page_bytes = {g: page_bytes.get(g, 0) for g in GROUPS}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights, weight_scale_name
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.gemma3 import EMBEDDING
@@ -78,15 +78,10 @@ def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) 
 def weight_inputs(found: Mapping[str, TensorInfo], spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
     """Weight inputs over a rank file with these tensors. Raises CheckpointError for one that is missing."""
     tensors: list[TensorSpec] = []
-    for unified in unified_tensors(spec):
-        name = unified.name
-        parts: tuple[str, ...] = (name,)
-        if unified.role is Role.HEAD and spec.tie_word_embeddings:
+    for name, made_of in run_weights(spec).items():
+        parts = tuple(part.name for part in made_of)
+        if made_of[0].role is Role.HEAD and spec.tie_word_embeddings:
             parts = (EMBEDDING,)
-        elif name.endswith(".mlp.gate.weight"):
-            continue
-        elif name.endswith(".mlp.fc.weight"):
-            name, parts = name.replace(".mlp.fc.", ".mlp.gate_up."), (name, name.replace(".mlp.fc.", ".mlp.gate."))
         tensors += _inputs(found, name, parts, head_norm=name.endswith(("q_layernorm.weight", "k_layernorm.weight")))
     if kv_dtype == "fp8":
         names = [kv_scale_name(layer) for layer in range(spec.num_layers)]

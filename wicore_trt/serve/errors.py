@@ -13,8 +13,7 @@ from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from wicore_trt.checks import shortened
-from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, shortened
 
 DOMAIN = "wicore"
 MAX_MESSAGE_CHARS = 512
@@ -24,7 +23,6 @@ class DuplicateRequestError(InvalidRequestError):
     """The client chose a request id that a running request has."""
 
     grpc_code = "ALREADY_EXISTS"
-    http_status = 409
 
 
 def reason_of(error: WicoreError) -> str:

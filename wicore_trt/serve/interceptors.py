@@ -22,9 +22,9 @@ from typing import TypeAlias
 
 import grpc
 
+from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.serve.errors import abort
-from wicore_trt.serve.gate import Gate
 from wicore_trt.serve.intake import BriefRequests, host_of, parse, prompt_ones, read_message
 from wicore_trt.serve.keys import Identity, KeyRing
 from wicore_trt.serve.log import Sparingly

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from wicore_trt.checks import shortened
+from wicore_trt.errors import shortened
 
 MAX_LINES = 10_000
 """Lines that wait for who reads the log."""

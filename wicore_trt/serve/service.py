@@ -20,11 +20,10 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.checks import shown
-from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError
+from wicore_trt.core.shares import Gate
+from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
-from wicore_trt.serve.gate import Gate
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.serve.interceptors import CURRENT_CALL, VALID_ID, Call

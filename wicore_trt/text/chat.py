@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wicore_trt.checks import shortened, shown
-from wicore_trt.errors import EngineFormatError, InvalidRequestError
+from wicore_trt.errors import EngineFormatError, InvalidRequestError, shortened, shown
 from wicore_trt.text.template_process import run_template
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.

@@ -6,16 +6,11 @@ concatenation of all `push` results and `flush` is the tokenizer's decode of all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-
-class Decoder(Protocol):
-    """What this module asks of a tokenizer. `byte_ids` are its byte-fallback tokens."""
-
-    byte_ids: frozenset[int]
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+if TYPE_CHECKING:
+    from wicore_trt.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
@@ -27,12 +22,9 @@ class IncrementalDetokenizer:
     constant number of times, however long the output.
     """
 
-    def __init__(
-        self, tokenizer: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False, *, skip_special: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
         self._tokenizer = tokenizer
         self._byte_ids = tokenizer.byte_ids
-        self._skip_special = skip_special
         self._context: list[int] = []  # the last token that became text
         self._pending: list[int] = []  # the run of bytes after it
         self._stops = _StopStrings(stop, include_stop) if stop else None
@@ -77,7 +69,7 @@ class IncrementalDetokenizer:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=self._skip_special) if ids else ""
+        return self._tokenizer.decode(ids) if ids else ""
 
 
 class _StopStrings:

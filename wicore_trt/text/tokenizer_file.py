@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import tokenizers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wicore_trt.errors import EngineFormatError, named, shown
+from wicore_trt.errors import EngineFormatError, first_fault, shown
 from wicore_trt.files import Door
 
 MAX_GROWTH = 8
@@ -160,11 +160,7 @@ def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
     try:
         file = _File.model_validate(door.parse(data, path))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = named(".".join(map(str, first["loc"])))
-        raise door.refusal(
-            path, f"is not a tokenizer of Gemma 3: {key} is {shown(first['input'])}: {first['msg']}"
-        ) from error
+        raise door.refusal(path, f"is not a tokenizer of Gemma 3: {first_fault(error)}") from error
     wrong = _contradiction(file)
     if wrong:
         raise door.refusal(path, wrong)

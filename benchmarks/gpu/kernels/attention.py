@@ -82,17 +82,15 @@ def compile_attention(job: tuple[str, AttentionSizes, str, bool, dict[str, Any]]
     try:
         if not fields:  # the kernel that the TensorRT plugin uses
             rows = 64 if prefill else 16
-            return compile_kernels({"main": attention_spec(pool, "bfloat16", model.heads, block_rows=rows)}, target)
+            if kv == "fp8":
+                return "kernels/attention.py reads no FP8 keys"
+            return compile_kernels({"main": attention_spec(pool, model.heads, block_rows=rows)}, target)
         if prefill:
             config = PrefillConfig(**fields)
             spec = specs.prefill_spec(pool, "bfloat16", model.heads, target, config)
             return compile_kernels({"main": spec}, target)
         decode = DecodeConfig(splits=2, **fields)
         made = {"main": specs.decode_spec(pool, "bfloat16", model.heads, target, decode)}
-        if decode.block_k % model.page_tokens == 0:
-            made["main_mass"] = specs.decode_spec(pool, "bfloat16", model.heads, target, decode, mass=True)
-            made["combine_mass"] = specs.combine_spec(pool, "bfloat16", decode, mass=True)
-            made["mass"] = specs.page_mass_spec(pool, model.heads)
         made["combine"] = specs.combine_spec(pool, "bfloat16", decode)
         return compile_kernels(made, target)
     except Exception as error:  # a configuration that does not fit is no failure of the others
@@ -109,7 +107,7 @@ class Kernel:
         short = " ".join(f"{k}={int(v)}" for k, v in self.fields.items())
         return short or "kernels/attention.py"
 
-    def prepared(self, p: AttentionProblem, splits: int, mass: bool = False) -> Callable[[int], None]:
+    def prepared(self, p: AttentionProblem, splits: int) -> Callable[[int], None]:
         """A function that runs layer i; launches are made once."""
         import torch
 
@@ -131,25 +129,18 @@ class Kernel:
             ]
         else:
             config = layout.DecodeConfig(splits=splits, **self.fields)
-            n, columns = len(p.lengths), p.table.length
+            n = len(p.lengths)
             sizes = layout.workspace_elements(config, p.shape, m.heads, n)
             buffers = [torch.full((max(x, 4),), torch.nan, device=p.device) for x in sizes[:2]]
             buffers.append(torch.zeros(max(sizes[2], 4), dtype=torch.int32, device=p.device))
-            arrays = None
-            if mass:
-                forms = ((n, m.heads, columns), (n, m.heads), (n, columns))
-                buffers += [torch.full(form, torch.nan, device=p.device) for form in forms]
-                arrays = layout.MassArrays(*map(pointer, buffers[3:]))
             p.keep = buffers
-            work = layout.Workspace(*map(pointer, buffers[:3]))
+            work = layout.Workspace(*map(pointer, buffers))
             rows = layout.DecodeRows(q, out, pointer(p.kv_lengths), m.heads, scale, window)
-            end = "_mass" if mass else ""
             calls = [
                 [
-                    (f"main{end}", layout.decode_launch(config, rows, x, p.table, work, arrays)),
-                    (f"combine{end}", layout.combine_launch(config, rows, x, n, work, arrays)),
+                    ("main", layout.decode_launch(config, rows, x, p.table, work)),
+                    ("combine", layout.combine_launch(config, rows, x, n, work)),
                 ]
-                + ([("mass", layout.page_mass_launch(rows, p.table, arrays))] if arrays else [])
                 for x in p.pools
             ]
 
@@ -179,14 +170,6 @@ class Kernel:
                 run(1)
                 if not torch.equal(first, p.out):
                     return f"window {window}, {splits} splits: two runs differ"
-            if "mass" in self.roles:
-                self.prepared(p, 3, mass=True)(1)
-                for s, length in enumerate(lengths):
-                    want = torch.zeros(p.table.length * model.page_tokens, dtype=torch.float64, device=device)
-                    want[:length] = p.weights(1, s).mean(0)[0] if length else 0
-                    want = want.view(-1, model.page_tokens).sum(1)
-                    if not torch.allclose(p.keep[5][s].double(), want, rtol=1e-4, atol=1e-7):
-                        return f"window {window}: masses of pages differ"
         return ""
 
 

@@ -289,7 +289,7 @@ class Arrays:
             return launch, source.nbytes + source.numel() * 2
         x = self.x if x_type == "float32" else self.x16
         to = NormOut(self.out8, self.scales) if kind == "add_norm8" else NormOut(self.out16)
-        launch = add_norm_launch(self.residual, (x, 0), (self.weights[0], self.weights[1]), to, rows, EPS)
+        launch = add_norm_launch(self.residual, x, (self.weights[0], self.weights[1]), to, rows, EPS)
         return launch, rows * HIDDEN * (8 + x.itemsize + (1 if kind == "add_norm8" else 2))
 
 

@@ -103,12 +103,10 @@ def norm_work(model: ModelSizes, rows: tuple[int, ...], target: str) -> list[Wor
     found: list[Work] = []
     warps = (8, 16, 32) if model.hidden > 1024 else (1, 2, 4, 8)
     variants: dict[str, Callable[[Any], Any]] = {f"w{n}": partial(lambda p, n: p.spec(n), n=n) for n in warps}
-    for fp8, splits in ((False, 1), (True, 1), (False, 4)):
+    for fp8 in (False, True):
         shape = NormShape(model.hidden, "bfloat16", fp8, fp8 and has_conversions(target))
-        some = tuple(r for r in rows if splits == 1 or r <= 8)
-        name = f"add_norm{' fp8' if fp8 else ''}{f' {splits} splits' if splits > 1 else ''}"
-        add = partial(lambda r, device, s, n: AddNormProblem(model, s, r, n, device), s=shape, n=splits)
-        found.append(Work(name, model.name, some, add, variants))
+        add = partial(lambda r, device, s: AddNormProblem(model, s, r, device), s=shape)
+        found.append(Work(f"add_norm{' fp8' if fp8 else ''}", model.name, rows, add, variants))
     shape = NormShape(model.hidden, "bfloat16")
     embed = partial(lambda r, device, s: EmbedNormProblem(model, s, r, device), s=shape)
     found.append(Work("embed_norm", model.name, rows, embed, variants))

@@ -66,32 +66,29 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.T
 
 
 class AddNormProblem:
-    """add_norm of `rows` rows; with `x_splits` > 1 x is float32 partial sums."""
+    """add_norm of `rows` rows."""
 
-    def __init__(self, model: ModelSizes, shape: NormShape, rows: int, splits: int, device: str) -> None:
-        self.shape, self.rows, self.splits, h = shape, rows, splits, model.hidden
-        x_type = torch.float32 if splits > 1 else TORCH[shape.dtype]
+    def __init__(self, model: ModelSizes, shape: NormShape, rows: int, device: str) -> None:
+        self.shape, self.rows, h = shape, rows, model.hidden
         self.residual = torch.randn(rows, h, device=device) * 4
-        self.x = torch.randn(splits, rows, h, device=device).to(x_type)
+        self.x = torch.randn(rows, h, device=device).to(TORCH[shape.dtype])
         self.post, self.following = (torch.rand(h, device=device) + 0.5 for _ in range(2))
         self.out = poisoned((rows, h), torch.uint8 if shape.fp8 else TORCH[shape.dtype], device)
         self.scales = torch.full((rows,), math.nan, device=device)
-        self.nbytes = rows * h * (self.x.element_size() * splits + 8 + self.out.element_size()) + 8 * h
+        self.nbytes = rows * h * (self.x.element_size() + 8 + self.out.element_size()) + 8 * h
 
     def spec(self, num_warps: int) -> KernelSpec:
-        dtype = "float32" if self.splits > 1 else self.shape.dtype
-        return step_specs.add_norm_spec(self.shape, num_warps, x_dtype=dtype, splits=self.splits)
+        return step_specs.add_norm_spec(self.shape, num_warps, x_dtype=self.shape.dtype)
 
     def calls(self, spec: KernelSpec) -> Calls:
         to = NormOut(self.out, self.scales if self.shape.fp8 else 0)
-        x = (self.x, self.x[0].numel() if self.splits > 1 else 0)
         weights = (self.post, self.following)
-        return [(spec, step_layout.add_norm_launch(self.residual, x, weights, to, self.rows, EPS))]
+        return [(spec, step_layout.add_norm_launch(self.residual, self.x, weights, to, self.rows, EPS))]
 
     def check(self, run: Run, spec: KernelSpec) -> None:
         if self.rows > 1:
-            self.residual[-1] = self.x[:, -1] = 0
-        before, added = self.residual.double(), rms(self.x.double().sum(0), self.post)
+            self.residual[-1] = self.x[-1] = 0
+        before, added = self.residual.double(), rms(self.x.double(), self.post)
         launch_all(run, self.calls(spec))
         error = (self.residual.double() - before - added).abs()
         assert (error <= (before.abs() + added.abs().amax(-1, keepdim=True)) * 3e-6).all(), "residual"
@@ -99,8 +96,7 @@ class AddNormProblem:
 
     def torch_way(self) -> None:
         normalize, h = torch.nn.functional.rms_norm, (self.shape.hidden,)
-        x = self.x.sum(0) if self.splits > 1 else self.x[0].float()
-        self.residual.add_(normalize(x, h, self.post, EPS))
+        self.residual.add_(normalize(self.x.float(), h, self.post, EPS))
         y = normalize(self.residual, h, self.following, EPS).to(TORCH[self.shape.dtype])
         if self.shape.fp8:
             scale = y.float().abs().amax(-1, keepdim=True) / 448
@@ -272,22 +268,23 @@ class SampleProblem:
         self.arrays |= {n: torch.full((rows,), -7, dtype=torch.int32, device=device) for n in ("tokens", "status")}
         self.nbytes = self.logits.nbytes * (2 if parameters and parameters[1:] != (0, 1.0, 0.0) else 1)
 
-    def specs(self, target: str) -> step_specs.SampleSpecs:
+    def specs(self, target: str) -> dict[str, KernelSpec]:
         sampled = self.parameters is not None
         return step_specs.sample_specs(self.vocab, target, sampled=sampled, rows=self.rows, candidates=self.candidates)
 
-    def calls(self, specs: step_specs.SampleSpecs) -> Calls:
-        constants = specs.choose.constants
-        sizes = step_layout.sample_scratch(self.vocab, int(constants["CHUNK"]), sample.GROUP, specs.capacity)
+    def calls(self, specs: dict[str, KernelSpec]) -> Calls:
+        constants = specs["choose"].constants
+        capacity = int(specs["draw"].constants["CAPACITY"]) if "draw" in specs else 0
+        sizes = step_layout.sample_scratch(self.vocab, int(constants["CHUNK"]), sample.GROUP, capacity)
         scratch = {
             n: torch.zeros(self.rows, size, dtype=getattr(torch, t), device=self.device)
             for n, (t, size) in sizes.items()
         }
-        there = Logits(self.logits, self.rows, self.vocab, self.vocab)
+        there = Logits(self.logits, self.rows, self.vocab)
         launches = step_layout.sample_launches(constants, there, SampleArrays(**self.arrays, **scratch))
-        return [(spec, launches[n]) for n, spec in vars(specs).items() if spec is not None]
+        return [(spec, launches[n]) for n, spec in specs.items()]
 
-    def check(self, run: Run, specs: step_specs.SampleSpecs) -> None:
+    def check(self, run: Run, specs: dict[str, KernelSpec]) -> None:
         """The host's sampler on the host's copy: tokens are equal, failures are the same rows."""
         from wicore_trt.runtime.batch import SequenceSlice
         from wicore_trt.runtime.sampler import Sampler

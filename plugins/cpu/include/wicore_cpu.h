@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 #define WICORE_API __attribute__((visibility("default")))
-#define WICORE_CPU_ABI 1
+#define WICORE_CPU_ABI 2
 #define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one block
 
 enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
@@ -133,6 +133,16 @@ struct wicore_gather_rows {
   void* out;
 };
 
+// out[0], out[1] = the digest of a page whose bytes lie in `parts` pieces; all but the last are multiples of 4096 long.
+// key: uint32 [2, 513], then [2, second_pairs] with second_pairs >= 2 * chunks + 1, chunks of 4096 bytes.
+struct wicore_page_digest {
+  int64_t parts, second_pairs;
+  const void* const* starts;
+  const int64_t* lengths;
+  const uint32_t* key;
+  uint64_t* out;
+};
+
 struct wicore_command {
   int64_t op;  // enum wicore_op
   const void* args;
@@ -152,6 +162,9 @@ WICORE_API const char* wicore_cpu_isa(void);
 
 // Runs the commands in order. 0, or -1 for an unknown operator.
 WICORE_API int wicore_cpu_run(const struct wicore_command* commands, int64_t count);
+
+// Runs beside operators, in the calling thread.
+WICORE_API void wicore_cpu_page_digest(const struct wicore_page_digest* args);
 
 // Bytes of a packed [n, k] weight.
 WICORE_API int64_t wicore_cpu_packed_bytes(int64_t n, int64_t k, int64_t dtype);

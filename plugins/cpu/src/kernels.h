@@ -13,6 +13,7 @@ struct Kernels {
   void (*linear)(const wicore_linear&);
   void (*qk_norm_rope_write)(const wicore_qk_norm_rope_write&);
   void (*attention)(const wicore_attention&);
+  void (*page_digest)(const wicore_page_digest&);
 };
 
 // nullptr when the instruction set was not compiled in.

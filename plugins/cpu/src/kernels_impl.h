@@ -1,6 +1,7 @@
 // Body of every kernels_<isa>.cpp: the operators compiled for that file's instruction set, as a table.
 // The file defines WICORE_ISA (a namespace), WICORE_ISA_NAME and WICORE_ISA_TABLE first.
 #include "attention.h"
+#include "digest.h"
 #include "kernels.h"
 #include "linear.h"
 #include "rope.h"
@@ -11,7 +12,8 @@ namespace {
 constexpr Kernels kTable = {WICORE_ISA_NAME,           WICORE_ISA::embed,
                             WICORE_ISA::norm,          WICORE_ISA::add_norm,
                             WICORE_ISA::geglu,         WICORE_ISA::linear,
-                            WICORE_ISA::qk_norm_rope_write, WICORE_ISA::attention};
+                            WICORE_ISA::qk_norm_rope_write, WICORE_ISA::attention,
+                            WICORE_ISA::page_digest};
 }  // namespace
 
 const Kernels* const WICORE_ISA_TABLE = &kTable;

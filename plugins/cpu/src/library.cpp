@@ -111,4 +111,6 @@ int wicore_cpu_run(const wicore_command* commands, int64_t count) {
   return 0;
 }
 
+void wicore_cpu_page_digest(const wicore_page_digest* args) { wicore::active()->page_digest(*args); }
+
 }  // extern "C"

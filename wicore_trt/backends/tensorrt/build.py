@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest
-from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits
-from wicore_trt.backends.tensorrt.plan_worker import BuiltPlan, finish, start
+from wicore_trt.backends.tensorrt.plan_build import Plan
+from wicore_trt.backends.tensorrt.plan_io import PHASES, PlanLimits, PlanRequest
+from wicore_trt.backends.tensorrt.plan_worker import finish, start
 from wicore_trt.engine.options import PLUGIN, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.model.spec import Gemma3Spec
@@ -33,7 +33,8 @@ from wicore_trt.runtime.tensor_specs import weight_tensors
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -74,18 +75,13 @@ class TensorRTBackend:
         return min(limit, DEFAULT_CONTEXT)
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        kv_dtype = checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
-        if kv_dtype not in (checkpoint.dtype, "fp8"):
-            raise ConfigError(
-                f"kv_dtype {kv_dtype!r} with {checkpoint.dtype} activations is not supported by backend 'tensorrt'.",
-                fix=f"Use --kv-dtype {checkpoint.dtype} or fp8.",
-            )
+        kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, "fp8" if checkpoint.quant_algo else "auto"))
         if options.attention == PLUGIN:
             check_plugin_heads(checkpoint.spec)
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Build all plans, two at a time."""
         api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
@@ -113,7 +109,7 @@ class TensorRTBackend:
 
 def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions) -> list[PlanRequest]:
     """One request per target and phase."""
-    spec, kv_dtype = checkpoint.spec, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    spec, kv_dtype = checkpoint.spec, options.kv_dtype_of(checkpoint)
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
     files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
@@ -147,9 +143,7 @@ def check_plugin_heads(spec: Gemma3Spec) -> None:
         )
 
 
-def build_plans(
-    api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress | None
-) -> list[BuiltPlan]:
+def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:
     """Build all plans into `directory`/plans, two at a time; results in the order of `requests`.
 
     Raises EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
@@ -157,12 +151,11 @@ def build_plans(
     workers: dict[int, subprocess.Popen[str]] = {}
     stopping = False
 
-    def build(number: int) -> BuiltPlan:
+    def build(number: int) -> Plan:
         def report(fraction: float) -> None:
             with lock:
                 fractions[number] = fraction
-                if progress:
-                    progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
+                progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
 
         request, begun = requests[number], time.monotonic()
         with lock:
@@ -176,7 +169,7 @@ def build_plans(
         return plan
 
     with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
-        futures: list[Future[BuiltPlan]] = [pool.submit(build, number) for number in range(len(requests))]
+        futures: list[Future[Plan]] = [pool.submit(build, number) for number in range(len(requests))]
         try:
             return [future.result() for future in futures]
         except BaseException:

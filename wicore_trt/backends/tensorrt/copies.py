@@ -24,19 +24,15 @@ class SlotCopier(Protocol):
 
     def clear(self, slot: int) -> None:
         """Zero all caches of a slot: a hidden value has weight 0, and 0 times what was there before must be 0."""
-        ...
 
     def load(self, group: str, copies: Sequence[PageCopy]) -> None:
         """Pages to slots."""
-        ...
 
     def store(self, group: str, copies: Sequence[PageCopy]) -> None:
         """Slots to pages."""
-        ...
 
     def slide(self, group: str, moves: Sequence[Slide]) -> None:
         """Entries to the front of their slots; source and target may overlap."""
-        ...
 
 
 class TorchSlotCopier:

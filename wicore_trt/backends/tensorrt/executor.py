@@ -17,17 +17,15 @@ import torch
 
 from wicore_trt.backends.tensorrt.api import RTX
 from wicore_trt.backends.tensorrt.build import plan_file
-from wicore_trt.backends.tensorrt.cache import RuntimeCache, runtime_cache_path
-from wicore_trt.backends.tensorrt.inputs import decode_slots, part_batch, step_inputs
 from wicore_trt.backends.tensorrt.kernels import choose_copier
 from wicore_trt.backends.tensorrt.plan import load_plans, plan_limits, rebuild_plans
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
-from wicore_trt.backends.tensorrt.session import PlanSession, activation_bytes
+from wicore_trt.backends.tensorrt.session import PlanSession, RuntimeCache, activation_bytes, runtime_cache_path
 from wicore_trt.backends.tensorrt.slot_memory import SlotMemory
-from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable
+from wicore_trt.backends.tensorrt.slots import Part, Row, SlotTable, decode_slots, part_batch, step_inputs
 from wicore_trt.checkpoint.names import kv_scale_name
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, install
-from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.device_weights import load_weights, rope_tables
@@ -65,7 +63,7 @@ class TensorRTExecutor:
             plans = load_plans(trt, engine, device.target)
             inputs = plans[DECODE].tensors.values()
             constants = load_weights(engine.rank_files[0], inputs, self.spec, device)
-            constants |= rope_tables(inputs, self.spec, device)
+            constants |= rope_tables(self.spec, limits.max_context, device)
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
             slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
@@ -218,6 +216,5 @@ def _kv_scales(spec: Gemma3Spec, constants: Mapping[str, torch.Tensor], device: 
     one = torch.ones(1, device=device.torch_device)
     return {
         group: torch.cat([constants.get(kv_scale_name(layer), one) for layer in spec.layers_of(group)])
-        for group in GROUPS
-        if spec.layers_of(group)
+        for group in spec.groups
     }

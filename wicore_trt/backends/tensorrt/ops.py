@@ -23,7 +23,7 @@ import numpy as np
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.graph import Graph, Tensor
-from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.checkpoint.names import activation_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, forward, layer_weight
 from wicore_trt.model.spec import LOCAL, Gemma3Spec
@@ -43,32 +43,23 @@ def rank_spec(spec: Gemma3Spec, tp_size: int) -> Gemma3Spec:
     return replace(spec, num_heads=spec.num_heads // tp_size, num_kv_heads=kv_heads)
 
 
-def define_network(  # noqa: PLR0913 -- each is one independent fact about the network
-    network: Any,
-    trt: Any,
-    spec: Gemma3Spec,
-    limits: PlanLimits,
-    weights: Sequence[TensorSpec],
-    *,
-    phase: str,
-    dtype: str,
-    kv_dtype: str,
-    tp_size: int = 1,
-    plugin_kernels: Mapping[str, CompiledKernel] | None = None,
+def define_network(
+    network: Any, trt: Any, request: PlanRequest, plugin_kernels: Mapping[str, CompiledKernel] | None = None
 ) -> list[TensorSpec]:
     """Define one rank's network of a phase in `network`; returns its inputs and outputs.
 
-    `dtype` is that of the activations ("float32", "float16", "bfloat16"); a linear is FP8 when its weight is.
-    `kv_dtype` is `dtype`, or "fp8": keys and values are then rounded to E4M3 before they enter a cache of `dtype`.
-    With `plugin_kernels` (`plugin_config`'s, for this target) attention is the plugin WicoreCacheAttention.
+    A linear is FP8 when its weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a
+    cache of the activations' dtype. With `plugin_kernels` (`plugin_config`'s, for this target) attention is the plugin
+    WicoreCacheAttention.
     """
-    local, profile = rank_spec(spec, tp_size), limits.profile(phase)
+    spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
+    local, profile = rank_spec(spec, tp_size), limits.profile(request.phase)
     caches = plan_io.cache_tensors(local, limits, dtype)
-    tensors = [*plan_io.step_tensors(spec, limits, tp_size), *weights, *caches]
+    tensors = [*plan_io.step_tensors(spec, limits, tp_size), *request.weights, *caches]
     inputs = [tensor.fixed(profile) for tensor in tensors]
     graph = Graph(network, trt)
     ops_class = TensorRTOps if plugin_kernels is None else partial(PluginOps, plugin_kernels, profile)
-    ops = ops_class(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, kv_dtype, tp_size)
+    ops = ops_class(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, request.kv_dtype, tp_size)
     graph.output(forward(ops, local), plan_io.LOGITS)
     for name, tensor in ops.updated.items():
         graph.output(tensor, plan_io.updated(name))

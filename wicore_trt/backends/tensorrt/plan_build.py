@@ -7,17 +7,16 @@ its context did not ask for, so that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import RTX, TensorRT
 from wicore_trt.backends.tensorrt.ops import define_network, plugin_config, rank_spec
-from wicore_trt.backends.tensorrt.plan_io import PlanLimits
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.backends.tensorrt.plan_log import BuildLog, make_logger, make_monitor
-from wicore_trt.engine.options import LAYERS, PLUGIN
+from wicore_trt.engine.options import PLUGIN
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel, compile_kernels
 from wicore_trt.plugins.tensorrt.cache_attention import PAGE, cache_attention_specs
 from wicore_trt.plugins.tensorrt.network import allow_aliasing, check_plugins, register
@@ -25,41 +24,14 @@ from wicore_trt.runtime.tensor_specs import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """All that a plan depends on. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
-
-    spec: Gemma3Spec
-    limits: PlanLimits
-    weights: Sequence[TensorSpec]
-    dtype: str
-    kv_dtype: str
-    tp_size: int
-    target: str
-    phase: str
-    attention: str = LAYERS
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        weights = [tensor.to_dict() for tensor in self.weights]
-        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
-        """Inverse of to_dict."""
-        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
-        weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
-        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """A serialized plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people;
-    `timing_cache` makes the next build faster (full TensorRT only)."""
+    """A plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people; `data` its
+    bytes, b"" where a worker wrote them; `timing_cache` makes the next build faster (full TensorRT only)."""
 
-    data: bytes
     tensors: list[TensorSpec]
     facts: dict[str, Any]
-    timing_cache: bytes | None
+    data: bytes = b""
+    timing_cache: bytes | None = None
 
 
 def build_plan(
@@ -109,26 +81,15 @@ def build_plan(
         "activation_bytes": book.activation_bytes,
         "rearranged_weights": sorted(book.rearranged),
     }
-    return Plan(bytes(serialized), tensors, facts, bytes(cache.serialize()) if cache else None)
+    return Plan(tensors, facts, bytes(serialized), bytes(cache.serialize()) if cache else None)
 
 
 def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
     """The defined network, and its inputs and outputs."""
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    tensors = define_network(
-        network,
-        trt,
-        request.spec,
-        request.limits,
-        request.weights,
-        phase=request.phase,
-        dtype=request.dtype,
-        kv_dtype=request.kv_dtype,
-        tp_size=request.tp_size,
-        plugin_kernels=_plugin_kernels(request) if request.attention == PLUGIN else None,
-    )
-    return network, tensors
+    kernels = _plugin_kernels(request) if request.attention == PLUGIN else None
+    return network, define_network(network, trt, request, kernels)
 
 
 def _plugin_kernels(request: PlanRequest) -> dict[str, CompiledKernel]:

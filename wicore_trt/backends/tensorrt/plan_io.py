@@ -14,11 +14,14 @@ has nothing to do in a decode step writes there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.engine.options import LAYERS
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name
 
 TOKEN_IDS = "token_ids"
@@ -85,6 +88,33 @@ class PlanLimits:
         return {BATCH: batch, CHUNK: one, ROWS: batch}
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """All that a plan depends on. `dtype` is that of the activations; `attention` is LAYERS or PLUGIN."""
+
+    spec: Gemma3Spec
+    limits: PlanLimits
+    weights: Sequence[TensorSpec]
+    dtype: str
+    kv_dtype: str
+    tp_size: int
+    target: str
+    phase: str
+    attention: str = LAYERS
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        weights = [tensor.to_dict() for tensor in self.weights]
+        return {**asdict(self), "spec": self.spec.to_dict(), "limits": asdict(self.limits), "weights": weights}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanRequest:
+        """Inverse of to_dict."""
+        spec, limits = Gemma3Spec.from_dict(data["spec"]), PlanLimits(**data["limits"])
+        weights = [TensorSpec.from_dict(tensor) for tensor in data["weights"]]
+        return cls(**{**data, "spec": spec, "limits": limits, "weights": weights})
+
+
 def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:
     """All inputs that are neither weights nor caches."""
     tensors = [
@@ -92,12 +122,11 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
         TensorSpec(POSITIONS, "int32", (BATCH, CHUNK), "step"),
         TensorSpec(SAMPLE_ROWS, "int32", (ROWS,), "step"),
     ]
-    for group in GROUPS:
-        if spec.layers_of(group):
-            tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
-            tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
-            shape = (limits.max_context, spec.head_dim // 2)
-            tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
+    for group in spec.groups:
+        tensors.append(TensorSpec(write_indices(group), "int32", (BATCH,), "step"))
+        tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
+        shape = (limits.max_context, spec.head_dim // 2)
+        tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
     if tp_size > 1:
         tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
     return tensors

@@ -13,25 +13,17 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wicore_trt.backends.tensorrt.api import find_tensorrt
-from wicore_trt.backends.tensorrt.plan_build import PlanRequest, build_plan
+from wicore_trt.backends.tensorrt.plan_build import Plan, build_plan
+from wicore_trt.backends.tensorrt.plan_io import PlanRequest
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 from wicore_trt.runtime.tensor_specs import TensorSpec
 
 MARK = "wicore-plan "
 LAST_LINES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltPlan:
-    """What a worker reports. `tensors` and `facts` are those of `plan_build.Plan`."""
-
-    tensors: list[TensorSpec]
-    facts: dict[str, Any]
 
 
 def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Popen[str]:
@@ -50,7 +42,7 @@ def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Po
     return worker
 
 
-def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable[[float], None]) -> BuiltPlan:
+def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable[[float], None]) -> Plan:
     """Follow the worker to its end. Raises EnvironmentUnfitError with its reason, or with its last words."""
     result: dict[str, Any] = {}
     words: deque[str] = deque(maxlen=LAST_LINES)
@@ -71,7 +63,7 @@ def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable
     if "facts" not in result:
         what = f"building {request.phase} for {request.target} ended with exit code {code}"
         raise EnvironmentUnfitError(f"{what}: {' | '.join(words) or 'no output'}")
-    return BuiltPlan([TensorSpec.from_dict(tensor) for tensor in result["tensors"]], result["facts"])
+    return Plan([TensorSpec.from_dict(tensor) for tensor in result["tensors"]], result["facts"])
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -10,8 +10,11 @@ never change, so that its run can be a CUDA graph: TensorRT-RTX captures by itse
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,6 @@ import torch
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.tensorrt import plan_io
-from wicore_trt.backends.tensorrt.cache import RuntimeCache
 from wicore_trt.backends.tensorrt.plan import LoadedPlan
 from wicore_trt.backends.tensorrt.plan_io import DECODE, LOGITS, PREFILL
 from wicore_trt.runtime.cuda_device import ALIGNMENT, Device
@@ -28,6 +30,7 @@ from wicore_trt.runtime.tensor_specs import TensorSpec
 
 DTYPES = {**TORCH_DTYPES, "int32": torch.int32}
 FIELD_INTS = ALIGNMENT // 4
+log = logging.getLogger(__name__)
 
 
 class BoundContext:
@@ -220,3 +223,45 @@ def activation_bytes(plans: Mapping[str, LoadedPlan]) -> int:
 
 def _sized(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else sizes[d] for d in tensor.shape)
+
+
+class RuntimeCache:
+    """TensorRT-RTX's cache on disk of the kernels that it compiled for one plan on one kind of GPU, shared by the
+    plan's contexts. Loaded when the first one asks for it; without the file, or with a damaged one, everything works
+    and starts slower. A file is either whole or not there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cache: Any = None
+
+    def attach(self, config: Any) -> None:
+        """Let contexts of `config` (IRuntimeConfig) use the cache."""
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            try:
+                data = self._path.read_bytes()
+            except OSError:
+                data = b""
+            if data and not self._cache.deserialize(data):
+                log.info("TensorRT did not take the runtime cache %s", self._path)
+        if not config.set_runtime_cache(self._cache):
+            log.info("TensorRT refused a runtime cache; it compiles again at each start")
+
+    def save(self) -> None:
+        """Keep what was compiled. A directory that cannot be written costs time at the next start and no more."""
+        if self._cache is None:
+            return
+        try:
+            data = bytes(self._cache.serialize())
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(data)
+            partial.replace(self._path)
+        except OSError as error:
+            log.info("the runtime cache %s was not kept: %s", self._path, error)
+
+
+def runtime_cache_path(version: str, target: str, digest: str) -> Path:
+    """File of the plan with this content, in the user's cache directory."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "wicore" / f"runtime-{version}-{target}-{digest}.cache"

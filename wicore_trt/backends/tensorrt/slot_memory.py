@@ -15,7 +15,7 @@ from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_io import PlanLimits
 from wicore_trt.backends.tensorrt.slots import GroupSlots
 from wicore_trt.errors import ConfigError
-from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.model.spec import LOCAL, Gemma3Spec
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
@@ -30,8 +30,7 @@ class SlotMemory:
         self._spec, self._dtype = spec, TORCH_DTYPES[dtype]
         self.groups = {
             group: GroupSlots(limits.entries(spec, group) - 1, spec.sliding_window if group == LOCAL else None)
-            for group in GROUPS
-            if spec.layers_of(group)
+            for group in spec.groups
         }
 
     def _shape(self, group: str, slots: int) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 A slot is a cache of KV pages: after every part of a step its new entries are stored to their pages, so a slot can be
 taken from a sequence at any time and filled again from pages. It must not know torch, TensorRT or devices. Invariants:
 when a row runs, its slot holds exactly what the pages hold of all positions that the row sees; a slot is cleared before
-another sequence uses it; a step never takes a slot from a sequence of the same round.
+another sequence uses it; a step never takes a slot from a sequence of the same round; a slot without work writes to its
+scratch entry and nowhere else, and its row sees values that are finite.
 
 Entry e of a slot's cache in a group is position base + e. Global layers keep every position (base 0); local layers keep
 at least the window, and move it to the front when the next tokens do not fit.
@@ -14,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from wicore_trt.arithmetic import div_ceil, first_visible
+from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL
 from wicore_trt.runtime.batch import SequenceSlice
 
@@ -197,3 +201,41 @@ class SlotTable:
             f"sequence {piece.seq_id} lacks {group} pages of positions [{start}, {end})"
         )
         return PageCopy(slot, entry, end - start, pages, start % size)
+
+
+def decode_slots(highest_slot: int, slots: int) -> int:
+    """Slots that a decode step runs so that `highest_slot` is among them: a power of two, or all of them. So few shapes
+    occur that each can keep an execution context, and a CUDA graph, of its own."""
+    return min(slots, 1 << highest_slot.bit_length())
+
+
+def part_batch(part: Part, slots: int) -> int:
+    """B of a part: 1 for prefill."""
+    return 1 if part.phase == PREFILL else decode_slots(max(row.slot for row in part.rows), slots)
+
+
+def step_inputs(part: Part, batch: int, groups: Mapping[str, GroupSlots]) -> dict[str, np.ndarray]:
+    """All inputs of kind "step", int32. Logits row b is that after slot b's last token; prefill has row 0 alone.
+
+    An idle slot has token 0 at position 0. Its global row sees entry 0 alone, because a row costs as much as it sees;
+    its local row sees the window that ends at the scratch entry.
+    """
+    tokens = len(part.rows[0].token_ids)
+    assert all(len(row.token_ids) == tokens for row in part.rows)
+    ids, positions = np.zeros((batch, tokens), np.int32), np.zeros((batch, tokens), np.int32)
+    first: dict[str, np.ndarray] = {}
+    lengths: dict[str, np.ndarray] = {}
+    for name, group in groups.items():
+        first[name] = np.full(batch, group.usable, np.int32)
+        lengths[name] = np.full(batch, 1 if group.window is None else group.usable + 1, np.int32)
+    for row in part.rows:
+        b = 0 if part.phase == PREFILL else row.slot
+        ids[b] = row.token_ids
+        positions[b] = np.arange(row.position, row.position + tokens)
+        for name, entry in row.entries.items():
+            first[name][b], lengths[name][b] = entry, entry + tokens
+    arrays: dict[str, np.ndarray] = {plan_io.TOKEN_IDS: ids, plan_io.POSITIONS: positions}
+    arrays[plan_io.SAMPLE_ROWS] = np.arange(tokens - 1, batch * tokens, tokens, dtype=np.int32)
+    for name in groups:
+        arrays[plan_io.write_indices(name)], arrays[plan_io.kv_lengths(name)] = first[name], lengths[name]
+    return arrays

@@ -9,8 +9,9 @@ from wicore_trt.errors import ConfigError
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
     from wicore_trt.engine.options import BuildOptions
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -30,7 +31,7 @@ class TorchBackend:
         pass
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         return {}
 

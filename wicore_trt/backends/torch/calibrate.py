@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
-from wicore_trt.checkpoint.calibration import StaticScales
+from wicore_trt.checkpoint.convert import StaticScales
 from wicore_trt.checkpoint.format import (
     CHECKPOINT,
     KV_FP8,
@@ -34,16 +32,16 @@ from wicore_trt.checkpoint.format import (
     static_scales,
     write_config,
 )
-from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_scale_name
 from wicore_trt.checkpoint.quantize import E4M3_MAX
 from wicore_trt.checkpoint.records import FileRecord, file_entries
-from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors, WholeTensors
 from wicore_trt.errors import CheckpointError, ConfigError
-from wicore_trt.files import Door
-from wicore_trt.model.gemma3 import EMBEDDING, forward, layer_weight
-from wicore_trt.model.spec import GROUPS
+from wicore_trt.files import Door, link_or_copy
+from wicore_trt.model.gemma3 import EMBEDDING, forward
+from wicore_trt.progress import Progress, counted, silent
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3
 from wicore_trt.runtime.executor import KVLayout
@@ -54,63 +52,49 @@ from wicore_trt.text.tokenizer import Tokenizer, check_rows
 DEFAULT_TOKENS = 2048
 PIECE = 512  # tokens of a sequence
 STEP_PIECES = 4  # sequences that are computed together: the weights are read once for them
-_READ = 16 << 20
 _TEXT_BYTES = 64 << 20
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TextCalibration:
-    """Implements `checkpoint.calibration.Calibration`, with the first `tokens` tokens of a UTF-8 file."""
+    """Implements `checkpoint.convert.Calibration`, with the first `tokens` tokens of a UTF-8 file."""
 
     text: Path
     tokens: int = DEFAULT_TOKENS
     kv_scales: bool = True
 
-    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress | None = None) -> StaticScales:
+    def of_source(self, source: Source, tokenizer_files: Path, progress: Progress = silent) -> StaticScales:
         """Raises also ConfigError for a text that is not UTF-8 or too short, EngineFormatError for a bad tokenizer."""
         return _calibrate(SourceTensors(source), Tokenizer.from_dir(tokenizer_files), self, progress)
 
     def of_checkpoint(
-        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress | None = None
+        self, path: str | Path, output: str | Path, *, force: bool = False, progress: Progress = silent
     ) -> Checkpoint:
-        return calibrate_checkpoint(path, output, self, force=force, progress=progress)
+        """Write the unified checkpoint `path` with static scales as `output`, which may be the same.
 
-
-def calibrate_checkpoint(
-    path: str | Path,
-    output: str | Path,
-    calibration: TextCalibration,
-    *,
-    force: bool = False,
-    progress: Progress | None = None,
-) -> Checkpoint:
-    """Write the unified checkpoint `path` with static scales of `calibration` as `output`, which may be the same.
-
-    An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier calibration
-    are dropped. Raises what `TextCalibration.of_source` and `scratch.replacing` raise, and ConfigError when the
-    checkpoint is not FP8 and no KV scales are asked for.
-    """
-    checkpoint = open_checkpoint(path)
-    if not checkpoint.quant_algo and not calibration.kv_scales:
-        raise ConfigError(
-            f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
-            fix="Convert its source with --dtype fp8.",
-        )
-    same = os.path.realpath(path) == os.path.realpath(output)
-    with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
-        files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
-        tokenizer = Tokenizer.from_files(files, checkpoint.path)
-        found = _calibrate(CheckpointTensors(checkpoint), tokenizer, calibration, progress)
-        _rewrite(checkpoint, scratch.directory, found, calibration.kv_scales, progress)
-        open_checkpoint(scratch.directory)
-        scratch.publish()
-    return open_checkpoint(output)
+        An FP8 checkpoint gets activation scales, any checkpoint KV scales when asked for; scales of an earlier
+        calibration are dropped. Raises what `of_source` and `scratch.replacing` raise, and ConfigError when the
+        checkpoint is not FP8 and no KV scales are asked for.
+        """
+        checkpoint = open_checkpoint(path)
+        if not checkpoint.quant_algo and not self.kv_scales:
+            raise ConfigError(
+                f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
+                fix="Convert its source with --dtype fp8.",
+            )
+        same = os.path.realpath(path) == os.path.realpath(output)
+        with replacing(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
+            files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}
+            tokenizer = Tokenizer.from_files(files, checkpoint.path)
+            found = _calibrate(CheckpointTensors(checkpoint), tokenizer, self, progress)
+            _rewrite(checkpoint, scratch.directory, found, self.kv_scales, progress)
+            open_checkpoint(scratch.directory)
+            scratch.publish()
+        return open_checkpoint(output)
 
 
 def _calibrate(
-    whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress | None
+    whole: WholeTensors, tokenizer: Tokenizer, calibration: TextCalibration, progress: Progress
 ) -> StaticScales:
     token_ids = _token_ids(calibration, tokenizer, whole.spec.vocab_size)
     amax = measure_magnitudes(whole, token_ids, tokenizer.bos_id, progress)
@@ -144,7 +128,7 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: i
 
 
 def measure_magnitudes(
-    whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress | None = None
+    whole: WholeTensors, token_ids: Sequence[int], bos_id: int | None, progress: Progress = silent
 ) -> dict[str, float]:
     """Largest magnitude over the text, by the name of the scale that it gives: of each linear's input, and of the keys
     (normed and rotated) and values of each layer together."""
@@ -158,8 +142,7 @@ def measure_magnitudes(
         for done, step in enumerate(steps):
 
             def report(layer: int, done: int = done) -> None:
-                if progress:
-                    progress("calibrate", done * layers + layer, len(steps) * layers)
+                progress("calibrate", done * layers + layer, len(steps) * layers)
 
             forward(_RecordingOps(model, model.inputs(step), report), whole.spec)
     return model.amax
@@ -172,14 +155,14 @@ class _StreamedModel(TorchModel):
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         shape = (STEP_PIECES, 1, 2, PIECE, spec.num_kv_heads, spec.head_dim)
-        pools = {g: torch.zeros(shape, device=device) for g in GROUPS if spec.layers_of(g)}
+        pools = {g: torch.zeros(shape, device=device) for g in spec.groups}
         rows = [_tensor(*whole.embedding_row(i)) for i in used_ids]
         super().__init__(spec, whole.dtype, {EMBEDDING: torch.cat(rows)}, pools, device)
         self.index_in_group = dict.fromkeys(range(spec.num_layers), 0)
         self.weights = _Weights(whole, self.dtype, device, self.weights[EMBEDDING])
+        self.made_of = run_weights(spec)
         if whole.quantized:
-            linears = [t.name for t in unified_tensors(spec) if t.role is Role.LINEAR]
-            self.fp8 = {*linears, *(layer_weight(i, "mlp.gate_up") for i in range(spec.num_layers))}
+            self.fp8 = {name for name, parts in self.made_of.items() if parts[0].role is Role.LINEAR}
         self.amax: dict[str, float] = {}
         self._index = {token_id: i for i, token_id in enumerate(used_ids)}
 
@@ -199,11 +182,7 @@ class _Weights(dict[str, torch.Tensor]):
     def __init__(self, whole: WholeTensors, dtype: torch.dtype, device: torch.device, embedding: torch.Tensor) -> None:
         super().__init__({EMBEDDING: embedding})
         self._whole, self._dtype, self._device = whole, dtype, device
-        tensors = {t.name: t for t in unified_tensors(whole.spec)}
-        self._parts = {name: [tensor] for name, tensor in tensors.items()}
-        for i in range(whole.spec.num_layers):
-            names = layer_weight(i, "mlp.fc"), layer_weight(i, "mlp.gate")
-            self._parts[layer_weight(i, "mlp.gate_up")] = [tensors[n] for n in names]
+        self._parts = run_weights(whole.spec)
         self._scales = {weight_scale_name(name): parts for name, parts in self._parts.items()}
 
     def __missing__(self, name: str) -> torch.Tensor:
@@ -225,10 +204,8 @@ class _RecordingOps(TorchOps):
         self._recorded, self._report = model, report
 
     def linear(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        # gate_up is one product here and two tensors in a checkpoint, with the same input
-        gate_up = ".mlp.gate_up." in weight
-        for name in [weight.replace("gate_up", part) for part in ("fc", "gate")] if gate_up else [weight]:
-            self._note(activation_scale_name(name), x)
+        for part in self._recorded.made_of[weight]:
+            self._note(part.activation_scale_name, x)
         return super().linear(x, weight)
 
     def qk_norm_rope_write(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
@@ -255,47 +232,34 @@ def _tensor(block: np.ndarray, tag: str) -> torch.Tensor:
     return tensor.view(E4M3) if tag == "F8_E4M3" else tensor
 
 
-def _rewrite(
-    checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress | None
-) -> None:
+def _rewrite(checkpoint: Checkpoint, directory: Path, found: StaticScales, kv_scales: bool, progress: Progress) -> None:
     """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time.
 
     Raises CheckpointError for a tensor that is not as the checkpoint recorded it."""
     quant_algo = QUANT_FP8_STATIC if checkpoint.quant_algo else None
     static = {n for names in static_scales(checkpoint.spec, quant_algo, kv_scales).values() for n in names}
     files = dict(checkpoint.files)
-    done, total = 0, sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files)
+    moved = counted(progress, "write", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for rank, path in enumerate(checkpoint.rank_files):
         old = SafetensorsFile(path)
         entries = rank_entries(
             checkpoint.spec, checkpoint.dtype, quant_algo, rank, checkpoint.tp_size, kv_scales=kv_scales
         )
         with SafetensorsWriter(directory / path.name, entries) as writer:
-            for name, tag, shape in entries:
+            for name, *_ in entries:
                 if name in static:
                     writer.write(name, found.scales[name])
                     continue
-                size = prod(shape) * TAG_BYTES[tag]
-                for start in range(0, size, _READ):
-                    done += writer.write(name, old.raw(name, start, min(size, start + _READ)))
-                    if progress:
-                        progress("write", done, total)
+                for piece in old.blocks(name):
+                    moved(writer.write(name, piece))
                 if writer.digests[name] != files[path.name].parts[name]:
                     raise checkpoint.damaged(path.name, name)
         files[path.name] = FileRecord(writer.size, writer.digest, writer.digests)
     for name in set(files) - {path.name for path in checkpoint.rank_files}:
-        _place(checkpoint.path / name, directory / name)
+        link_or_copy(checkpoint.path / name, directory / name)
         if part := files[name].changed(directory / name):
             raise checkpoint.damaged(name, part)
     quantization = {**checkpoint.config["quantization"], "quant_algo": quant_algo}
     quantization["kv_cache_quant_algo"] = KV_FP8 if kv_scales else None
     block = {**checkpoint.config["wicore"], "calibration": found.origin, "files": file_entries(files)}
     write_config(directory, {**checkpoint.config, "quantization": quantization, "wicore": block})
-
-
-def _place(source: Path, target: Path) -> None:
-    """Hard-link a file that nobody changes in place, or copy it where the file system cannot link."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

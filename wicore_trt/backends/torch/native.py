@@ -7,7 +7,6 @@ threads are serialized by the library. The operators' arguments are in native_ar
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
@@ -15,14 +14,10 @@ from pathlib import Path
 
 import torch
 
-import wicore_trt
 from wicore_trt.backends.torch.native_args import DTYPE_CODES, Args, PackedWeight, address
+from wicore_trt.plugins.cpu_library import open_library
 
-ABI = 1
-LIBRARY = "libwicore_cpu.so"
 ISAS = ("avx512bf16", "avx2", "generic")
-
-log = logging.getLogger(__name__)
 
 
 class _Command(ctypes.Structure):
@@ -32,14 +27,9 @@ class _Command(ctypes.Structure):
 class NativeLibrary:
     """The loaded library. Threads and instruction set are the process's, not one object's."""
 
-    def __init__(self, path: Path) -> None:
-        lib = ctypes.CDLL(str(path))
-        lib.wicore_cpu_abi.restype = c_int64
-        if (abi := lib.wicore_cpu_abi()) != ABI:
-            raise OSError(f"{path} has interface version {abi}, this package needs {ABI}")
+    def __init__(self, lib: ctypes.CDLL) -> None:
         lib.wicore_cpu_set_threads.argtypes = [c_int64]
         lib.wicore_cpu_set_threads.restype = None
-        lib.wicore_cpu_threads.restype = c_int64
         lib.wicore_cpu_set_isa.argtypes = [c_char_p]
         lib.wicore_cpu_isa.restype = c_char_p
         lib.wicore_cpu_run.argtypes = [POINTER(_Command), c_int64]
@@ -49,7 +39,6 @@ class NativeLibrary:
         lib.wicore_cpu_pack.argtypes = [c_void_p, c_void_p, *[c_int64] * 5]
         lib.wicore_cpu_pack.restype = None
         self._lib = lib
-        self.path = path
 
     @property
     def isa(self) -> str:
@@ -59,10 +48,6 @@ class NativeLibrary:
     def set_isa(self, name: str) -> bool:
         """Use another instruction set ("auto": the best one). False, and no change, if this machine lacks it."""
         return int(self._lib.wicore_cpu_set_isa(name.encode())) == 0
-
-    @property
-    def threads(self) -> int:
-        return int(self._lib.wicore_cpu_threads())
 
     def set_threads(self, threads: int) -> None:
         """Threads that run a step, the calling one included."""
@@ -78,24 +63,16 @@ class NativeLibrary:
         status = self._lib.wicore_cpu_run(commands, len(steps))
         assert status == 0, "unknown operator"
 
-    def pack(self, parts: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> PackedWeight:
-        """Pack matrices [n_i, k] of one dtype, stacked on dim 0. E4M3 matrices need `scale` (float32 [sum n_i]) and
-        become bfloat16, which holds their values exactly. Inputs are only read; memory is that of the result and one
-        part."""
-        dtype = torch.bfloat16 if parts[0].dtype == torch.float8_e4m3fn else parts[0].dtype
-        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
-        code = DTYPE_CODES[dtype]
-        ragged = n % 64 or k % 2
-        data = (torch.zeros if ragged else torch.empty)(
+    def pack(self, matrix: torch.Tensor, scale: torch.Tensor | None = None) -> PackedWeight:
+        """Pack a matrix [n, k]. An E4M3 one needs `scale` (float32 [n]) and becomes bfloat16, which holds its values
+        exactly. Inputs are only read."""
+        dtype = torch.bfloat16 if matrix.dtype == torch.float8_e4m3fn else matrix.dtype
+        (n, k), code = matrix.shape, DTYPE_CODES[dtype]
+        data = (torch.zeros if n % 64 or k % 2 else torch.empty)(
             self._lib.wicore_cpu_packed_bytes(n, k, code), dtype=torch.uint8
         )
-        row = 0
-        for part in parts:
-            source = part.to(dtype).contiguous()
-            self._lib.wicore_cpu_pack(
-                data.data_ptr(), address(source, dtype, part.shape[0], k), row, part.shape[0], n, k, code
-            )
-            row += part.shape[0]
+        source = matrix.to(dtype).contiguous()
+        self._lib.wicore_cpu_pack(data.data_ptr(), address(source, dtype, n, k), 0, n, n, k, code)
         if scale is not None:
             scale = scale.to(torch.float32).reshape(n).contiguous()
         return PackedWeight(data, n, k, dtype, scale)
@@ -104,15 +81,9 @@ class NativeLibrary:
 def load(path: Path | None = None) -> NativeLibrary | None:
     """The library installed with this package (or the one at `path`), set to all cores the process may use; None when
     it was not built or does not fit. Never raises."""
-    places = [path] if path else [Path(place) / "_native" / LIBRARY for place in wicore_trt.__path__]
-    for place in places:
-        if not place.is_file():
-            continue
-        try:
-            library = NativeLibrary(place)
-        except (OSError, AttributeError) as error:
-            log.warning("native CPU kernels not used: %s", error)
-            continue
-        library.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        return library
-    return None
+    lib = open_library(path)
+    if lib is None:
+        return None
+    library = NativeLibrary(lib)
+    library.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return library

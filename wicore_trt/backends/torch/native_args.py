@@ -118,10 +118,6 @@ class PackedWeight:
     dtype: torch.dtype
     scale: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.data.numel()
-
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     """Address of a contiguous CPU tensor whose dtype and shape are as a kernel expects."""

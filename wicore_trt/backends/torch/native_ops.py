@@ -52,40 +52,26 @@ class NativeWeights:
     packed: dict[str, PackedWeight]
     norms: dict[str, torch.Tensor]
 
-    @property
-    def nbytes(self) -> int:
-        unique = {w.data.data_ptr(): w.nbytes for w in self.packed.values()}
-        return sum(unique.values()) + sum(n.nbytes for n in self.norms.values())
-
     @classmethod
     def from_tensors(
         cls, lib: NativeLibrary, tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec, dtype: str
     ) -> NativeWeights:
-        """Pack the tensors of a tp=1 unified checkpoint, gate and up fused already (`mlp.gate_up`) or not.
+        """Pack `tensors`, which are as `weights.fuse` returns them.
 
         `dtype` is that of the activations: "float32", "bfloat16" or "float16"; matrices are converted to it, E4M3
         ones (scales float32 [out] beside them) need "bfloat16". Packing copies: drop `tensors` afterwards.
         """
         packed: dict[str, PackedWeight] = {}
         norms: dict[str, torch.Tensor] = {}
-
-        def pack(name: str, *sources: str) -> None:
-            parts = [tensors[s] for s in sources]
-            quantized = parts[0].dtype == E4M3
-            assert not quantized or dtype == "bfloat16", "FP8 engines run with bfloat16 activations"
-            scale = torch.cat([tensors[weight_scale_name(s)].flatten() for s in sources]) if quantized else None
-            packed[name] = lib.pack(parts if quantized else [p.to(TORCH_DTYPES[dtype]) for p in parts], scale)
-
         for name, tensor in tensors.items():
-            if name.endswith(".mlp.fc.weight"):
-                prefix = name.removesuffix("fc.weight")
-                pack(prefix + "gate_up.weight", name, prefix + "gate.weight")
-            elif name.endswith(".mlp.gate.weight") or not name.endswith(".weight"):
+            if not name.endswith(".weight"):
                 continue
-            elif tensor.dim() == 1:
+            if tensor.dim() == 1:
                 norms[name] = tensor.to(torch.float32).contiguous()
             elif name != LM_HEAD or not spec.tie_word_embeddings:
-                pack(name, name)
+                assert tensor.dtype != E4M3 or dtype == "bfloat16", "FP8 engines run with bfloat16 activations"
+                scale = tensors[weight_scale_name(name)] if tensor.dtype == E4M3 else None
+                packed[name] = lib.pack(tensor if tensor.dtype == E4M3 else tensor.to(TORCH_DTYPES[dtype]), scale)
         packed.setdefault(LM_HEAD, packed[EMBEDDING])
         return cls(packed, norms)
 
@@ -272,7 +258,7 @@ def rope_table(spec: Gemma3Spec, group: str, length: int) -> tuple[torch.Tensor,
     Angles are float32 products as in transformers; their cosine is taken in float64 and rounded, so that a table's
     values do not depend on its length.
     """
-    theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
+    theta, factor = spec.rope_of(group)
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = 1.0 / theta**exponents / factor
     angles = (torch.arange(length, dtype=torch.float32)[:, None] * frequencies).double()

@@ -206,7 +206,7 @@ class TorchOps:
 
 def _rope_table(spec: Gemma3Spec, group: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [N, 1, D / 2] float32; the linear factor stretches global layers only."""
-    theta, factor = (spec.rope_local_theta, 1.0) if group == LOCAL else (spec.rope_theta, spec.rope_scaling_factor)
+    theta, factor = spec.rope_of(group)
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = (1.0 / theta**exponents / factor).to(positions.device)
     angles = positions.float()[:, None, None] * frequencies

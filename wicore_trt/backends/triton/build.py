@@ -17,7 +17,8 @@ from wicore_trt.model.spec import Gemma3Spec
 
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -56,7 +57,7 @@ class TritonBackend:
         shape_of(checkpoint, options)
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Compile every target's kernels, in as many processes as there are cores."""
         from wicore_trt.backends.triton.compile import compile_listed
@@ -66,8 +67,7 @@ class TritonBackend:
         for number, target in enumerate(options.targets):
 
             def report(done: int, total: int, number: int = number) -> None:
-                if progress:
-                    progress("kernels", number * total + done, len(options.targets) * total)
+                progress("kernels", number * total + done, len(options.targets) * total)
 
             tables[target] = compile_listed(shape, target, report=report)
         write_kernels(directory, tables)
@@ -83,17 +83,13 @@ class TritonBackend:
 
 def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     """What the kernels are made for. Raises ConfigError for what no kernel computes."""
-    dtype, kv_dtype = checkpoint.dtype, checkpoint.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    dtype = checkpoint.dtype
     if dtype not in DTYPES:
         raise ConfigError(
             f"backend 'triton' computes in {' or '.join(DTYPES)}, and the checkpoint is {dtype}.",
             fix="Convert the source with --dtype bfloat16, float16 or fp8.",
         )
-    if kv_dtype not in (dtype, "fp8"):
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} with {dtype} activations is not supported by backend 'triton'.",
-            fix=f"Use --kv-dtype {dtype} or fp8.",
-        )
+    kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
     if checkpoint.tp_size != 1:
         raise ConfigError("backend 'triton' runs on one GPU.", fix="Convert the source with --tp 1.")
     check_sizes(checkpoint.spec)

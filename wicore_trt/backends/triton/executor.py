@@ -33,7 +33,7 @@ from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
-from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
+from wicore_trt.backends.triton.table import DECODE_BUCKETS, PAGE_DIGEST, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
@@ -140,8 +140,13 @@ class TritonExecutor:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
         self._allocate()
+        digests = loading.table.entries(PAGE_DIGEST)
         self._page_copies = make_copier(
-            self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.overlapping
+            self.pools,
+            self.layout.page_tokens,
+            device.stream,
+            overlapping=self.layout.overlapping,
+            digest_kernel=digests[0].kernel if digests else None,
         )
         self.copier: PageCopier = self._page_copies
         if graphs:

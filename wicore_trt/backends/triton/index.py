@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KERNELS = "kernels"
 INDEX = f"{KERNELS}/kernels.json"
-FORMAT = 1
+FORMAT = 2
 log = logging.getLogger(__name__)
 
 Row = tuple[str, int, str, dict[str, Any] | None]

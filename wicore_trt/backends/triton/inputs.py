@@ -35,9 +35,9 @@ class StepSizes:
     chunks: int
     pages: int
 
-    def offsets(self, groups: Sequence[str]) -> tuple[dict[str, int], int]:
-        """Where each array begins in the block, in int32s, and where the block ends. Tables come last."""
-        sizes = {
+    def sizes(self, groups: Sequence[str]) -> dict[str, int]:
+        """int32s of each array, in the order of the block. Tables come last."""
+        return {
             **dict.fromkeys(("token_ids", "positions", "sequences"), self.tokens),
             "sample_rows": self.rows,
             "kv_lengths": self.singles,
@@ -46,8 +46,11 @@ class StepSizes:
             "first_positions": self.chunks,
             **dict.fromkeys(groups, (self.singles + self.chunks) * self.pages),
         }
+
+    def offsets(self, groups: Sequence[str]) -> tuple[dict[str, int], int]:
+        """Where each array begins in the block, in int32s, and where the block ends."""
         found, at = {}, 0
-        for name, size in sizes.items():
+        for name, size in self.sizes(groups).items():
             found[name] = at
             at += div_ceil(size, ALIGNMENT) * ALIGNMENT
         return found, at
@@ -143,16 +146,7 @@ class StepBlock:
         assert end <= len(self._block), "the step is larger than the executor's limits"
         self._hosts.reverse()
         host = self._hosts[0].numpy()
-        sequences = shape.singles + shape.chunks
-        sizes = {
-            **dict.fromkeys(("token_ids", "positions", "sequences"), shape.tokens),
-            "sample_rows": shape.rows,
-            "kv_lengths": shape.singles,
-            "sources": shape.singles,
-            "cu_seqlens": shape.chunks + 1,
-            "first_positions": shape.chunks,
-            **dict.fromkeys(self._groups, sequences * shape.pages),
-        }
+        sizes = shape.sizes(self._groups)
         return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}, (offsets, end)
 
     def _send(self, end: int) -> None:

@@ -11,7 +11,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wicore_trt.backends.triton.table import ANY, DECODE_BUCKETS, FP8, INVARIANT, LINEARS, R16, SAMPLED, X8, EngineShape
+from wicore_trt.backends.triton.table import (
+    ANY,
+    DECODE_BUCKETS,
+    FP8,
+    INVARIANT,
+    LINEARS,
+    PAGE_DIGEST,
+    R16,
+    SAMPLED,
+    X8,
+    EngineShape,
+)
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
@@ -20,7 +31,7 @@ from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
-from wicore_trt.plugins.kernels.sample_wide import wide_spec
+from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
@@ -29,12 +40,14 @@ from wicore_trt.plugins.kernels.step_specs import (
     norm_config,
     qk_rope_spec,
     sample_specs,
+    wide_spec,
 )
 from wicore_trt.plugins.linear_configs import BUCKETS, bucket_of, linear_config
 
 INVARIANT_LINEAR_BUCKET = 64
 """The bucket whose configuration serves any number of rows where results must not depend on it: a compromise, since
 one row would be faster with the smallest and prefill with the largest."""
+_ROWS = (*DECODE_BUCKETS, ANY)
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     """All kernels of an engine for `target`. Raises ConfigError for shapes that a kernel does not take."""
     listed = [*_norms(shape, target), *_linears(shape, target), *_attention(shape, target)]
     listed += _sampling(shape, target)
+    listed.append(ListedKernel(PAGE_DIGEST, ANY, page_digest_spec()))
     return [replace(p, spec=_in_turn(p, target)) for p in listed]
 
 
@@ -66,35 +80,22 @@ def _in_turn(listed: ListedKernel, target: str) -> KernelSpec:
 def _sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
     """Kernels for greedy rows alone, and those that draw."""
     vocab, softcap = shape.spec.vocab_size, shape.spec.final_logit_softcapping or 0.0
-    greedy, drawing = (
-        {
-            rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows)
-            for rows in (*DECODE_BUCKETS, ANY)
-        }
-        for sampled in (False, True)
-    )
-
-    def rest(rows: int, name: str) -> KernelSpec:
-        spec: KernelSpec | None = getattr(drawing[rows], name)
-        assert spec is not None
-        return spec
-
-    return [
-        *_merged("scan", lambda rows: (greedy[rows].scan, None)),
-        *_merged("choose", lambda rows: (greedy[rows].choose, None)),
-        *_merged("scan" + SAMPLED, lambda rows: (drawing[rows].scan, None)),
-        *_merged("choose" + SAMPLED, lambda rows: (drawing[rows].choose, None)),
-        *_merged("collect", lambda rows: (rest(rows, "collect"), None)),
-        *_merged("draw", lambda rows: (rest(rows, "draw"), None)),
-        ListedKernel("wide", ANY, wide_spec(vocab, softcap)),
-    ]
+    listed = []
+    for sampled in (False, True):
+        specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
+        for name in specs[ANY]:
+            role = name + SAMPLED if sampled and name in ("scan", "choose") else name
+            listed += _merged(role, {rows: found[name] for rows, found in specs.items()}.__getitem__)
+    return [*listed, ListedKernel("wide", ANY, wide_spec(vocab, softcap))]
 
 
-def _merged(role: str, at: Callable[[int], tuple[KernelSpec, dict[str, Any] | None]]) -> list[ListedKernel]:
+def _merged(
+    role: str, spec_for: Callable[[int], KernelSpec], config_for: Callable[[int], DecodeConfig] | None = None
+) -> list[ListedKernel]:
     """A kernel per bucket of rows; neighbours that are the same become one."""
     listed: list[ListedKernel] = []
-    for rows in (*DECODE_BUCKETS, ANY):
-        spec, data = at(rows)
+    for rows in _ROWS:
+        spec, data = spec_for(rows), asdict(config_for(rows)) if config_for else None
         if listed and listed[-1].spec.name == spec.name and listed[-1].config == data:
             listed.pop()
         listed.append(ListedKernel(role, rows, spec, data))
@@ -106,31 +107,25 @@ def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     hidden = spec.hidden_size
     pool, native = shape.pool(GROUPS[0]), has_conversions(target)
 
+    def warps(rows: int) -> int:
+        return norm_config(target, rows, hidden).num_warps
+
     def roles(suffix: str, x_dtype: str, fp8: bool) -> list[ListedKernel]:
         operands, plain = NormShape(hidden, shape.dtype, fp8, fp8 and native), NormShape(hidden, shape.dtype)
         wide = spec.intermediate_size
 
-        def warps(rows: int) -> int:
-            return int(norm_config(target, rows, hidden).num_warps)
-
-        def qk_rope(rows: int) -> KernelSpec:
-            return qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows))
-
+        geglu = geglu_rows_spec(wide, shape.dtype, x_dtype, native=native) if fp8 else None
         return [
-            *_merged("embed_norm" + suffix, lambda rows: (embed_norm_spec(operands, warps(rows)), None)),
-            *_merged("add_norm" + suffix, lambda rows: (add_norm_spec(operands, warps(rows), x_dtype=x_dtype), None)),
+            *_merged("embed_norm" + suffix, lambda rows: embed_norm_spec(operands, warps(rows))),
+            *_merged("add_norm" + suffix, lambda rows: add_norm_spec(operands, warps(rows), x_dtype=x_dtype)),
             *_merged(
-                "final_norm" + suffix,
-                lambda rows: (add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True), None),
+                "final_norm" + suffix, lambda rows: add_norm_spec(plain, warps(rows), x_dtype=x_dtype, gather=True)
             ),
-            *_merged("qk_rope" + suffix, lambda rows: (qk_rope(rows), None)),
-            ListedKernel(
-                "geglu" + suffix,
-                ANY,
-                geglu_rows_spec(wide, shape.dtype, x_dtype, native=native)
-                if fp8
-                else geglu_spec(wide, shape.dtype, x_dtype),
+            *_merged(
+                "qk_rope" + suffix,
+                lambda rows: qk_rope_spec(pool, spec.num_heads, x_dtype, shape.dtype, config("qk_rope", target, rows)),
             ),
+            ListedKernel("geglu" + suffix, ANY, geglu or geglu_spec(wide, shape.dtype, x_dtype)),
         ]
 
     listed = roles("", "float32", False)
@@ -143,13 +138,7 @@ def _norms(shape: EngineShape, target: str) -> list[ListedKernel]:
         narrow = NormShape(hidden, shape.dtype, True, native)
         parts = quantize_parts_spec(spec.intermediate_size, shape.dtype, native=native)
         listed.append(ListedKernel("quantize_act", ANY, parts))
-        listed += _merged(
-            "add_norm" + X8,
-            lambda rows: (
-                add_norm_spec(narrow, norm_config(target, rows, hidden).num_warps, x_dtype="float32"),
-                None,
-            ),
-        )
+        listed += _merged("add_norm" + X8, lambda rows: add_norm_spec(narrow, warps(rows), x_dtype="float32"))
     return listed
 
 
@@ -177,18 +166,12 @@ def _linears(shape: EngineShape, target: str) -> list[ListedKernel]:
 def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     heads, dtype, pool = shape.spec.num_heads, shape.dtype, shape.pool(GROUPS[0])
 
-    def decode(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
-        return decode_spec(pool, dtype, heads, target, chosen), asdict(chosen)
-
-    def combine(chosen: DecodeConfig) -> tuple[KernelSpec, dict[str, Any]]:
-        return combine_spec(pool, dtype, chosen), asdict(chosen)
-
     def chosen_for(rows: int) -> DecodeConfig:
         return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
 
     prefill = prefill_config(target, pool)
-    listed = _merged("decode", lambda rows: decode(chosen_for(rows)))
+    listed = _merged("decode", lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
     listed.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
-        listed += _merged("combine", lambda rows: combine(chosen_for(rows)))
+        listed += _merged("combine", lambda rows: combine_spec(pool, dtype, chosen_for(rows)), chosen_for)
     return listed

@@ -243,7 +243,7 @@ class TritonOps:
         out = Value(self._memory.head_in[:rows]) if last else self._normed()
         call = add_norm_launch(
             self._residual.data_ptr(),
-            (x.rows.data_ptr(), 0),
+            x.rows.data_ptr(),
             (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
             _norm_out(out),
             rows,
@@ -292,7 +292,7 @@ class TritonOps:
         )
         entries = {role: self._model.find(role, rows) for role in ("scan", "choose")}
         vocab = self._spec.vocab_size
-        read = Logits(logits.rows.data_ptr(), rows, vocab, vocab)
+        read = Logits(logits.rows.data_ptr(), rows, vocab)
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])

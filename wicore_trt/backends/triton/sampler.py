@@ -80,7 +80,7 @@ class DeviceSampler:
             **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
         )
         entries = {name: model.find(role, rows) for name, role in LAUNCHES.items()}
-        logits = Logits(memory.logits.data_ptr(), rows, self._vocab, self._vocab)
+        logits = Logits(memory.logits.data_ptr(), rows, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
             model.launch(entries[name], call)
         if any(_filtered(piece) for piece in drawn.values()):

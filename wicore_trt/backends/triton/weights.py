@@ -16,14 +16,14 @@ import torch
 
 from wicore_trt.backends.triton.products import gate_up_bound
 from wicore_trt.backends.triton.table import EngineShape
-from wicore_trt.checkpoint.names import Role, kv_scale_name, unified_tensors, weight_scale_name
+from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
-from wicore_trt.model.spec import GROUPS, Gemma3Spec
+from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.linear_layout import geglu_exponent
 from wicore_trt.runtime.device_weights import load_weights, rope_tables
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
-from wicore_trt.runtime.tensor_specs import TensorSpec, rope_name, weight_tensors
+from wicore_trt.runtime.tensor_specs import rope_name, weight_tensors
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -79,8 +79,7 @@ def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions:
     """With tables, KV scales and what float16 needs. Raises EngineFormatError for weights of other types."""
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     known = {n: t.flatten() if t.dtype == torch.float32 else t for n, t in weights.items()}
-    for tensor in unified_tensors(spec):
-        name = tensor.name.replace(".mlp.fc.", ".mlp.gate_up.").replace(".mlp.gate.", ".mlp.gate_up.")
+    for name, (tensor, *_) in run_weights(spec).items():
         wanted = {Role.NORM: torch.float32, Role.LINEAR: E4M3 if shape.fp8 else dtype}.get(tensor.role, dtype)
         if known[name].dtype != wanted:
             raise EngineFormatError(
@@ -94,7 +93,9 @@ def finished(shape: EngineShape, weights: Mapping[str, torch.Tensor], positions:
     if shape.dtype == "float16":
         _prove_norms(spec, known)
         exponents = {layer_weight(i, "mlp.gate_up"): _exponent(spec, known, i) for i in range(spec.num_layers)}
-    return Constants(known, _rope(spec, positions, device), exponents)
+    tables = rope_tables(spec, positions, device)
+    rope = {group: (tables[rope_name(group, "cos")], tables[rope_name(group, "sin")]) for group in spec.groups}
+    return Constants(known, rope, exponents)
 
 
 def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -103,12 +104,10 @@ def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.T
     spec, dtype = shape.spec, TORCH_DTYPES[shape.dtype]
     generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
-    for tensor in unified_tensors(spec):
-        name, rows = tensor.name, tensor.shape[0]
-        if name.endswith(".mlp.gate.weight") or (tensor.role is Role.HEAD and spec.tie_word_embeddings):
+    for name, (tensor, *more) in run_weights(spec).items():
+        if tensor.role is Role.HEAD and spec.tie_word_embeddings:
             continue
-        if name.endswith(".mlp.fc.weight"):
-            name, rows = name.replace(".mlp.fc.", ".mlp.gate_up."), 2 * rows
+        rows = tensor.shape[0] * (1 + len(more))
         if tensor.role is Role.NORM:
             weights[name] = torch.ones(rows, device=device)
             continue
@@ -121,15 +120,6 @@ def dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, torch.T
     if spec.tie_word_embeddings:
         weights[LM_HEAD] = weights[EMBEDDING]
     return weights
-
-
-def _rope(spec: Gemma3Spec, positions: int, device: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    groups = [g for g in GROUPS if spec.layers_of(g)]
-    size = (positions, spec.head_dim // 2)
-    names = {g: (rope_name(g, "cos"), rope_name(g, "sin")) for g in groups}
-    listed = [TensorSpec(name, "float32", size, "table") for pair in names.values() for name in pair]
-    tables = rope_tables(listed, spec, device)
-    return {g: (tables[cos], tables[sin]) for g, (cos, sin) in names.items()}
 
 
 def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:

@@ -26,7 +26,8 @@ from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import Door
 
 if TYPE_CHECKING:
-    from wicore_trt.engine.directory import EngineDir, Progress
+    from wicore_trt.engine.directory import EngineDir
+    from wicore_trt.progress import Progress
     from wicore_trt.runtime.executor import RequestExecutor
     from wicore_trt.runtime.options import ExecutorOptions
 
@@ -73,7 +74,7 @@ class TensorRTLLMBackend:
         _check(checkpoint, options)
 
     def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress | None
+        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
     ) -> dict[str, Any]:
         """Build the engine of `checkpoint` into `directory`/trtllm and say how, for the manifest.
 
@@ -94,13 +95,11 @@ class TensorRTLLMBackend:
         scratch.mkdir()
         try:
             export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
-            if progress:
-                progress("compile", 0, 1)
+            progress("compile", 0, 1)
             flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
             _run([command, *flags], cwd=scratch)
             _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
-            if progress:
-                progress("compile", 1, 1)
+            progress("compile", 1, 1)
         except BaseException:
             shutil.rmtree(output, ignore_errors=True)
             raise

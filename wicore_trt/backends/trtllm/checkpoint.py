@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import quoted
 from wicore_trt.model.spec import GLOBAL
+from wicore_trt.progress import Progress, silent
 
 PATTERN_KEY = "_sliding_window_pattern"
 """1.2's spelling, which follows transformers 4.57; earlier versions write it without the underscore."""
@@ -48,11 +49,10 @@ DTYPES = ("bfloat16", "float16")
 _BLOCK_ITEMS = 1 << 22
 _TWIN = {"fc": "gate", "gate": "fc"}
 _log = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress | None = None
+    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress = silent
 ) -> None:
     """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
 
@@ -69,8 +69,7 @@ def export_checkpoint(
     files = [SafetensorsFile(path) for path in checkpoint.rank_files]
     scales = _tensor_scales(checkpoint, files) if checkpoint.quant_algo else {}
     for rank, file in enumerate(files):
-        if progress:
-            progress("checkpoint", rank, len(files))
+        progress("checkpoint", rank, len(files))
         _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales, kv_fp8=kv_fp8)
     text = json.dumps(trtllm_config(checkpoint, kv_fp8=kv_fp8), indent=2)
     (directory / CONFIG).write_text(text + "\n", encoding="utf-8")

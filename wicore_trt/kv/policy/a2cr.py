@@ -18,6 +18,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy, Key, Node, ghost_limit
@@ -37,25 +38,30 @@ def log_score(attention: float, frequency: int, last: int, rate: float, weights:
     return worth + rate * last
 
 
-class A2CRPolicy(ChainPolicy):
-    """`attention_weight` and `frequency_weight` are the exponents a and b; `rate` fixes the decay per touched page and
-    turns its adaptation off. A page's attention is the running mean (half new, half old) of the measured signals."""
+@dataclass(frozen=True, slots=True)
+class A2CRWeights:
+    """`attention` and `frequency` are the exponents a and b. `decay`, in powers of e per cache-full of touched pages,
+    turns adaptation off."""
 
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        attention_weight: float = 1.0,
-        frequency_weight: float = 1.0,
-        rate: float | None = None,
-    ) -> None:
+    attention: float = 1.0
+    frequency: float = 1.0
+    decay: float | None = None
+
+
+DEFAULT_WEIGHTS = A2CRWeights()
+
+
+class A2CRPolicy(ChainPolicy):
+    """A page's attention is the running mean (half new, half old) of the measured signals."""
+
+    def __init__(self, capacity: int, weights: A2CRWeights = DEFAULT_WEIGHTS) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))
-        self._weights = (attention_weight, frequency_weight)
+        self._weights = (weights.attention, weights.frequency)
         self._stride = max(1, capacity // _SHADOW_PAGES)
         size = max(1, capacity // self._stride)
-        rates = [] if rate is not None else [r / max(capacity, 1) for r in RATES]
-        self._shadows = [_Shadow(size, r) for r in rates]
-        self.rate = rate if rate is not None else self._shadows[-1].rate
+        fixed = weights.decay
+        self._shadows = [_Shadow(size, r / max(capacity, 1)) for r in RATES] if fixed is None else []
+        self.rate = self._shadows[-1].rate if fixed is None else fixed / max(capacity, 1)
         self._memory = 8 * max(capacity, 1)
         self._review_at = self.capacity
 
@@ -143,7 +149,7 @@ class AttentionSignals:
             self._mass.popitem(last=False)
 
     def take(self, keys: Sequence[bytes]) -> list[float] | None:
-        """The signal for `EvictionPolicy.touch`, and forget it; None when none of the pages was measured."""
+        """The signal for `ChainPolicy.touch`, and forget it; None when none of the pages was measured."""
         if not any(key in self._mass for key in keys):
             return None
         return [self._mass.pop(key, NEUTRAL_SIGNAL) for key in keys]

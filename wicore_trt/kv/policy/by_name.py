@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.policy.a2cr import A2CRPolicy
+from wicore_trt.kv.policy.a2cr import DEFAULT_WEIGHTS, A2CRPolicy, A2CRWeights
 from wicore_trt.kv.policy.cost import LENGTH_UNIT, CostPolicy
 from wicore_trt.kv.policy.policy import ChainPolicy, LFUPolicy, LRUPolicy
 
@@ -20,8 +20,10 @@ def make_policy(
     page_cost: Callable[[int], float] | None = None,
     victim_cache: bool = False,
     page_tokens: int = LENGTH_UNIT,
+    a2cr: A2CRWeights = DEFAULT_WEIGHTS,
 ) -> ChainPolicy:
-    """The policy of one tier that holds `capacity` pages of `page_tokens` tokens. The rest is used by `cost` only.
+    """The policy of one tier that holds `capacity` pages of `page_tokens` tokens. `a2cr` is used by that policy only,
+    the rest by `cost` only.
 
     `page_cost(depth)` is the relative cost per byte of recomputing page `depth` of a chain (None: all alike).
     `victim_cache`: the tier receives pages only when the tier above evicts them and gives them up when they are used.
@@ -29,7 +31,9 @@ def make_policy(
     """
     if name == "cost":
         return CostPolicy(capacity, page_cost=page_cost, victim_cache=victim_cache, page_tokens=page_tokens)
-    simple: dict[str, Callable[[int], ChainPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy, "a2cr": A2CRPolicy}
+    if name == "a2cr":
+        return A2CRPolicy(capacity, a2cr)
+    simple: dict[str, Callable[[int], ChainPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy}
     if name not in simple:
         raise ConfigError(f"unknown eviction policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
     return simple[name](capacity)

@@ -12,6 +12,8 @@ distinction, how long the chain had been idle before the request and how long th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.policy.guard import LRUGuard
@@ -21,6 +23,7 @@ from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
 LENGTH_UNIT = 512
 """Tokens in which lengths are counted before they are sorted into octaves."""
 _MAX_USES, _MAX_FRESH, _MAX_IDLE, _MAX_LENGTH = 3, 6, 5, 9
+_GROUP_OF, _USES_OF = attrgetter("group"), attrgetter("uses")
 
 
 class CostPolicy(ChainPolicy):
@@ -76,17 +79,18 @@ class CostPolicy(ChainPolicy):
         return self._model.ready and not (self._guard is not None and self._guard.use_lru)
 
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        for _, run in groupby(path[:seen], key=_GROUP_OF):
+            self._close(list(run), reused=True)
         for node in path[:seen]:
-            self._close(node, reused=True)
             node.uses += 1
         known = path[seen - 1] if seen else None
         idle = self._idle_level(self._clock - known.last) if known is not None else 0
         fresh = self._length_level(len(path) - seen, _MAX_FRESH)
         fine = idle << 4 | self._length_level(len(path), _MAX_LENGTH)
         groups: dict[int, Group] = {}
-        for node in path[:-1]:
-            self._join(node, groups, min(node.uses, _MAX_USES) << 5 | fresh << 1 | 1, fine)
-        self._join(path[-1], groups, min(path[-1].uses, _MAX_USES) << 5 | fresh << 1, fine)
+        for uses, run in groupby(path[:-1], key=_USES_OF):
+            self._join(list(run), groups, min(uses, _MAX_USES) << 5 | fresh << 1 | 1, fine)
+        self._join(path[-1:], groups, min(path[-1].uses, _MAX_USES) << 5 | fresh << 1, fine)
         for group in groups.values():
             group.weight = group.open**-0.5
             self._groups[group] = None
@@ -115,12 +119,13 @@ class CostPolicy(ChainPolicy):
         """Octaves of the time the chain was idle, from an eighth of the capacity."""
         return min(1 + int(8 * age / max(self.capacity, 8)).bit_length(), _MAX_IDLE)
 
-    def _join(self, node: Node, groups: dict[int, Group], coarse: int, fine: int) -> None:
+    def _join(self, nodes: Sequence[Node], groups: dict[int, Group], coarse: int, fine: int) -> None:
         group = groups.get(coarse)
         if group is None:
             group = groups[coarse] = Group(PageClass(coarse, fine), self._clock)
-        group.open += 1
-        node.group = group
+        group.open += len(nodes)
+        for node in nodes:
+            node.group = group
 
     def _adopt(self, nodes: Sequence[Node]) -> None:
         above = nodes[0].parent.group if nodes[0].parent is not None else None
@@ -141,12 +146,13 @@ class CostPolicy(ChainPolicy):
             self._rescore()
 
     def _forget(self, node: Node) -> None:
-        self._close(node, reused=False)
+        self._close([node], reused=False)
 
-    def _close(self, node: Node, *, reused: bool) -> None:
-        group = node.group
+    def _close(self, nodes: Sequence[Node], *, reused: bool) -> None:
+        """The wait of pages of one group is over: pages of one request were mostly touched together before."""
+        group = nodes[0].group
         assert isinstance(group, Group)
-        self._model.end(group, self._clock - group.last, reused=reused)
-        group.open -= 1
+        self._model.end(group, len(nodes), self._clock - group.last, reused=reused)
+        group.open -= len(nodes)
         if not group.open:
             self._groups.pop(group, None)

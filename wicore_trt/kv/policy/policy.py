@@ -1,4 +1,4 @@
-"""What leaves a KV tier when it is full: the policy interface, the chain bookkeeping all policies share, LRU and LFU.
+"""What leaves a KV tier when it is full: the chain bookkeeping that all policies share, LRU and LFU.
 
 A policy knows keys and scores, never slots, bytes or reference counts; the tier that owns the pages asks it for
 victims and reports what it then removed. One instance serves one tier (device, host or disk) of one layer group.
@@ -11,7 +11,6 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence, Set
-from typing import Protocol
 
 Key = Hashable
 NEUTRAL_SIGNAL = 1.0
@@ -23,36 +22,6 @@ _MANY_GHOSTS = 1 << 18
 def ghost_limit(capacity: int) -> int:
     """How many pages outside the tier a policy with a memory keeps: four cache-fulls, fewer in very large tiers."""
     return min(_GHOSTS_PER_PAGE * capacity, max(capacity, _MANY_GHOSTS))
-
-
-class EvictionPolicy(Protocol):
-    """What a tier manager calls. Keys of a chain are given first page first."""
-
-    def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
-        """A request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the attention
-        mass that page i received since its last touch, relative to an average page (1.0 when not measured)."""
-
-    def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        """These consecutive pages came into the tier. `parent` is the page before the first one; it is needed only for
-        keys that no `touch` has shown yet (generated pages)."""
-
-    def remove(self, key: Key) -> None:
-        """The page left the tier (evicted, promoted or found corrupt)."""
-
-    def pin(self, keys: Sequence[Key]) -> None:
-        """Never offer these pages until `unpin`. Pins count."""
-
-    def unpin(self, keys: Sequence[Key]) -> None: ...
-
-    def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
-        """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
-        leave fewer. Changes nothing: the caller evicts and reports each page with `remove`."""
-
-    def __len__(self) -> int:
-        """Pages in the tier."""
-        ...
-
-    def __contains__(self, key: Key) -> bool: ...
 
 
 class Node:
@@ -77,7 +46,8 @@ class Node:
 
 
 class ChainPolicy(ABC):
-    """Chains, ghosts, pins and a heap of the pages that may leave; a subclass says how much a page is worth.
+    """Chains, ghosts, pins and a heap of the pages that may leave; a subclass says how much a page is worth. Keys of a
+    chain are given first page first.
 
     Only pages without resident children and pins are in the heap. Entries are outdated by `version` and dropped when
     met, so that touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts
@@ -113,6 +83,8 @@ class ChainPolicy(ABC):
         self.capacity = capacity
 
     def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
+        """A request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the attention
+        mass that page i received since its last touch, relative to an average page (1.0 when not measured)."""
         if not keys:
             return
         self._drop_ghosts()
@@ -128,6 +100,8 @@ class ChainPolicy(ABC):
                 self._ghosts.move_to_end(node.key)
 
     def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
+        """These consecutive pages came into the tier. `parent` is the page before the first one; it is needed only for
+        keys that no `touch` has shown yet (generated pages)."""
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
             self._clock += self._clock_per_page
@@ -170,6 +144,7 @@ class ChainPolicy(ABC):
         """Pages came in together that no request looked up: a generated one, or all pages after a restart."""
 
     def remove(self, key: Key) -> None:
+        """The page left the tier (evicted, promoted or found corrupt)."""
         node = self._nodes[key]
         assert node.resident, "a page was removed twice"
         node.resident = False
@@ -182,6 +157,7 @@ class ChainPolicy(ABC):
             self._offer(node.parent)
 
     def pin(self, keys: Sequence[Key]) -> None:
+        """Never offer these pages until `unpin`. Pins count."""
         for key in keys:
             self._nodes[key].pins += 1
 
@@ -193,6 +169,8 @@ class ChainPolicy(ABC):
             self._offer(node)
 
     def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
+        """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
+        leave fewer. Changes nothing: the caller evicts and reports each page with `remove`."""
         taken: list[Node] = []
         popped: list[tuple[float, int, int, Node]] = []
         lost: dict[Node, int] = {}

@@ -77,9 +77,9 @@ class ReuseModel:
         """Whether `index` means something yet."""
         return bool(self._default)
 
-    def end(self, group: Group, age: float, *, reused: bool) -> None:
-        """A page of `group` was reused, or forgotten unused, `age` after its last touch."""
-        bin_, weight, kind = self._bin(age), group.weight, group.page_class
+    def end(self, group: Group, pages: int, age: float, *, reused: bool) -> None:
+        """So many pages of `group` were reused, or forgotten unused, `age` after their last touch."""
+        bin_, weight, kind = self._bin(age), pages * group.weight, group.page_class
         coarse = self._coarse.get(kind.coarse)
         if coarse is None:
             coarse = self._coarse[kind.coarse] = _Table()
@@ -92,7 +92,7 @@ class ReuseModel:
         if expected is not None:
             fine[0] += weight if reused else 0.0
             fine[1] += weight * expected[bin_]
-        self.observed += 1
+        self.observed += pages
 
     def index(self, kind: PageClass, age: float) -> float:
         """Rank of keeping a page of this class and age: expected reuses per unit of clock, up to a factor of two."""

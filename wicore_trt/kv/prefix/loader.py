@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
@@ -32,7 +33,22 @@ MAX_CANDIDATES = 4
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
+PROBE_BYTES, PROBE_READS = 64 << 20, 8
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
+
+
+class _Sum:
+    """What a copier calls when one of `count` copies of `size` bytes is over; the last one puts what all took."""
+
+    def __init__(self, count: int, size: int, queue: SimpleQueue[tuple[int, float]] | None) -> None:
+        self._left, self._bytes, self._queue = count, count * size, queue
+        self._seconds = 0.0
+
+    def __call__(self, digest: bytes | None, seconds: float) -> None:
+        self._left -= 1
+        self._seconds += seconds
+        if not self._left and self._queue is not None:
+            self._queue.put((self._bytes, self._seconds))
 
 
 @dataclass(slots=True)
@@ -65,7 +81,25 @@ class PrefixLoader:
         self._host_meter = TierMeter(HOST_PRIOR)
         self._disk_meter = TierMeter(DISK_PRIOR)
         self._host_read = (0, 0.0)
+        self._probed: SimpleQueue[tuple[int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
+
+    def probe(self) -> None:
+        """Before the first request: rate the link by copies into slots that nobody has, and the disk by bringing some
+        of what it kept to host memory. Both go on beside what follows."""
+        group = self._manager.chain_group
+        page_bytes, pool, host = self._page_bytes[group], self._manager.pools[group], self.tiers.transfers.host
+        buffers = host.scratch(page_bytes)
+        count = min(PROBE_BYTES // page_bytes, pool.num_pages, len(buffers))
+        if count * page_bytes >= MEASURED_BYTES:
+            for kept in (False, True):  # the first time warms up
+                done = _Sum(count, page_bytes, self._probed if kept else None)
+                for slot in range(count):
+                    self.tiers.transfers.movers.copier.to_device(group, slot, buffers[slot], done)
+                self.tiers.transfers.movers.copier.flush()
+        if self.tiers.disk is not None:
+            items = [LoadItem(page, -1) for page in self.tiers.disk.newest(PROBE_READS)]
+            self.tiers.begin(PrefixLoad(0, 0, items))
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
@@ -75,6 +109,8 @@ class PrefixLoader:
         if not candidates:
             return None
         now = self._clock()
+        while not self._probed.empty():
+            self._host_meter.observe(*self._probed.get_nowait(), now=now)
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.policy.policy import ChainPolicy
-from wicore_trt.kv.study.belady import BeladyPolicy, next_uses
+from wicore_trt.kv.policy.policy import ChainPolicy, Node
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
-TIERS = ("device", "host", "disk")
+_NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +199,32 @@ def recompute_cost(depth: int) -> float:
     at the start (2 x 25.6e9 for the weights, 4 x 4,096 per key and layer for attention: 52 windows, 10 full)."""
     position = (depth + 0.5) * BLOCK_TOKENS
     return 1.0 + (52 * 16_384 * min(position, 1024.0) + 10 * 16_384 * position) / 51.2e9
+
+
+def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each page of each request, the index of the next request that contains it."""
+    coming: dict[int, int] = {}
+    uses: list[list[int]] = [[] for _ in chains]
+    for i in range(len(chains) - 1, -1, -1):
+        uses[i] = [coming.get(page, _NEVER) for page in chains[i]]
+        for page in chains[i]:
+            coming[page] = i
+    return uses
+
+
+class BeladyPolicy(ChainPolicy):
+    """Evicts the page whose next use is farthest: an optimum that no server can have. `future` is `next_uses` of the
+    trace that is replayed; `touch` is called once per request of it, in order. A page's next use is never later than
+    its child's, so "leaf first" and "farthest first" agree and contiguous hits are optimal up to ties among pages of
+    unequal chains."""
+
+    def __init__(self, capacity: int, future: list[list[int]]) -> None:
+        super().__init__(capacity)
+        self._future = iter(future)
+
+    def _score(self, node: Node) -> float:
+        return -node.uses
+
+    def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
+        for node, use in zip(path, next(self._future), strict=True):
+            node.uses = use

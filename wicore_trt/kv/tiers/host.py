@@ -7,17 +7,20 @@ Invariant: a checksum covers the page's identity and every byte of its buffers, 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from collections.abc import Mapping, Sequence
-
-import xxhash
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 
 ALIGNMENT = 4096
-POPULATE_BYTES = 64 << 20
+PIECE_BYTES = 256 << 20
+BACKERS = 8
+"""Threads: clearing memory takes a core each."""
+MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 
 
@@ -58,40 +61,90 @@ class HostTier:
         size = self.slot_bytes
         return [self._slab[slot * size : (slot + 1) * size] for slot in copy.slots]
 
-    def payload(self, copy: TierCopy) -> list[memoryview]:
-        """The slots of a copy cut to the page's bytes; the device reads and writes these. Clears the rest of the last
-        slot of a copy that is to be written."""
+    def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
+        """The slots of a copy cut to the page's bytes; the device reads and writes these. `clear`: what a page leaves
+        of its last slot may hold another tenant's bytes, and goes to disk with it."""
         parts = self.buffers(copy)
         rest = self._page_bytes[copy.page.group] - self.slot_bytes * (len(parts) - 1)
         if rest < self.slot_bytes:
-            # what a page leaves of its last slot may hold another tenant's bytes, and goes to disk with it
-            if not copy.ready:
+            if clear:
                 parts[-1][rest:] = bytes(self.slot_bytes - rest)
             parts[-1] = parts[-1][:rest]
         return parts
+
+    def scratch(self, page_bytes: int) -> list[list[memoryview]]:
+        """Buffers for pages of this size, before any page is stored: they are the memory of the first slots."""
+        size, each = self.slot_bytes, div_ceil(page_bytes, self.slot_bytes)
+        found = []
+        for first in range(0, min(self.index.free_slots, PIECE_BYTES // size) - each + 1, each):
+            parts = [self._slab[slot * size : (slot + 1) * size] for slot in range(first, first + each)]
+            parts[-1] = parts[-1][: page_bytes - (each - 1) * size]
+            found.append(parts)
+        return found
 
     def bytes_of(self, page: Page) -> int:
         return self._page_bytes[page.group]
 
 
-def populate(slab: memoryview) -> None:
-    """Have the system back a slab with memory now, in a thread of its own: the first touch of fresh memory costs four
-    times a copy, and requests would pay for it. Contents stay; a system that cannot do it does nothing."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(slab))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+class Backing:
+    """Has the system put memory behind a slab, in threads, piece by piece, and lock it: the first touch of fresh memory
+    costs four times a copy, and tens of GiB take long. Contents stay."""
 
-    def work() -> None:
-        for offset in range(0, len(slab), POPULATE_BYTES):
-            if libc.madvise(address + offset, min(POPULATE_BYTES, len(slab) - offset), MADV_POPULATE_WRITE):
+    def __init__(self, slab: memoryview, slot_bytes: int, pin: Callable[[memoryview], bool]) -> None:
+        """Takes the first piece at once. `locked`: `pin`, which any thread may call, locked it, so that a slot is of
+        use once `start` has told of it; else memory is of use before it is there, and nothing is told."""
+        self._slab, self._slot_bytes, self._pin = slab, slot_bytes, pin
+        self._piece = max(1, PIECE_BYTES // slot_bytes) * slot_bytes
+        self._advise(0, len(slab), MADV_HUGEPAGE)
+        self._left = iter(range(0, len(slab), self._piece))
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._tell: Callable[[int, int], None] = lambda first, stop: None
+        first = self._slab[: self._piece]
+        self.locked = pin(first)
+        if self.locked:
+            next(self._left)
+        self.ready = len(first) // slot_bytes if self.locked else len(slab) // slot_bytes
+        """Slots that are of use now."""
+
+    def start(self, tell: Callable[[int, int], None]) -> None:
+        """Go on with the rest; `tell(first, stop)` hears, in a thread, of slots that are locked."""
+        self._tell = tell
+        pieces = div_ceil(len(self._slab), self._piece) - self.locked
+        for number in range(min(pieces, BACKERS, os.cpu_count() or 1)):
+            thread = threading.Thread(target=self._work, name=f"wicore-kv-memory-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Stop after the pieces that are under way."""
+        with self._lock:
+            self._left = iter(range(0))
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                begin = next(self._left, None)
+            if begin is None:
                 return
+            piece = self._slab[begin : begin + self._piece]
+            self._advise(begin, len(piece), MADV_POPULATE_WRITE)
+            if self.locked:
+                self._pin(piece)  # what cannot be locked is of use all the same: copies of it are slow
+                self._tell(begin // self._slot_bytes, (begin + len(piece)) // self._slot_bytes)
 
-    threading.Thread(target=work, name="wicore-kv-populate", daemon=True).start()
+    def _advise(self, begin: int, count: int, advice: int) -> None:
+        """A system that cannot do it does nothing."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._slab))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        libc.madvise(address + begin, count, advice)
 
 
-def checksum(page: Page, parts: Sequence[memoryview]) -> bytes:
-    """XXH3 (128 bit) over a page's identity and bytes. Runs at memory speed and lets other threads run."""
-    state = xxhash.xxh3_128(page.key + page.tenant + page.index.to_bytes(8, "little") + page.group.encode())
-    for part in parts:
-        state.update(part)
+def checksum(page: Page, digest: bytes) -> bytes:
+    """Of a page's identity and the digest of its bytes."""
+    state = blake2b(digest, digest_size=16, key=page.key, person=b"wicore-kv-page")
+    state.update(page.tenant + page.index.to_bytes(8, "little") + page.group.encode())
     return state.digest()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, LRUPolicy
@@ -65,6 +66,7 @@ class TierIndex:
         self._pin_slots = int(pin_share * num_slots)
         self._on_evict = on_evict
         self._free = list(range(num_slots - 1, -1, -1))
+        self._coming = 0
         self._nodes: dict[Key, TierNode] = {}
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
         self._lost: set[TierCopy] = set()
@@ -75,7 +77,28 @@ class TierIndex:
 
     @property
     def used_slots(self) -> int:
-        return self.num_slots - len(self._free)
+        return self.num_slots - len(self._free) - self._coming
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def newest(self, count: int) -> list[Page]:
+        """Pages of the primary group that can be read, the newest first, among as many nodes."""
+        nodes = islice(reversed(self._nodes.values()), count)
+        copies = (node.copies.get(self.primary) for node in nodes)
+        return [copy.page for copy in copies if copy is not None and copy.ready]
+
+    def withhold(self, first: int) -> None:
+        """Slots from `first` on are not to be used before `grow` names them: they have no memory yet."""
+        assert not self._nodes and not self._coming
+        self._free = list(range(first - 1, -1, -1))
+        self._coming = self.num_slots - first
+
+    def grow(self, first: int, stop: int) -> None:
+        """Slots [first, stop), which were withheld, can be used."""
+        self._coming -= stop - first
+        self._free.extend(range(stop - 1, first - 1, -1))
 
     def get(self, group: str, key: bytes) -> TierCopy | None:
         """The copy of a page, in state WRITING or READY, or None."""
@@ -108,8 +131,8 @@ class TierIndex:
                 policy.add([page.key], page.parent)
                 if node.busy:
                     policy.pin([page.key])
-        node.spare = self.primary not in node.copies
         self._busy(node, 1)
+        self._set_spare(node, self.primary not in node.copies)
         above = self._nodes.get(page.parent) if page.parent is not None else None
         if page.key in self._holds and (above is None or above.held):
             self._try_hold(node)
@@ -296,8 +319,11 @@ class TierIndex:
         return tenant
 
     def _policies(self, tag: bytes) -> tuple[ChainPolicy, ...]:
+        if self._quota_slots >= self.num_slots:
+            return (self.policy,)
         order = self._tenant(tag).order
-        return (self.policy,) if order is None else (self.policy, order)
+        assert order is not None
+        return (self.policy, order)
 
     def _restore_shares(self, chains: Iterable[tuple[bytes, bytes | None, int]]) -> None:
         """Each tenant's own order of what was restored; what passes its quota leaves by it."""
@@ -315,10 +341,13 @@ class TierIndex:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
-        if self.primary in node.copies and (before == 0) != (node.busy == 0):
+        if (before == 0) == (node.busy == 0):
+            return
+        if self.primary in node.copies:
             for policy in self._policies(node.tenant):
                 (policy.unpin if before else policy.pin)([node.key])
-        self._set_spare(node, node.spare)
+        if node.spare:
+            self._set_spare(node, True)
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
         node.spare = spare
@@ -371,9 +400,9 @@ class TierIndex:
             self.unsaved_slots -= count
         if node.held:
             self.held_slots -= count
-        node.spare = bool(node.copies) and self.primary not in node.copies
         # the copy's own writer or readers no longer count for the node
         self._busy(node, -copy.readers - (copy.state is CopyState.WRITING))
+        self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
         if not node.copies:
             del self._nodes[page.key]
             if not tenant.slots:
@@ -389,7 +418,7 @@ class TierIndex:
         """Assert the invariant of this module and the counters."""
         copies = list(self.copies())
         slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
-        assert len(slots) == self.num_slots and len(set(slots)) == self.num_slots, "a slot is lost or shared"
+        assert len(slots) == len(set(slots)) == self.num_slots - self._coming, "a slot is lost or shared"
         assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
         assert all(c.state is CopyState.LOST for c in self._lost)
         for key, node in self._nodes.items():

@@ -1,8 +1,7 @@
 """What moves and checks pages, what it moved, and the mailbox for its reports: common to the way down and the way up.
 
 It must not decide what moves. Invariants: whatever happens on another thread comes back through the mailbox; seconds
-of traffic are those in which at least one copy of the direction was under way, so that bytes / seconds is a rate
-however many copies overlap.
+of traffic are those of moving alone, without waiting for steps or for each other, so that bytes / seconds is a rate.
 """
 
 from __future__ import annotations
@@ -27,19 +26,16 @@ class Traffic:
         self.read_bytes = self.write_bytes = 0
         self.read_seconds = self.write_seconds = 0.0
         self.failures: Counter[str] = Counter()
-        self._read_until = self._written_until = 0.0
 
-    def read(self, count: int, begun: float, ended: float) -> None:
-        """A copy towards the device; copies end in the order in which they begin."""
+    def read(self, count: int, seconds: float) -> None:
+        """A copy towards the device."""
         self.read_bytes += count
-        self.read_seconds += max(0.0, ended - max(begun, self._read_until))
-        self._read_until = max(ended, self._read_until)
+        self.read_seconds += seconds
 
-    def wrote(self, count: int, begun: float, ended: float) -> None:
+    def wrote(self, count: int, seconds: float) -> None:
         """A copy into the tier."""
         self.write_bytes += count
-        self.write_seconds += max(0.0, ended - max(begun, self._written_until))
-        self._written_until = max(ended, self._written_until)
+        self.write_seconds += seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +52,10 @@ class Movers:
     host_traffic: Traffic = field(default_factory=Traffic)
     disk_traffic: Traffic = field(default_factory=Traffic)
 
-    def digest(self, copy: TierCopy) -> bytes:
-        """Checksum of what a host copy's buffers hold now. Any thread."""
-        return checksum(copy.page, self.host.buffers(copy))
+    def checksum(self, copy: TierCopy) -> bytes:
+        """Of what a host copy's buffers hold now. Any thread."""
+        return checksum(copy.page, self.copier.digest(self.host.payload(copy)))
 
     def is_right(self, copy: TierCopy) -> bool:
         """Whether no bit of a host copy flipped since it was stored. Any thread."""
-        return self.digest(copy) == copy.checksum
+        return self.checksum(copy) == copy.checksum

@@ -34,10 +34,11 @@ class Stage(enum.Enum):
     WAITING = "waiting"
     """It waits for another move that fills the host's copy."""
     HERE = "here"
-    """It is in host memory, verified and held for whoever asked."""
+    """It is in host memory, held for whoever asked, and verified unless the device does that."""
     PLACING = "placing"
     """Its bytes go from host memory to the device."""
     PLACED = "placed"
+    """It is on the device, verified."""
     FAILED = "failed"
     RELEASED = "released"
     ENDED = "ended"
@@ -64,15 +65,14 @@ class Move:
 
 @dataclass(slots=True, eq=False)
 class Store(Move):
-    """A page of the device on its way to a host copy; times are of time.perf_counter."""
+    """A page of the device on its way to a host copy. CHECKING only where the device does not compute digests."""
 
     LEGAL: ClassVar[Table] = {
-        Stage.COPYING: frozenset({Stage.CHECKING}),
+        Stage.COPYING: frozenset({Stage.CHECKING, Stage.ENDED}),
         Stage.CHECKING: frozenset({Stage.ENDED}),
         Stage.ENDED: frozenset(),
     }
     copy: TierCopy
-    begun: float
     stage: Stage = Stage.COPYING
 
 
@@ -101,14 +101,15 @@ class Read(Move):
 
 @dataclass(slots=True, eq=False)
 class Fetch(Move):
-    """A page that somebody asked for. It is put into `inbox` whenever it got HERE, PLACED or FAILED. From HERE until
-    PLACED or RELEASED the host's `copy` is held. `unwanted`: it is released when it gets here."""
+    """A page that somebody asked for. It is put into `inbox` whenever it got HERE, PLACED or FAILED; after PLACING it
+    may be HERE or FAILED, when what came to the device was not the page. From HERE until PLACED or RELEASED the host's
+    `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's."""
 
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
         Stage.CHECKING: frozenset({Stage.HERE, Stage.WAITING}),
         Stage.HERE: frozenset({Stage.PLACING, Stage.RELEASED}),
-        Stage.PLACING: frozenset({Stage.PLACED}),
+        Stage.PLACING: frozenset({Stage.PLACED, Stage.WAITING}),
         Stage.PLACED: frozenset(),
         Stage.FAILED: frozenset(),
         Stage.RELEASED: frozenset(),
@@ -118,7 +119,7 @@ class Fetch(Move):
     copy: TierCopy | None = None
     stage: Stage = Stage.WAITING
     unwanted: bool = False
-    begun: float = 0.0
+    wrong: int = 0
 
     @property
     def held(self) -> TierCopy:
@@ -127,19 +128,20 @@ class Fetch(Move):
         return self.copy
 
 
-# --- reports of other threads; `at` is of time.perf_counter ----------------------------------------------------------
+# --- reports of other threads; `digest` and `seconds` as `executor.Done` has them ------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
     move: Store
-    at: float
+    digest: bytes | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
     moves: Sequence[Store]
-    digests: Sequence[bytes]
+    checksums: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,17 @@ class Checked:
 @dataclass(frozen=True, slots=True)
 class Placed:
     move: Fetch
-    at: float
+    digest: bytes | None
+    seconds: float
 
 
-Report = Copied | Hashed | Saved | HaveRead | Checked | Placed
+@dataclass(frozen=True, slots=True)
+class Backed:
+    """Host slots [first, stop) have memory."""
+
+    first: int
+    stop: int
+
+
+Report = Copied | Hashed | Saved | HaveRead | Checked | Placed | Backed
 Mailbox = SimpleQueue[Report]

@@ -166,6 +166,7 @@ class LowerTiers:
                     load.fail(item)
                     break
         self._loads = [load for load in self._loads if not load.finished]
+        self.transfers.movers.copier.flush()
 
     def _take_in(self) -> None:
         """Go on with what arrived, in host memory or on the device."""

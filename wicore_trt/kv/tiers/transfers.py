@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, assert_never
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.host import HostTier, populate
+from wicore_trt.kv.tiers.host import Backing, HostTier
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.movers import Movers, Traffic
-from wicore_trt.kv.tiers.moves import Checked, Copied, Fetch, Hashed, HaveRead, Placed, Report, Saved
+from wicore_trt.kv.tiers.moves import Backed, Checked, Copied, Fetch, Hashed, HaveRead, Placed, Report, Saved
 from wicore_trt.kv.tiers.way_down import WayDown
 from wicore_trt.kv.tiers.way_up import WayUp
 from wicore_trt.runtime.executor import PageCopier
@@ -41,17 +41,20 @@ def open_transfers(
     stored: Callable[[str, Page], None] = lambda tier, page: None,
 ) -> Transfers:
     """Transfers over a fresh slab of `num_slots` host slots, pinned if the copier can, and over what `store` recovers.
-    `index(tier, slots)` makes the books of "host" and "disk"; the rest as in `Transfers`."""
+    The host tier grows while its memory is pinned. `index(tier, slots)` makes the books of "host" and "disk"; the rest
+    as in `Transfers`."""
     slab = aligned_buffer(num_slots * slot_bytes)
-    if not copier.pin(slab):
-        populate(slab)
-    host = HostTier(index("host", num_slots), slab, slot_bytes, page_bytes)
+    backing = Backing(slab, slot_bytes, copier.pin)
+    books = index("host", num_slots)
+    if backing.ready < num_slots:
+        books.withhold(backing.ready)
+    host = HostTier(books, slab, slot_bytes, page_bytes)
     disk = None
     if store is not None:
         books = index("disk", store.num_slots)
         books.restore(store.recover())
         disk = (books, store)
-    return Transfers(host, disk, copier, save_early=save_early, stored=stored)
+    return Transfers(host, disk, copier, save_early=save_early, stored=stored, backing=backing)
 
 
 class Transfers:
@@ -67,11 +70,15 @@ class Transfers:
         *,
         save_early: bool,
         stored: Callable[[str, Page], None] = lambda tier, page: None,
+        backing: Backing | None = None,
     ) -> None:
         checker = ThreadPoolExecutor(1, thread_name_prefix="wicore-kv-checksum")
         self.movers = Movers(host, disk, copier, stored, SimpleQueue(), checker)
         self.down = WayDown(self.movers, save_early=save_early)
         self.up = WayUp(self.movers)
+        self._backing = backing
+        if backing is not None:
+            backing.start(lambda first, stop: self.movers.mailbox.put(Backed(first, stop)))
 
     @property
     def host(self) -> HostTier:
@@ -116,12 +123,13 @@ class Transfers:
         self.down.save(copy)
 
     def fetch(self, page: Page, inbox: deque[Fetch]) -> Fetch | None:
-        """Bring a page to the host and verify it; it is put into `inbox` when it is HERE or FAILED, maybe at once.
+        """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
         None when the disk's queue or the host is full just now."""
         return self.up.fetch(page, inbox)
 
     def place(self, fetch: Fetch, slot: int) -> None:
-        """Copy a page that is HERE into a device slot; it is put into its inbox again when it is PLACED."""
+        """Copy a page that is HERE into a device slot, soon; it is put into its inbox again when it is PLACED, HERE
+        once more from another tier, or FAILED."""
         self.up.place(fetch, slot)
 
     def release(self, fetch: Fetch) -> None:
@@ -144,11 +152,13 @@ class Transfers:
             found = True
         self.down.hash_copied()
         self.down.save_some()
+        self.movers.copier.flush()
         return found
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until another thread reports something, at most `timeout_s` seconds; then apply what there is."""
         self._check_copier()
+        self.movers.copier.flush()
         self.down.hash_copied()
         report = self._next_report(timeout_s)
         while report is not None:
@@ -165,10 +175,11 @@ class Transfers:
     def _apply(self, report: Report) -> None:
         match report:
             case Copied():
-                self.down.copied(report.move, report.at)
+                if self.down.copied(report.move, report.digest, report.seconds):
+                    self.up.answer(report.move.copy)
             case Hashed():
-                for move, digest in zip(report.moves, report.digests, strict=True):
-                    if self.down.hashed(move, digest):
+                for move, found in zip(report.moves, report.checksums, strict=True):
+                    if self.down.stored(move, found):
                         self.up.answer(move.copy)
             case Saved():
                 self.down.saved(report.move, report.outcome, report.seconds)
@@ -178,7 +189,9 @@ class Transfers:
             case Checked():
                 self.up.checked(report.move, report.right)
             case Placed():
-                self.up.placed(report.move, report.at)
+                self.up.placed(report.move, report.digest, report.seconds)
+            case Backed():
+                self.host.index.grow(report.first, report.stop)
             case _:
                 assert_never(report)
 
@@ -209,6 +222,8 @@ class Transfers:
         try:
             self.wait_idle(timeout_s)
         finally:
+            if self._backing is not None:
+                self._backing.close()
             self.movers.checker.shutdown(wait=True)
             if self.disk is not None:
                 self.disk[1].close(max(0.0, end - time.monotonic()))

@@ -14,6 +14,7 @@ from functools import partial
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.host import checksum
 from wicore_trt.kv.tiers.index import CopyState, TierCopy
 from wicore_trt.kv.tiers.movers import Movers
 from wicore_trt.kv.tiers.moves import Copied, Hashed, Save, Saved, Stage, Store
@@ -55,19 +56,24 @@ class WayDown:
             return None
         if private:
             index.mark_saved(copy)
-        move = Store(copy, time.perf_counter())
+        move = Store(copy)
         self.outstanding += 1
-        movers.copier.to_host(page.group, slot, movers.host.payload(copy), partial(self._post_copied, move))
+        parts = movers.host.payload(copy, clear=True)
+        movers.copier.to_host(page.group, slot, parts, partial(self._post_copied, move))
         return copy
 
-    def _post_copied(self, move: Store) -> None:
-        self._movers.mailbox.put(Copied(move, time.perf_counter()))
+    def _post_copied(self, move: Store, digest: bytes | None, seconds: float) -> None:
+        self._movers.mailbox.put(Copied(move, digest, seconds))
 
-    def copied(self, move: Store, at: float) -> None:
-        """Its bytes are in host memory."""
+    def copied(self, move: Store, digest: bytes | None, seconds: float) -> bool:
+        """Its bytes are in host memory; true when it is ready."""
+        page = move.copy.page
+        self._movers.host_traffic.wrote(self._movers.host.bytes_of(page), seconds)
+        if digest is not None:
+            return self.stored(move, checksum(page, digest))
         move.go(Stage.CHECKING)
-        self._movers.host_traffic.wrote(self._movers.host.bytes_of(move.copy.page), move.begun, at)
         self._to_hash.append(move)
+        return False
 
     def hash_copied(self) -> None:
         """Hand what was copied since to the checksum thread, all at once: waking it costs more than one page."""
@@ -76,14 +82,14 @@ class WayDown:
             self._movers.checker.submit(self._hash, moves)
 
     def _hash(self, moves: list[Store]) -> None:
-        self._movers.mailbox.put(Hashed(moves, [self._movers.digest(move.copy) for move in moves]))
+        self._movers.mailbox.put(Hashed(moves, [self._movers.checksum(move.copy) for move in moves]))
 
-    def hashed(self, move: Store, digest: bytes) -> bool:
+    def stored(self, move: Store, found: bytes) -> bool:
         """The end of a store; false when its copy was dropped meanwhile."""
         move.go(Stage.ENDED)
         self.outstanding -= 1
         copy, index = move.copy, self._movers.host.index
-        copy.checksum = digest
+        copy.checksum = found
         index.commit(copy)
         if not copy.ready:
             return False

@@ -1,7 +1,8 @@
 """The way up: pages of the disk to host memory, and of host memory to whoever asked for them or to the device.
 
 Runs on the engine thread but for what it hands to the movers. It must not know loads or sequences. Invariant: a page
-is HERE only after its bytes matched its identity, whichever way they came, and each fetch ends.
+is PLACED only after its bytes matched its identity, whichever way they came, and each fetch ends. Where the device
+computes digests, they are those on the device; elsewhere a page is HERE only after its bytes in host memory matched.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from functools import partial
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.tiers.host import checksum
 from wicore_trt.kv.tiers.index import CopyState, TierCopy
 from wicore_trt.kv.tiers.movers import Movers
 from wicore_trt.kv.tiers.moves import Checked, Fetch, HaveRead, Placed, Read, Stage
+
+MAX_WRONG = 2
+"""A page whose bytes were wrong so often is given up: it may be the way to the device that changes them."""
 
 
 class WayUp:
@@ -41,9 +46,12 @@ class WayUp:
         if copy is None:
             return self._read(fetch)
         if copy.ready:
-            fetch.go(Stage.CHECKING)
             fetch.copy = copy
             index.acquire(copy)
+            if self._movers.copier.checks:
+                self._here(fetch)
+                return True
+            fetch.go(Stage.CHECKING)
             self.outstanding += 1
             self._movers.checker.submit(self._check, fetch, copy)
         else:
@@ -56,18 +64,23 @@ class WayUp:
     def checked(self, fetch: Fetch, right: bool) -> None:
         """Its bytes match its identity, or the page is looked for elsewhere."""
         self.outstanding -= 1
-        copy, index = fetch.copy, self._movers.host.index
-        assert copy is not None
         if right:
             self._here(fetch)
-            return
+        else:
+            self._wrong(fetch)
+
+    def _wrong(self, fetch: Fetch) -> None:
+        """The host's bytes are not the page's any more, or others came to the device: look for it elsewhere."""
+        copy, index = fetch.copy, self._movers.host.index
+        assert copy is not None
         self._movers.host_traffic.failures["corrupt"] += 1
         if copy.ready:
             index.drop(copy, "corrupt")
         index.release(copy)
         fetch.copy = None
         fetch.go(Stage.WAITING)
-        if not self._begin(fetch):
+        fetch.wrong += 1
+        if fetch.wrong > MAX_WRONG or not self._begin(fetch):
             self._fail(fetch)
 
     def _here(self, fetch: Fetch) -> None:
@@ -106,19 +119,21 @@ class WayUp:
     def place(self, fetch: Fetch, slot: int) -> None:
         """See `Transfers.place`."""
         fetch.go(Stage.PLACING)
-        fetch.begun = time.perf_counter()
         self.outstanding += 1
         parts = self._movers.host.payload(fetch.held)
         self._movers.copier.to_device(fetch.page.group, slot, parts, partial(self._post_placed, fetch))
 
-    def _post_placed(self, fetch: Fetch) -> None:
-        self._movers.mailbox.put(Placed(fetch, time.perf_counter()))
+    def _post_placed(self, fetch: Fetch, digest: bytes | None, seconds: float) -> None:
+        self._movers.mailbox.put(Placed(fetch, digest, seconds))
 
-    def placed(self, fetch: Fetch, at: float) -> None:
-        """Later steps see the page."""
-        fetch.go(Stage.PLACED)
+    def placed(self, fetch: Fetch, digest: bytes | None, seconds: float) -> None:
+        """Later steps see the page, if it is the right one."""
         self.outstanding -= 1
-        self._movers.host_traffic.read(self._movers.host.bytes_of(fetch.page), fetch.begun, at)
+        self._movers.host_traffic.read(self._movers.host.bytes_of(fetch.page), seconds)
+        if digest is not None and checksum(fetch.page, digest) != fetch.held.checksum:
+            self._wrong(fetch)
+            return
+        fetch.go(Stage.PLACED)
         self._movers.host.index.release(fetch.held)
         fetch.inbox.append(fetch)
 
@@ -150,7 +165,7 @@ class WayUp:
 
     def _post_read(self, move: Read, begun: float, outcome: Outcome) -> None:
         if outcome is Outcome.OK:
-            move.copy.checksum = self._movers.digest(move.copy)  # on the disk's thread, which has the time
+            move.copy.checksum = self._movers.checksum(move.copy)  # on the disk's thread, which has the time
         self._movers.mailbox.put(HaveRead(move, outcome, time.perf_counter() - begun))
 
     def have_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:

@@ -1,0 +1,34 @@
+"""Finds and opens libwicore_cpu, the native CPU kernels (plugins/cpu).
+
+It must not know what the functions do. Invariant: a library of another interface version is never used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+import wicore_trt
+
+ABI = 2
+LIBRARY = "libwicore_cpu.so"
+
+log = logging.getLogger(__name__)
+
+
+def open_library(path: Path | None = None) -> ctypes.CDLL | None:
+    """The library installed with this package (or the one at `path`); None when it was not built or does not fit.
+    Never raises."""
+    for place in [path] if path else [Path(root) / "_native" / LIBRARY for root in wicore_trt.__path__]:
+        if not place.is_file():
+            continue
+        try:
+            library = ctypes.CDLL(str(place))
+            library.wicore_cpu_abi.restype = ctypes.c_int64
+            if (abi := library.wicore_cpu_abi()) == ABI:
+                return library
+            log.warning("%s has interface version %d, this package needs %d: not used", place, abi, ABI)
+        except (OSError, AttributeError) as error:
+            log.warning("native CPU kernels not used: %s", error)
+    return None

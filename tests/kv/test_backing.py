@@ -1,0 +1,101 @@
+"""A host tier whose memory is locked piece by piece while it serves."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from campaign import Stack
+from copiers import PlainCopier
+
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.tiers import host
+from wicore_trt.kv.tiers.host import Backing
+
+SLOT = 4096
+
+
+def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(20):
+        slots, piece = random.randint(1, 40), random.randint(1, 15)
+        monkeypatch.setattr(host, "PIECE_BYTES", piece * SLOT + random.choice((0, 17)))
+        slab, lock, pinned = aligned_buffer(slots * SLOT), threading.Lock(), []
+
+        def pin(memory: memoryview, lock=lock, pinned=pinned) -> bool:
+            with lock:
+                pinned.append(memory)
+            return not pinned[1:] or random.random() < 0.7  # what cannot be locked later is of use all the same
+
+        slab[::SLOT] = bytes(range(slots))
+        backing, told = Backing(slab, SLOT, pin), []
+        assert backing.locked and backing.ready == min(piece, slots) and len(pinned) == 1
+
+        def tell(first: int, stop: int, lock=lock, told=told) -> None:
+            with lock:
+                told.extend(range(first, stop))
+
+        backing.start(tell)
+        for thread in backing._threads:
+            thread.join()
+        assert sorted(told) == list(range(backing.ready, slots))
+        assert sum(memory.nbytes for memory in pinned) == slots * SLOT
+        assert bytes(slab[::SLOT]) == bytes(range(slots)), "contents stay"
+        backing.close()
+
+
+def test_memory_that_need_not_be_locked_is_of_use_at_once() -> None:
+    backing = Backing(aligned_buffer(9 * SLOT), SLOT, lambda memory: False)
+    backing.start(lambda first, stop: pytest.fail("nothing is to be told"))
+    assert backing.ready == 9 and not backing.locked
+    backing.close()
+
+
+def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
+    begun, go = [], threading.Event()
+
+    def pin(memory: memoryview) -> bool:
+        begun.append(memory)
+        assert len(begun) == 1 or go.wait(20)
+        return True
+
+    backing = Backing(aligned_buffer(500 * SLOT), SLOT, pin)
+    backing.start(lambda first, stop: None)
+    closing = threading.Thread(target=backing.close)
+    while len(begun) < 2:
+        time.sleep(0.001)
+    closing.start()
+    while next(backing._left, None) is not None:
+        time.sleep(0.001)
+    go.set()
+    closing.join(20)
+    assert not closing.is_alive() and len(begun) <= 2 + host.BACKERS
+
+
+def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PIECE_BYTES", 16 * SLOT)
+    held = threading.Semaphore(1)
+
+    def pin(self: PlainCopier, memory: memoryview) -> bool:
+        return held.acquire(timeout=20)
+
+    monkeypatch.setattr(PlainCopier, "pin", pin)
+    stack = Stack(tmp_path, seed=3, host_slots=300)
+    index = stack.tiers.host
+    sizes = []
+    for _ in range(30):
+        stack.serve(2)
+        index.check_integrity()
+        sizes.append(index.num_slots - index._coming)
+        held.release()
+    for _ in range(40):
+        held.release()
+    while index._coming:
+        stack.transfers.wait(0.05)
+    assert sizes[0] == 16 and stack.wrong == 0
+    stack.serve(4)
+    stack.check_idle()
+    stack.close()

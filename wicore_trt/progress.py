@@ -1,0 +1,25 @@
+"""How far a long piece of work is: what whoever asks for it gives, to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""progress(phase, done, total): `done` of `total` in the phase's own unit (bytes, or tensors)."""
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """The `Progress` of nobody."""
+
+
+def counted(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
+    """A function that takes how many more of `total` are done, and reports the sum."""
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(phase, done, total)
+
+    moved(0)
+    return moved
