@@ -1,7 +1,7 @@
 """Triton's types, made quick for its interpreter: what a shape or a dtype says is worked out once.
 
 By itself the interpreter does that for every value, which took half of its time. It must not know kernels. Invariant:
-values and types are what Triton 3.6 makes of the same arguments, errors included.
+values and types are what Triton 3.6 makes of the same arguments, errors included (but 2.0 is taken for 2).
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ ELEMENTS = (*SCALARS, tl.pointer_type(tl.float32), tl.pointer_type(tl.int8))
 
 
 def shapes() -> list[Any]:
-    sizes = [random.choices((1, 2, 16, 64), k=random.randint(1, 4)) for _ in range(20)]
+    rng = random.Random(1)
+    sizes = [rng.choices((1, 2, 16, 32), k=rng.randint(1, 4)) for _ in range(20)]  # at most 2**20 elements
     return [*sizes, *(tl.core.tuple(s) for s in sizes), *([tl.constexpr(n) for n in s] for s in sizes)]
 
 
@@ -57,7 +58,7 @@ def test_types_of_blocks_and_their_values(element: Any) -> None:
     assert quick_types.np_dtype(element) == interpreter._get_np_dtype(element)
 
 
-@pytest.mark.parametrize("shape", [[], [3], [2.0], [2048, 1024], (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [[], [3], [2.5], [2048, 1024], (2, 2)], ids=str)
 def test_what_is_no_shape_is_none(shape: Any) -> None:
     errors = []
     for make in (quick_types.block_type_init, tl.block_type.__init__):
