@@ -90,9 +90,16 @@ class Engine:
         self.open()
         self.counts["restart"] += 1
 
+    def forget_device(self) -> None:
+        """As when others filled it."""
+        for pool in self.scheduler.manager.pools.values():
+            pool.clear()
+
     def misjudge(self) -> None:
         """What the meters say need not be so: loading seems to take about as long as computing, so plans are splits."""
         tokens_per_s = self.rng.choice([60.0, 300.0, 2000.0])
+        while not self.loader._probed.empty():
+            self.loader._probed.get_nowait()
         self.scheduler.prefill.__init__()
         self.scheduler.prefill.observe([(0, 64)], 64 / tokens_per_s)
         for name, prior in (("_host_meter", HOST_PRIOR), ("_disk_meter", DISK_PRIOR)):
@@ -132,9 +139,14 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Cou
     questions = [encode(f" Number {i}:", add_bos=False) for i in range(40)]
     engine = Engine(path, engine_270m, rng)
     asked = 0
-    while asked < conversations:
+    # how long things take on this machine says what is split
+    while asked < conversations or (
+        asked < 10 * conversations and not (engine.counts["split"] and engine.counts["jump"])
+    ):
         if asked and rng.random() < 0.08:
             engine.restart()
+        if rng.random() < 0.6:
+            engine.forget_device()
         if rng.random() < 0.7:
             engine.misjudge()
         batch = {f"c{asked + k}": rng.choice(texts) + rng.choice(questions) for k in range(rng.choice([1, 1, 1, 3]))}

@@ -98,8 +98,9 @@ class PrefixLoader:
                     self.tiers.transfers.movers.copier.to_device(group, slot, buffers[slot], done)
                 self.tiers.transfers.movers.copier.flush()
         if self.tiers.disk is not None:
-            items = [LoadItem(page, -1) for page in self.tiers.disk.newest(PROBE_READS)]
-            self.tiers.begin(PrefixLoad(0, 0, items))
+            pages, left = self.tiers.disk.newest(PROBE_READS), self._manager.retention.left
+            # a page on its way is in use, and the time to live of one that is in use starts anew
+            self.tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
