@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from wicore_trt.config import KVSettings
+from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
-from wicore_trt.runtime.page_copier import TorchPageCopier
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.page_copier import TorchPageCopier, make_copier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -34,3 +37,13 @@ def test_a_page_comes_back_as_it_was(device, dtype, part_bytes):
     after = pool.view(5, -1).view(torch.uint8)
     assert torch.equal(after[1], before[3]) and torch.equal(after[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
     assert done == ["out", "in"]
+
+
+def test_the_link_is_rated_without_writing_what_nobody_wrote():
+    """An unwritten slot is full of NaN, so that who reads it fails."""
+    pool = torch.full((600, 2048), torch.nan)
+    layout = KVLayout(4, "float32", {"global": 600}, {"global": 8192})
+    copier = make_copier({"global": pool}, 4)
+    _, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
+    assert loader._probed.get_nowait()[0] == 600 * 8192
+    assert pool.isnan().all()

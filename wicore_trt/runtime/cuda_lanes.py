@@ -120,7 +120,6 @@ class CudaHostMemory:
     """Host memory that the GPU may reach by itself. Any thread may `pin`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._pinned: list[memoryview] | None = []
         self._lock = threading.Lock()
         self._library: Any = ctypes.CDLL("libcuda.so.1")  # its calls let other threads run

@@ -40,14 +40,14 @@ JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 class _Sum:
     """What a copier calls when one of `count` copies of `size` bytes is over; the last one puts what all took."""
 
-    def __init__(self, count: int, size: int, queue: SimpleQueue[tuple[int, float]] | None) -> None:
+    def __init__(self, count: int, size: int, queue: SimpleQueue[tuple[int, float]]) -> None:
         self._left, self._bytes, self._queue = count, count * size, queue
         self._seconds = 0.0
 
     def __call__(self, digest: bytes | None, seconds: float) -> None:
         self._left -= 1
         self._seconds += seconds
-        if not self._left and self._queue is not None:
+        if not self._left:
             self._queue.put((self._bytes, self._seconds))
 
 
@@ -92,11 +92,12 @@ class PrefixLoader:
         buffers = host.scratch(page_bytes)
         count = min(PROBE_BYTES // page_bytes, pool.num_pages, len(buffers))
         if count * page_bytes >= MEASURED_BYTES:
-            for kept in (False, True):  # the first time warms up
-                done = _Sum(count, page_bytes, self._probed if kept else None)
-                for slot in range(count):
-                    self.tiers.transfers.movers.copier.to_device(group, slot, buffers[slot], done)
-                self.tiers.transfers.movers.copier.flush()
+            copier, done = self.tiers.transfers.movers.copier, _Sum(count, page_bytes, self._probed)
+            for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
+                copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
+            for slot in range(count):
+                copier.to_device(group, slot, buffers[slot], done)
+            copier.flush()
         if self.tiers.disk is not None:
             pages, left = self.tiers.disk.newest(PROBE_READS), self._manager.retention.left
             # a page on its way is in use, and the time to live of one that is in use starts anew

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 
 from wicore_trt.arithmetic import div_ceil
@@ -58,8 +58,7 @@ class HostTier:
 
     def buffers(self, copy: TierCopy) -> list[memoryview]:
         """The whole slots of a copy, in order; the disk reads and writes these."""
-        size = self.slot_bytes
-        return [self._slab[slot * size : (slot + 1) * size] for slot in copy.slots]
+        return self._cut(copy.slots)
 
     def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
         """The slots of a copy cut to the page's bytes; the device reads and writes these. `clear`: what a page leaves
@@ -74,13 +73,16 @@ class HostTier:
 
     def scratch(self, page_bytes: int) -> list[list[memoryview]]:
         """Buffers for pages of this size, before any page is stored: they are the memory of the first slots."""
-        size, each = self.slot_bytes, div_ceil(page_bytes, self.slot_bytes)
-        found = []
-        for first in range(0, min(self.index.free_slots, PIECE_BYTES // size) - each + 1, each):
-            parts = [self._slab[slot * size : (slot + 1) * size] for slot in range(first, first + each)]
-            parts[-1] = parts[-1][: page_bytes - (each - 1) * size]
-            found.append(parts)
+        each = div_ceil(page_bytes, self.slot_bytes)
+        stop = min(self.index.free_slots, PIECE_BYTES // self.slot_bytes) - each + 1
+        found = [self._cut(range(first, first + each)) for first in range(0, stop, each)]
+        for parts in found:
+            parts[-1] = parts[-1][: page_bytes - (each - 1) * self.slot_bytes]
         return found
+
+    def _cut(self, slots: Iterable[int]) -> list[memoryview]:
+        size = self.slot_bytes
+        return [self._slab[slot * size : (slot + 1) * size] for slot in slots]
 
     def bytes_of(self, page: Page) -> int:
         return self._page_bytes[page.group]
