@@ -19,9 +19,7 @@ from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
-from wicore_trt.kv.policy.a2cr import A2CRWeights
-from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.policy.policy import ChainPolicy
+from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.tiers.host import slot_geometry
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
@@ -58,7 +56,7 @@ def make_cache(
         tiers, kept = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
     policy = None
     if GLOBAL in layout.num_pages:
-        policy = _policy(settings, layout.num_pages[GLOBAL], layout.page_tokens)
+        policy = policy_of(settings, layout.num_pages[GLOBAL], layout.page_tokens)
     manager = KVCacheManager(
         layout.num_pages,
         window,
@@ -82,11 +80,6 @@ def make_cache(
         _keep_times(manager.retention, tiers.transfers)
         loader.probe()
     return manager, loader
-
-
-def _policy(settings: KVSettings, capacity: int, page_tokens: int) -> ChainPolicy:
-    weights = A2CRWeights(settings.a2cr_attention, settings.a2cr_frequency, settings.a2cr_decay)
-    return make_policy(settings.policy, capacity, page_tokens=page_tokens, a2cr=weights)
 
 
 def _make_tiers(
@@ -124,7 +117,7 @@ def _make_tiers(
         return TierIndex(
             slots,
             slots_per_page,
-            _policy(settings, max(1, slots), layout.page_tokens),
+            policy_of(settings, max(1, slots), layout.page_tokens),
             primary=chain_group,
             quota=settings.tenant_quota,
             pin_share=settings.pin_share,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.policy.a2cr import DEFAULT_WEIGHTS, A2CRPolicy, A2CRWeights
@@ -37,3 +38,25 @@ def make_policy(
     if name not in simple:
         raise ConfigError(f"unknown eviction policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
     return simple[name](capacity)
+
+
+class PolicySettings(Protocol):
+    """What `config.KVSettings` says of policies."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def a2cr_attention(self) -> float: ...
+
+    @property
+    def a2cr_frequency(self) -> float: ...
+
+    @property
+    def a2cr_decay(self) -> float | None: ...
+
+
+def policy_of(settings: PolicySettings, capacity: int, page_tokens: int) -> ChainPolicy:
+    """The policy that settings ask for, of one tier as in `make_policy`."""
+    weights = A2CRWeights(settings.a2cr_attention, settings.a2cr_frequency, settings.a2cr_decay)
+    return make_policy(settings.policy, capacity, page_tokens=page_tokens, a2cr=weights)
