@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from fault_injection import flip_bit
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.store import DiskStore, Outcome
+from wicore_trt.kv.tiers.index import CopyState
 
 SEED = int.from_bytes(os.urandom(4), "little")
 
@@ -99,7 +101,7 @@ def test_the_question_comes_between_the_bytes_and_the_record(tmp_path: Path) -> 
 
 
 def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
-    """One pinned conversation stays in the host, at the head of what is to be saved; all others come and go."""
+    """Writes have failed so often that none is tried for a while; conversations come and leave the host meanwhile."""
 
     class Hanging(Files):
         on, go_on = False, threading.Event()
@@ -114,21 +116,30 @@ def test_saves_do_not_pile_up_while_disks_hang(tmp_path: Path) -> None:
     files.on = True
     store = stack.transfers.disk[1]
     end = time.monotonic() + 60
-    while len(store._pool._running) < 2:
+
+    def converse() -> None:
+        """What is stored is waited for: steps of the fake model are so short that the thread that checks copies would
+        hardly run, the host would be full of pages that are not ready, and nothing would be to save."""
         stack.add(stack.tokens(24), answer=1)
         stack.settle()
-        assert time.monotonic() < end
+        while any(copy.state is CopyState.WRITING for copy in stack.tiers.host.copies()):
+            stack.transfers.wait(0.01)
+            assert time.monotonic() < end
+
+    while len(store._pool._running) < 2 or store.queue_depth < 10:  # enough failures for a pause
+        converse()
     stack.hurry_disk(0.01)
-    while not store.stalled:
-        stack.transfers.poll()
+    while not store.stalled or stack.transfers.outstanding > 2:
+        stack.transfers.wait(0.01)
         assert time.monotonic() < end
-    stack.transfers.down.no_writes_before = 0.0
+    assert stack.transfers.down.no_writes_before > time.monotonic()
+    stack.transfers.down.no_writes_before = math.inf
     most = 0
     for _ in range(400):
-        stack.add(stack.tokens(24), answer=1)
-        stack.settle()
+        converse()
         most = max(most, len(stack.transfers.down.to_save))
     assert 20 < most <= 2 * stack.tiers.host.num_slots, most
+    stack.transfers.down.no_writes_before = 0.0
     stack.hurry_disk(60.0)
     files.on = False
     files.go_on.set()
