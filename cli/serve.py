@@ -146,10 +146,12 @@ def serve(settings: Any) -> int:
 
     def load() -> Any:
         from wicore_trt.core.assemble import load_engine
+        from wicore_trt.core.port import LocalEngine
         from wicore_trt.core.text_engine import TextEngine
 
         engine = load_engine(settings)
-        return TextEngine(engine.core, engine.tokenizer, engine.info, max_waiting=settings.scheduler.max_waiting)
+        local = LocalEngine(engine.core, max_waiting=settings.scheduler.max_waiting)
+        return TextEngine(local, engine.tokenizer, engine.info)
 
     def announce(address: str) -> None:
         print(f"ready on {address}", flush=True)

@@ -12,6 +12,7 @@ from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
 from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams, TextRequest
@@ -22,7 +23,7 @@ FOREVER = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(make_core(**kwargs), TOKENIZER, FAKE_INFO, max_waiting=max_waiting)
+    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), TOKENIZER, FAKE_INFO)
     await engine.start()
     return engine
 
@@ -37,15 +38,15 @@ async def last_of(stream):
 
 async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_other():
     engine = await started()
-    engine._loop._core.executor.step_s = 0.005  # so that alice is not done when bob is
-    a = engine.submit(text_request("turn-7", "alice", params=FOREVER))
-    b = engine.submit(text_request("turn-7", "bob", prompt="other"))
+    engine.engine._loop._core.executor.step_s = 0.005  # so that alice is not done when bob is
+    a = await engine.submit(text_request("turn-7", "alice", params=FOREVER))
+    b = await engine.submit(text_request("turn-7", "bob", prompt="other"))
     with pytest.raises(InvalidRequestError, match="in use"):
-        engine.submit(text_request("turn-7", "alice"))
-    assert not engine.abort("turn-7", "carol") and not engine.abort("turn-7")
+        await engine.submit(text_request("turn-7", "alice"))
+    assert not await engine.abort("turn-7", "carol") and not await engine.abort("turn-7")
     assert (await last_of(b)).finish_reason is FinishReason.LENGTH
-    assert not engine.abort("turn-7", "bob")
-    assert engine.abort("turn-7", "alice")
+    assert not await engine.abort("turn-7", "bob")
+    assert await engine.abort("turn-7", "alice")
     assert (await last_of(a)).finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
     assert not engine._keys
     await engine.close()
@@ -54,11 +55,11 @@ async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_oth
 async def test_counts_of_a_tenant_are_of_its_own_requests():
     engine = await started()
     for i in range(3):
-        await last_of(engine.submit(text_request(f"a{i}", "alice", prompt="the same prompt")))
-    before = engine.stats_of("bob")
+        await last_of(await engine.submit(text_request(f"a{i}", "alice", prompt="the same prompt")))
+    before = await engine.stats_of("bob")
     assert before.prompt_tokens == before.generated_tokens == 0 and not before.requests_finished
-    await last_of(engine.submit(text_request("b", "bob", params=dataclasses.replace(GREEDY, n=2))))
-    alice, bob, all_of_it = engine.stats_of("alice"), engine.stats_of("bob"), engine.stats()
+    await last_of(await engine.submit(text_request("b", "bob", params=dataclasses.replace(GREEDY, n=2))))
+    alice, bob, all_of_it = await engine.stats_of("alice"), await engine.stats_of("bob"), await engine.stats()
     assert alice.prompt_tokens == 45 and alice.generated_tokens == 60 and alice.requests_finished == {"length": 3}
     assert bob.prompt_tokens == 10 and bob.generated_tokens == 40 and bob.requests_finished == {"length": 2}
     assert alice.cached_prompt_tokens > 0
@@ -83,7 +84,7 @@ def test_a_tenant_that_floods_leaves_half_of_the_queue_and_n_counts():
     with pytest.raises(QueueFullError):
         loop.add(request("wide", "third", n=32))
     loop.add(request("less wide", "third", n=15))
-    assert loop.load_of("third") == (0, 15) and loop.load_of("flood") == (0, 32) and loop.load_of("nobody") == (0, 0)
+    assert [loop.stats(who).requests_waiting for who in ("third", "flood", "nobody")] == [15, 32, 0]
     assert loop.stats().requests_waiting == 48
     loop.add(request("the operator", "", n=16))  # who has no tenant's share may take all
     with pytest.raises(QueueFullError, match="no room in the queue"):
@@ -105,14 +106,14 @@ BAD = {
 @pytest.mark.parametrize("field", BAD)
 async def test_a_bad_request_fails_in_its_own_thread_and_the_others_go_on(field):
     engine = await started(kv=KVSettings(host_bytes=200 * 4096))
-    innocent = engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=100)))
+    innocent = await engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=100)))
     given = {"prompt": "abcdefgh"} | BAD[field]
     with pytest.raises(InvalidRequestError) as error:
         if "cache" in given:
             given["cache"] = CacheHints(**given["cache"])
-        engine.submit(TextRequest("bad", GREEDY, **given))
+        await engine.submit(TextRequest("bad", GREEDY, **given))
     assert error.value.field == field
-    numbers = engine.submit(TextRequest("numpy", GREEDY, prompt_token_ids=np.array([40, 41, 42])))
+    numbers = await engine.submit(TextRequest("numpy", GREEDY, prompt_token_ids=np.array([40, 41, 42])))
     assert (await last_of(numbers)).usage.completion_tokens == 20
     assert (await last_of(innocent)).usage.completion_tokens == 100 and engine.dead is None
     await engine.close()
@@ -122,7 +123,7 @@ async def test_a_bad_request_fails_in_its_own_thread_and_the_others_go_on(field)
 async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypatch):
     """Whatever raises while it is queued; what was queued of it leaves the queue."""
     engine = await started(kv=KVSettings(host_bytes=200 * 4096), max_sequences=1)
-    core = engine._loop._core
+    core = engine.engine._loop._core
     manager, waiting = core.scheduler.manager, core.scheduler.waiting
     in_step, go_on = threading.Event(), threading.Event()
     execute = core.executor.execute
@@ -133,7 +134,7 @@ async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypa
         return execute(batch)
 
     core.executor.execute = slow
-    innocent = engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=50)))
+    innocent = await engine.submit(text_request("innocent", params=dataclasses.replace(GREEDY, max_tokens=50)))
     assert await asyncio.to_thread(in_step.wait, 60)
     push, pushed = waiting.push, []
 
@@ -150,16 +151,16 @@ async def test_a_request_that_the_engine_cannot_take_fails_alone(where, monkeypa
         monkeypatch.setattr(waiting, "push", broken_push)
     else:
         monkeypatch.setattr(manager, where, broken)
-    stream = engine.submit(text_request("bad", prompt="a b c d e f g h", params=dataclasses.replace(GREEDY, n=3)))
+    stream = await engine.submit(text_request("bad", prompt="a b c d e f g h", params=dataclasses.replace(GREEDY, n=3)))
     go_on.set()
     with pytest.raises(WicoreError, match="could not be queued"):
         await last_of(stream)
     monkeypatch.undo()
     core.executor.execute = execute
     assert (await last_of(innocent)).usage.completion_tokens == 50
-    again = engine.submit(text_request("bad"))
+    again = await engine.submit(text_request("bad"))
     assert [t for o in [await last_of(again)] for t in o.token_ids] and engine.dead is None
-    assert not len(waiting) and not core._sequences and not engine._loop.live
+    assert not len(waiting) and not core._sequences and not engine.engine._loop.live
     core.scheduler.check_integrity()
     await engine.close()
 
@@ -199,15 +200,15 @@ async def test_long_texts_are_tokenized_beside_the_event_loop_a_few_at_a_time_an
 
 async def test_the_uptime_goes_on_between_steps():
     engine = await started()
-    first = engine.stats().uptime_s
+    first = (await engine.stats()).uptime_s
     await asyncio.sleep(0.02)
-    assert engine.stats().uptime_s >= first + 0.02
+    assert (await engine.stats()).uptime_s >= first + 0.02
     await engine.close()
 
 
 async def test_a_reply_reports_the_tokens_of_its_own_tenant():
     engine = await started()
-    stream = engine.submit(text_request("a", "alice"))
+    stream = await engine.submit(text_request("a", "alice"))
     tokens = [t for o in [o async for o in stream] for t in o.token_ids]
     assert tokens == greedy(TOKENIZER.encode("hello"), 20, ignore_eos=True)
     await engine.close()

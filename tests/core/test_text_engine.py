@@ -8,6 +8,7 @@ import random
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
+from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.types import FinishReason, SamplingParams, TextRequest
@@ -25,7 +26,7 @@ def expected(prompt: str, count: int = 20) -> str:
 
 
 async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(make_core(**kwargs), TOKENIZER, FAKE_INFO, max_waiting=max_waiting)
+    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), TOKENIZER, FAKE_INFO)
     await engine.start()
     return engine
 
@@ -33,7 +34,7 @@ async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
 async def at_rest(engine: TextEngine) -> None:
     """Wait until the engine thread has ended every sequence, aborts included."""
     async with asyncio.timeout(60):
-        while engine._loop.live:
+        while engine.engine._loop.live:
             await asyncio.sleep(0.005)
 
 
@@ -46,7 +47,7 @@ async def collect(stream):
 async def test_many_requests_at_once_each_get_their_own_text():
     engine, rng = await started(), random.Random(1)
     prompts = ["".join(chr(rng.randrange(40, 120)) for _ in range(rng.randint(1, 40))) for _ in range(60)]
-    streams = [engine.submit(TextRequest(str(i), params(), prompt=p)) for i, p in enumerate(prompts)]
+    streams = [await engine.submit(TextRequest(str(i), params(), prompt=p)) for i, p in enumerate(prompts)]
     for prompt, (text, last) in zip(prompts, await asyncio.gather(*map(collect, streams)), strict=True):
         assert text == expected(prompt)
         assert last.finish_reason is FinishReason.LENGTH and last.usage.completion_tokens == 20
@@ -57,18 +58,20 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_engine_sequence():
     engine = await started()
     whole = expected("hello", 60)
     stop = whole[7:10]
-    text, last = await collect(engine.submit(TextRequest("a", params(max_tokens=60, stop=(stop,)), prompt="hello")))
+    text, last = await collect(
+        await engine.submit(TextRequest("a", params(max_tokens=60, stop=(stop,)), prompt="hello"))
+    )
     assert text == whole[: whole.index(stop)]
     assert last.finish_reason is FinishReason.STOP and last.stop_reason == stop
     assert last.usage.completion_tokens == whole.index(stop) + len(stop)
     await at_rest(engine)
-    assert engine.stats().requests_running == 0
+    assert (await engine.stats()).requests_running == 0
     await engine.close()
 
 
 async def test_a_slow_reader_loses_nothing():
     engine = await started()
-    stream = engine.submit(TextRequest("a", params(max_tokens=60), prompt="slow"))
+    stream = await engine.submit(TextRequest("a", params(max_tokens=60), prompt="slow"))
     await at_rest(engine)
     outputs = [output async for output in stream]
     assert len(outputs) < 10 and "".join(o.text for o in outputs) == expected("slow", 60)
@@ -77,9 +80,9 @@ async def test_a_slow_reader_loses_nothing():
 
 async def test_closing_a_stream_stops_the_engine_within_a_step():
     engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
-    executor = engine._loop._core.executor
+    executor = engine.engine._loop._core.executor
     executor.step_s = 0.01
-    streams = [engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(5)]
+    streams = [await engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(5)]
     for stream in streams:
         await anext(stream)
         await stream.aclose()
@@ -95,39 +98,39 @@ async def test_closing_a_stream_stops_the_engine_within_a_step():
 
 async def test_abort_deadline_and_drain_end_streams_with_their_reasons():
     engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
-    engine._loop._core.executor.step_s = 0.005
+    engine.engine._loop._core.executor.step_s = 0.005
     streams = {
-        name: engine.submit(TextRequest(name, FOREVER, prompt=name, timeout_s=0.1 if name == "late" else None))
+        name: await engine.submit(TextRequest(name, FOREVER, prompt=name, timeout_s=0.1 if name == "late" else None))
         for name in ("gone", "late", "left")
     }
     await anext(streams["gone"])
-    assert engine.abort("gone") and not engine.abort("unknown")
+    assert await engine.abort("gone") and not await engine.abort("unknown")
     assert (await collect(streams["gone"]))[1].finish_reason is FinishReason.CANCELLED
     assert (await collect(streams["late"]))[1].finish_reason is FinishReason.DEADLINE
     assert not await engine.drain(0.05)
     assert (await collect(streams["left"]))[1].finish_reason is FinishReason.CANCELLED
     with pytest.raises(UnavailableError):
-        engine.submit(TextRequest("x", FOREVER, prompt="x"))
+        await engine.submit(TextRequest("x", FOREVER, prompt="x"))
     await engine.close()
 
 
 async def test_a_broken_executor_is_told_to_every_waiter():
     engine = await started(max_sequences=2)
-    engine._loop._core.executor.fail_at = 4
-    streams = [engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(6)]
+    engine.engine._loop._core.executor.fail_at = 4
+    streams = [await engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(6)]
     for stream in streams:
         with pytest.raises(EngineDeadError, match="device lost"):
             await collect(stream)
     assert not engine.ready and "device lost" in engine.dead
     with pytest.raises(EngineDeadError):
-        engine.submit(TextRequest("x", FOREVER, prompt="x"))
+        await engine.submit(TextRequest("x", FOREVER, prompt="x"))
     await engine.close()
 
 
 async def test_a_sequence_with_bad_logits_fails_alone():
     engine = await started()
-    engine._loop._core.executor.poison = {0}
-    bad, good = (engine.submit(TextRequest(name, params(), prompt=name)) for name in ("bad", "good"))
+    engine.engine._loop._core.executor.poison = {0}
+    bad, good = [await engine.submit(TextRequest(name, params(), prompt=name)) for name in ("bad", "good")]
     with pytest.raises(WicoreError, match="not finite"):
         await collect(bad)
     assert (await collect(good))[0] == expected("good")
@@ -136,26 +139,26 @@ async def test_a_sequence_with_bad_logits_fails_alone():
 
 async def test_bad_logits_of_one_sequence_end_its_siblings_too():
     engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
-    executor = engine._loop._core.executor
+    executor = engine.engine._loop._core.executor
     executor.step_s, executor.poison = 0.002, {1}
     with pytest.raises(WicoreError, match="not finite"):
         await collect(
-            engine.submit(TextRequest("a", SamplingParams(temperature=0.0, ignore_eos=True, n=3), prompt="abc"))
+            await engine.submit(TextRequest("a", SamplingParams(temperature=0.0, ignore_eos=True, n=3), prompt="abc"))
         )
     await at_rest(engine)
-    assert not engine._loop._core.has_work
+    assert not engine.engine._loop._core.has_work
     await engine.close()
 
 
 async def test_a_full_queue_and_bad_requests_are_refused_at_once():
     engine = await started(max_waiting=3, max_sequences=1)
-    engine._loop._core.executor.step_s = 0.05
-    first = engine.submit(TextRequest("0", FOREVER, prompt="p"))
+    engine.engine._loop._core.executor.step_s = 0.05
+    first = await engine.submit(TextRequest("0", FOREVER, prompt="p"))
     await anext(first)
     for i in range(1, 4):
-        engine.submit(TextRequest(f"{i}", FOREVER, prompt="p"))
+        await engine.submit(TextRequest(f"{i}", FOREVER, prompt="p"))
     with pytest.raises(QueueFullError):
-        engine.submit(TextRequest("4", FOREVER, prompt="p"))
+        await engine.submit(TextRequest("4", FOREVER, prompt="p"))
     for request in (
         TextRequest("1", FOREVER, prompt="p"),
         TextRequest("5", FOREVER),
@@ -164,13 +167,13 @@ async def test_a_full_queue_and_bad_requests_are_refused_at_once():
         TextRequest("5", FOREVER, prompt_token_ids=()),
     ):
         with pytest.raises(InvalidRequestError):
-            engine.submit(request)
+            await engine.submit(request)
     await engine.close()
 
 
 async def test_n_streams_are_told_apart():
     engine = await started(max_batch_tokens=64)
-    outputs = [o async for o in engine.submit(TextRequest("a", params(n=3), prompt="three"))]
+    outputs = [o async for o in await engine.submit(TextRequest("a", params(n=3), prompt="three"))]
     for index in range(3):
         assert "".join(o.text for o in outputs if o.index == index) == expected("three")
     await engine.close()
@@ -179,15 +182,15 @@ async def test_n_streams_are_told_apart():
 async def test_a_thousand_cancelled_streams_leave_nothing_behind():
     engine, rng = await started(max_waiting=2000), random.Random(2)
     for i in range(1000):
-        stream = engine.submit(TextRequest(f"{i}", FOREVER, prompt="pq" * rng.randint(1, 20)))
+        stream = await engine.submit(TextRequest(f"{i}", FOREVER, prompt="pq" * rng.randint(1, 20)))
         if rng.random() < 0.3:
             await anext(stream)
         await stream.aclose()
-    assert (await collect(engine.submit(TextRequest("last", params(), prompt="still here"))))[0] == expected(
+    assert (await collect(await engine.submit(TextRequest("last", params(), prompt="still here"))))[0] == expected(
         "still here"
     )
     await at_rest(engine)
     assert engine._streams == {}
-    assert engine.stats().requests_running == engine.stats().requests_waiting == 0
-    engine._loop._core.scheduler.check_integrity()
+    assert (await engine.stats()).requests_running == (await engine.stats()).requests_waiting == 0
+    engine.engine._loop._core.scheduler.check_integrity()
     await engine.close()

@@ -9,6 +9,7 @@ import time
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
+from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import QueueFullError, WicoreError
@@ -26,7 +27,7 @@ def expected(prompt: str, count: int = 20) -> str:
 
 
 async def started(tokenizer: FakeTokenizer = TOKENIZER, max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(make_core(**kwargs), tokenizer, FAKE_INFO, max_waiting=max_waiting)
+    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), tokenizer, FAKE_INFO)
     await engine.start()
     return engine
 
@@ -40,15 +41,15 @@ async def text_of(stream) -> str:
 async def test_an_id_is_free_again_when_its_stream_was_closed(ended):
     """Whether the engine is still at work on the old request, or its last output is on the way to the event loop."""
     engine = await started()
-    engine._loop._core.executor.step_s = 0.005
-    old = engine.submit(TextRequest("same", params(max_tokens=100), prompt="old"))
+    engine.engine._loop._core.executor.step_s = 0.005
+    old = await engine.submit(TextRequest("same", params(max_tokens=100), prompt="old"))
     await anext(old)
     await old.aclose()
-    while ended and engine._loop.live:
+    while ended and engine.engine._loop.live:
         time.sleep(0.001)  # not asyncio.sleep: the event loop must not get the last output yet
-    new = engine.submit(TextRequest("same", params(), prompt="new"))
+    new = await engine.submit(TextRequest("same", params(), prompt="new"))
     assert await text_of(new) == expected("new")
-    assert not engine.abort("same") and not engine._streams and not engine._keys
+    assert not await engine.abort("same") and not engine._streams and not engine._keys
     await engine.close()
 
 
@@ -66,7 +67,9 @@ async def test_a_token_that_cannot_become_text_fails_its_stream_alone():
         if (33 in greedy(prompt, 20, ignore_eos=True)) == (len(prompts) % 2 == 0):
             prompts.append(prompt)
     engine = await started(Partial())
-    streams = [engine.submit(TextRequest(str(i), params(), prompt_token_ids=tuple(p))) for i, p in enumerate(prompts)]
+    streams = [
+        await engine.submit(TextRequest(str(i), params(), prompt_token_ids=tuple(p))) for i, p in enumerate(prompts)
+    ]
     results = await asyncio.gather(*map(text_of, streams), return_exceptions=True)
     assert [isinstance(result, WicoreError) for result in results] == [True, False] * 3
     for prompt, text in zip(prompts[1::2], results[1::2], strict=True):
@@ -76,12 +79,12 @@ async def test_a_token_that_cannot_become_text_fails_its_stream_alone():
 
 async def test_the_queue_limit_counts_sequences():
     engine = await started(max_waiting=64, max_sequences=1)
-    engine._loop._core.executor.step_s = 0.3
-    await anext(engine.submit(TextRequest("first", params(max_tokens=100), prompt="p")))
+    engine.engine._loop._core.executor.step_s = 0.3
+    await anext(await engine.submit(TextRequest("first", params(max_tokens=100), prompt="p")))
     for i in range(2):
-        engine.submit(TextRequest(f"{i}", params(n=32), prompt="p"))
+        await engine.submit(TextRequest(f"{i}", params(n=32), prompt="p"))
     with pytest.raises(QueueFullError):
-        engine.submit(TextRequest("full", params(), prompt="p"))
+        await engine.submit(TextRequest("full", params(), prompt="p"))
     await engine.close()
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import grpc
 import pytest
 from integrations.trtllm_stand_in import Executor, next_token
-from serve.serving import Process, Running, failure, rest_of, serving, until
+from serve.serving import Process, Running, failure, rest_of, serving, stats_now, until
 
 from wicore_trt.cli.main import run
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine, make_executor
+from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
@@ -36,7 +37,7 @@ HERE = Path(__file__).parent
 
 def load(engine: Path, **settings: Any) -> TextEngine:
     loaded = load_engine(load_settings(None, {"engine": str(engine), **settings}))
-    return TextEngine(loaded.core, loaded.tokenizer, loaded.info, max_waiting=100)
+    return TextEngine(LocalEngine(loaded.core, max_waiting=100), loaded.tokenizer, loaded.info)
 
 
 def ask(max_tokens: int = 10, *, first: int = PROMPT[0], **sampling: Any) -> pb2.GenerateRequest:
@@ -53,11 +54,11 @@ def greedy(count: int, first: int = PROMPT[0]) -> list[int]:
 
 
 def library(running: Running) -> Any:
-    return running.engine._loop._core.executor._executor
+    return running.engine.engine._loop._core.executor._executor
 
 
 def load_of(running: Running) -> tuple[int, int]:
-    stats = running.engine.stats()
+    stats = stats_now(running.engine)
     return stats.requests_running, stats.requests_waiting
 
 
@@ -117,7 +118,7 @@ async def test_a_text_prompt_of_several_sequences_with_a_stop_string(trtllm_engi
         text, tokens, reason = await answer(running, ask(20, stop=[stop]))
         assert text == whole[: whole.index(stop)] and reason == pb2.FINISH_REASON_STOP
         assert len(tokens) <= whole.index(stop) + 2
-        await until(lambda: not running.engine._loop._core.has_work)
+        await until(lambda: not running.engine.engine._loop._core.has_work)
         assert library(running).cancelled == [2], "the library goes on behind a stop string until it is told"
         several = pb2.GenerateRequest(text="hello world", sampling=pb2.SamplingParams(n=6, seed=3, max_tokens=8))
         messages = [message async for message in running.stub.Generate(several)]
@@ -146,7 +147,7 @@ async def test_abort_and_clients_that_leave(trtllm_engine: Path) -> None:
             request.request_id = str(number)
             calls.append(running.stub.Generate(request))
         await until(lambda: load_of(running) == (4, 6))
-        live = [s for sequences in running.engine._loop._core._sequences.values() for s in sequences.values()]
+        live = [s for sequences in running.engine.engine._loop._core._sequences.values() for s in sequences.values()]
         runs = next(s.request for s in live if s.turn is not None)
         waits = next(s.request for s in live if s.turn is None)
         names = {key: stream.request_id for key, stream in running.engine._streams.items()}
@@ -158,7 +159,7 @@ async def test_abort_and_clients_that_leave(trtllm_engine: Path) -> None:
         for number in {*range(10)} - {*ended}:
             calls[number].cancel()
         await until(lambda: running.server.service.streams_open == 0)
-        await until(lambda: not running.engine._loop._core.has_work)
+        await until(lambda: not running.engine.engine._loop._core.has_work)
         theirs = library(running)
         assert {*theirs.cancelled} == {*theirs.requests} and len(theirs.requests) < 10
         assert (await answer(running, ask(5)))[1] == greedy(5)

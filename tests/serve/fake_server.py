@@ -37,7 +37,7 @@ def main(options: dict) -> int:
         if options.get("load_fails"):
             raise EngineFormatError("engine.json is missing.")
         engine = make_engine(step_s=options.get("step_s", 0.0))
-        executor = engine._loop._core.executor
+        executor = engine.engine._loop._core.executor
         executor.fail_at = options.get("fail_at")
         if "hold" in options:
             hold(executor, Path(options["hold"]))

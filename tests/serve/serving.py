@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import sys
@@ -18,11 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from wicore_trt.config import ServerSettings
+from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.server import GrpcServer
+from wicore_trt.types import EngineStats
 
 HERE = Path(__file__).parent
 TOKENIZER = FakeTokenizer()
@@ -36,11 +39,11 @@ def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, **kwargs) -> Tex
     core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs})
     core.executor.step_s = step_s
     info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
-    return TextEngine(core, TOKENIZER, info, max_waiting=max_waiting)
+    return TextEngine(LocalEngine(core, max_waiting=max_waiting), TOKENIZER, info)
 
 
 def steps_of(engine: TextEngine) -> int:
-    return len(engine._loop._core.executor.steps)
+    return len(engine.engine._loop._core.executor.steps)
 
 
 def expected(prompt: str, count: int) -> tuple[str, list[int]]:
@@ -118,10 +121,18 @@ def details_of(status) -> dict[str, object]:
 
 
 async def until(condition, timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds; fails after `timeout_s`."""
+    """Wait until a condition, which may be a coroutine function, holds; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while True:
+            holds = condition()
+            if (await holds) if inspect.isawaitable(holds) else holds:
+                return
             await asyncio.sleep(0.005)
+
+
+def stats_now(engine: TextEngine, tenant: str | None = None) -> EngineStats:
+    """What the engine in this process counts, for conditions."""
+    return engine.engine._loop.stats(tenant)
 
 
 class Process:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from serving import expected, make_engine, serving, until
+from serving import expected, make_engine, serving, stats_now, until
 
 from wicore_trt.client import Client, _output_of, _sampling
 from wicore_trt.errors import (
@@ -81,7 +81,7 @@ async def test_a_stream_that_is_dropped_ends_its_request():
                     return
 
             await asyncio.to_thread(taste)
-            await until(lambda: running.engine.stats().requests_running == 0)
+            await until(lambda: stats_now(running.engine).requests_running == 0)
 
 
 def test_outputs_and_parameters_come_back_as_they_were():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fakes import FAKE_INFO
 from google.protobuf.duration_pb2 import Duration
-from serving import TOKENIZER, failure, make_engine, request, rest_of, serving, steps_of, until
+from serving import TOKENIZER, failure, make_engine, request, rest_of, serving, stats_now, steps_of, until
 
 from wicore_trt.core.text_engine import Tally, TextStream
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -44,7 +44,7 @@ async def test_client_cancel_stops_the_engine_within_a_step_or_so():
         call.cancel()
         await until(lambda: running.server.service.streams_open == 0)
         await steps_stop(running.engine, within=2)
-        assert running.engine.stats().requests_running == 0
+        assert stats_now(running.engine).requests_running == 0
 
 
 async def test_cancel_before_the_first_token_stops_the_engine_too():
@@ -118,7 +118,9 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
 
         async def rest() -> tuple[int, int]:
             await until(lambda: running.server.service.streams_open == 0)
-            await until(lambda: running.engine.stats().requests_running + running.engine.stats().requests_waiting == 0)
+            await until(
+                lambda: stats_now(running.engine).requests_running + stats_now(running.engine).requests_waiting == 0
+            )
             await asyncio.sleep(0.05)
             gc.collect()
             return len(asyncio.all_tasks()), psutil.Process().num_fds()
@@ -129,8 +131,8 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind():
             await asyncio.gather(*map(one, range(start, start + 50)))
         tasks_after, files_after = await rest()
         assert tasks_after <= tasks + 2 and files_after <= files + 2
-        assert not running.engine._streams and not running.engine._loop._live
-        assert all(pool.used_pages == 0 for pool in running.engine.stats().pools)
+        assert not running.engine._streams and not running.engine.engine._loop._live
+        assert all(pool.used_pages == 0 for pool in stats_now(running.engine).pools)
 
 
 class FloodEngine:
@@ -156,7 +158,7 @@ class FloodEngine:
     def tally(self, tenant: str) -> Tally:
         return Tally()
 
-    def submit(self, message: TextRequest) -> TextStream:
+    async def submit(self, message: TextRequest) -> TextStream:
         self.stream = TextStream(self, "0", message, TOKENIZER)
         self.task = asyncio.create_task(self._flood(self.stream))
         return self.stream

@@ -168,7 +168,7 @@ async def test_a_full_queue_says_when_to_come_back():
 
 async def test_an_engine_that_breaks_ends_its_streams_with_internal():
     engine = make_engine(step_s=0.001)
-    engine._loop._core.executor.fail_at = 5
+    engine.engine._loop._core.executor.fail_at = 5
     async with serving(engine) as running:
         code, message, details = await failure(running.stub.Generate(request(max_tokens=50)))
         assert code is grpc.StatusCode.INTERNAL and "Traceback" not in message

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import threading
 import time
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -34,7 +35,7 @@ def page(number: int, group: str = "global") -> Page:
 
 def record_requests(engine: TextEngine) -> list:
     """Requests as the engine core gets them."""
-    core, seen = engine._loop._core, []
+    core, seen = engine.engine._loop._core, []
     add = core.add
     core.add = lambda made: (seen.append(made), add(made))[1]
     return seen
@@ -97,8 +98,8 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
     engine = make_engine()
     async with serving(engine) as running:
         assert [t.tier for t in (await running.stub.GetStats(pb2.GetStatsRequest())).kv.tiers] == ["device"]
-        now = dataclasses.replace(engine.stats(), kv=kv)
-        engine.stats = lambda: now
+        now = dataclasses.replace(await engine.stats(), kv=kv)
+        engine.stats = AsyncMock(return_value=now)
         got = (await running.stub.GetStats(pb2.GetStatsRequest())).kv
     times = {"read_seconds": "read_time", "write_seconds": "write_time"}
     names = {times.get(f.name, f.name) for f in dataclasses.fields(TierStats)}
@@ -120,7 +121,7 @@ async def test_every_figure_of_the_tiers_is_on_the_wire():
 def with_events(log: KVEventLog, **kwargs) -> TextEngine:
     """An engine whose event log is the given one."""
     engine = make_engine(**kwargs)
-    engine.__class__ = type("EngineWithEvents", (TextEngine,), {"kv_events": log})
+    engine.engine.feed = lambda tenant: log
     return engine
 
 
@@ -289,7 +290,7 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
     async with serving(make_engine()) as running:
         stub, subscriber = running.stub, Subscriber()
         await anext(aiter(stub.Generate(request("before", 20))))
-        await until(lambda: not running.engine._loop.live)
+        await until(lambda: not running.engine.engine._loop.live)
         call = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest())
         while not subscriber.whole:
             subscriber.take(await asyncio.wait_for(call.read(), 60))
@@ -299,7 +300,7 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
         stats = (await stub.GetStats(pb2.GetStatsRequest())).kv
         while subscriber.sequence < stats.event_sequence:
             subscriber.take(await asyncio.wait_for(call.read(), 60))
-        manager = running.engine._loop._core.scheduler.manager
+        manager = running.engine.engine._loop._core.scheduler.manager
         true = {(t, p.group, p.key): (p.parent or b"", p.index, p.tenant) for t, p in manager.snapshot()}
         assert subscriber.held == true and {name[:2] for name in true} == {("device", "global"), ("device", "local")}
         call.cancel()

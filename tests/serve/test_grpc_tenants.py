@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from serving import expected, failure, make_engine, request, rest_of, serving, until
+from serving import expected, failure, make_engine, request, rest_of, serving, stats_now, until
 
 from wicore_trt.config import KVSettings
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -88,14 +88,14 @@ async def test_kv_events_of_a_tenant_show_its_own_pages_and_an_operators_show_al
         for metadata in (ALICE, BOB):
             await finish_of(running.stub.Generate(request("the same prompt for both", 5), metadata=metadata))
         # Pages reach the host tier after the answer: alice's own last copies would count as events that bob caused.
-        await until(lambda: all(on_device_and_host(engine.kv_events_of(who)) for who in ("alice", "bob")))
+        await until(lambda: all(on_device_and_host(engine.engine.feed(who)) for who in ("alice", "bob")))
         alice, bob, everything = [await pages_seen(running, who) for who in (ALICE, BOB, OPS)]
         assert alice and bob and not set(alice) & set(bob), "equal prompts have other names"
         assert len(set(alice.values())) == len(set(bob.values())) == 1 and alice | bob == everything
-        number = engine.kv_events_of("alice").sequence
+        number = engine.engine.feed("alice").sequence
         for i in range(3):
             await finish_of(running.stub.Generate(request(f"another one of bob {i}", 5), metadata=BOB))
-        assert engine.kv_events_of("alice").sequence == number
+        assert engine.engine.feed("alice").sequence == number
 
 
 async def test_subscribers_are_limited(keys_file):
@@ -125,12 +125,14 @@ async def test_a_flood_of_one_tenant_leaves_a_polite_one_its_turn(keys_file):
                     await asyncio.sleep(0.01)
 
         floods = [asyncio.create_task(flood(i)) for i in range(100)]
-        await until(lambda: engine.stats_of("alice").requests_waiting > 80)
+        await until(lambda: stats_now(engine, "alice").requests_waiting > 80)
         for i in range(3):
-            done = engine.stats_of("alice").requests_finished.get("length", 0)
+            done = (await engine.stats_of("alice")).requests_finished.get("length", 0)
             call = stub.Generate(request(f"polite {i}", 10), metadata=BOB, timeout=60)
             text = "".join([r.delta.text or r.finish.delta.text async for r in call])
             assert text == expected(f"polite {i}", 10)[0]
-            assert engine.stats_of("alice").requests_finished["length"] - done <= 24, "it waited for the whole queue"
+            assert (await engine.stats_of("alice")).requests_finished["length"] - done <= 24, (
+                "it waited for the whole queue"
+            )
         stop = True
         await asyncio.gather(*floods)

@@ -159,10 +159,12 @@ class LocalTarget:
     async def load(cls, settings: Settings) -> LocalTarget:
         """Load the engine that `settings` name; raises what `load_engine` raises."""
         from wicore_trt.core.assemble import load_engine
+        from wicore_trt.core.port import LocalEngine
         from wicore_trt.core.text_engine import TextEngine
 
         loaded = load_engine(settings)
-        engine = TextEngine(loaded.core, loaded.tokenizer, loaded.info, max_waiting=settings.scheduler.max_waiting)
+        local = LocalEngine(loaded.core, max_waiting=settings.scheduler.max_waiting)
+        engine = TextEngine(local, loaded.tokenizer, loaded.info)
         await engine.start()
         return cls(engine)
 
@@ -172,7 +174,7 @@ class LocalTarget:
         usage = None
         started = time.perf_counter() if started is None else started
         try:
-            stream = self._engine.submit(
+            stream = await self._engine.submit(
                 TextRequest(next(self._ids), params, prompt_token_ids=request.prompt_token_ids)
             )
             async with aclosing(cast("AsyncGenerator[TextOutput]", stream)):

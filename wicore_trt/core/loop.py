@@ -222,17 +222,16 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def stats(self) -> EngineStats:
-        """Counters as of the last step; uptime and the number of waiting sequences as of now."""
+    def stats(self, tenant: str | None = None) -> EngineStats:
+        """Counters as of the last step; uptime and the number of waiting sequences as of now. Of one tenant: the
+        uptime, and its sequences that run and that wait."""
         with self._wake:
-            waiting = self._waiting.total() + self._inbox_sequences.total()
             uptime_s = self._stats.uptime_s + time.monotonic() - self._stats_time
-            return replace(self._stats, uptime_s=uptime_s, requests_waiting=waiting)
-
-    def load_of(self, tenant: str) -> tuple[int, int]:
-        """Sequences of one tenant that run and that wait."""
-        with self._wake:
-            return self._running[tenant], self._waiting[tenant] + self._inbox_sequences[tenant]
+            if tenant is None:
+                waiting = self._waiting.total() + self._inbox_sequences.total()
+                return replace(self._stats, uptime_s=uptime_s, requests_waiting=waiting)
+            waiting = self._waiting[tenant] + self._inbox_sequences[tenant]
+            return EngineStats(uptime_s, self._running[tenant], waiting, {}, 0, 0, 0)
 
     def _run(self) -> None:
         try:

@@ -1,9 +1,9 @@
 """The asyncio face of an engine: text requests in, streams of text out.
 
-Tokenizes, hands requests to the EngineLoop, turns its token outputs into text on the event loop's thread and ends
-sequences on stop strings. It must not know gRPC or HTTP. Invariants: an iterator that `submit` returned ends (with a
-finish reason or an exception) or its closing aborts the request; a slow reader costs memory bounded by its own output;
-request ids, `abort` and `stats` of a tenant know that tenant's requests alone.
+Tokenizes, hands requests to an engine, turns its token outputs into text on the event loop's thread and ends sequences
+on stop strings. It must not know gRPC or HTTP, nor in which process the engine runs. Invariants: an iterator that
+`submit` returned ends (with a finish reason or an exception) or its closing aborts the request; a slow reader costs
+memory bounded by its own output; request ids, `abort` and `stats` of a tenant know that tenant's requests alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.offload import Offload
+from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
-from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     EngineStats,
@@ -141,15 +140,14 @@ class Tally:
 class TextEngine:
     """One engine served on one event loop.
 
-    Construct and `start` it on that loop; all methods except the EngineLoop's callback run there.
+    Construct and `start` it on that loop; all methods run there.
     """
 
-    def __init__(self, core: Core, tokenizer: Tokenizer, info: ModelInfo, *, max_waiting: int = 1024) -> None:
+    def __init__(self, engine: EnginePort, tokenizer: Tokenizer, info: ModelInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
         self.draining = False
-        self._core = core
-        self._loop = EngineLoop(core, self._deliver_soon, max_waiting=max_waiting)
+        self.engine = engine
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
         self._tallies: dict[str, Tally] = {}
@@ -157,30 +155,21 @@ class TextEngine:
         self._serial = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._started = False
 
     @property
     def ready(self) -> bool:
-        return self._asyncio is not None and not self.draining and self._loop.dead is None
+        return self._started and not self.draining and self.engine.dead is None
 
     @property
     def dead(self) -> str | None:
-        """Why the step loop broke, if it did."""
-        return self._loop.dead
-
-    @property
-    def kv_events(self) -> KVEventLog:
-        """What the KV cache gains and loses."""
-        return self._core.kv_events
-
-    def kv_events_of(self, tenant: str) -> EventFeed:
-        """The same of the pages of one tenant."""
-        return self._core.kv_events_of(tenant)
+        """Why the engine takes no requests, if it broke."""
+        return self.engine.dead
 
     async def start(self) -> None:
-        """Start the step loop."""
-        self._asyncio = asyncio.get_running_loop()
-        self._loop.start()
+        """Take requests from now on."""
+        await self.engine.start(self._deliver)
+        self._started = True
 
     async def work(self, tenant: str, function: Callable[[], T]) -> T:
         """Run a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
@@ -199,13 +188,13 @@ class TextEngine:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
-    def submit(self, request: TextRequest) -> TextStream:
+    async def submit(self, request: TextRequest) -> TextStream:
         """Queue a request and return its stream. A text is tokenized here, so pass long ones through `encode` first.
 
-        Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError at
-        once; the stream raises EngineDeadError when the engine breaks later.
+        Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError; the
+        stream raises EngineDeadError when the engine breaks later.
         """
-        if self.draining or self._asyncio is None:
+        if self.draining or not self._started:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
         name = (request.tenant, request.request_id)
         if name in self._keys:
@@ -213,55 +202,58 @@ class TextEngine:
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, str(next(self._serial)), request, self.tokenizer)
-        self._loop.add(
-            GenerateRequest(
-                request_id=stream.key,
-                prompt_token_ids=token_ids,
-                params=request.params,
-                deadline=deadline,
-                priority=request.priority,
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                cache=request.cache,
-            )
-        )
         self._streams[stream.key] = stream
         self._keys[name] = stream.key
-        self.tally(request.tenant).prompt += len(token_ids) * request.params.n
         self._idle.clear()
+        made = GenerateRequest(
+            request_id=stream.key,
+            prompt_token_ids=token_ids,
+            params=request.params,
+            deadline=deadline,
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            cache=request.cache,
+        )
+        try:
+            await self.engine.add(made)
+        except BaseException:  # refused, or nobody waits any more
+            self.forget(stream)
+            raise
+        self.tally(request.tenant).prompt += len(token_ids) * request.params.n
         return stream
 
     def tally(self, tenant: str) -> Tally:
         """The counts of one tenant."""
         return self._tallies.setdefault(tenant, Tally())
 
-    def abort(self, request_id: str, tenant: str = "") -> bool:
+    async def abort(self, request_id: str, tenant: str = "") -> bool:
         """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
         key = self._keys.get((tenant, request_id))
-        return key is not None and self._loop.abort(key)
+        if key is None:
+            return False
+        self.engine.abort(key)
+        return True
 
     def abort_engine(self, key: str, index: int | None = None) -> None:
         """Tell the engine of a request, or of one of its sequences, that ended here."""
-        self._loop.abort(key, index)
+        self.engine.abort(key, index)
 
     def forget(self, stream: TextStream) -> None:
         """Drop a stream that its reader closed; aborts it if it still runs."""
         if stream.key in self._streams:
-            self._loop.abort(stream.key)
+            self.engine.abort(stream.key)
             self._remove(stream)
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         """Counters and gauges of the whole engine."""
-        return self._loop.stats()
+        return await self.engine.stats()
 
-    def stats_of(self, tenant: str) -> EngineStats:
+    async def stats_of(self, tenant: str) -> EngineStats:
         """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
-        running, waiting = self._loop.load_of(tenant)
-        tally = self.tally(tenant)
-        return EngineStats(
-            uptime_s=self._loop.stats().uptime_s,
-            requests_running=running,
-            requests_waiting=waiting,
+        found, tally = await self.engine.stats(tenant), self.tally(tenant)
+        return replace(
+            found,
             requests_finished=dict(tally.finished),
             prompt_tokens=tally.prompt,
             cached_prompt_tokens=tally.cached,
@@ -276,20 +268,14 @@ class TextEngine:
             return True
         except TimeoutError:
             for key in list(self._streams):
-                self._loop.abort(key)
+                self.engine.abort(key)
             await self._idle.wait()
             return False
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel everything and end the step loop; a step that hangs longer than `timeout_s` is left behind."""
+        """Cancel everything and end the engine; a step that hangs longer than `timeout_s` is left behind."""
         self.draining = True
-        await asyncio.to_thread(self._loop.stop, timeout_s)
-
-    def _deliver_soon(self, outputs: list[TokenOutput]) -> None:
-        """The EngineLoop's callback, on its thread."""
-        assert self._asyncio is not None
-        if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(self._deliver, outputs)
+        await self.engine.stop(timeout_s)
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:

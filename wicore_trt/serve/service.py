@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission, Meter
 from wicore_trt.access.calls import Call, checked_id
+from wicore_trt.core.port import UNKNOWN
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
 from wicore_trt.serve import convert
@@ -33,7 +34,6 @@ from wicore_trt.types import FinishReason, TextRequest
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine, TextStream
-    from wicore_trt.kv.events import EventFeed
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_SUBSCRIBERS = 32
@@ -113,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
             meter.reserve([text_request])
-            stream = engine.submit(await engine.encode(text_request))
+            stream = await engine.submit(await engine.encode(text_request))
         except InvalidRequestError as error:
             path = convert.field_path(error.field, request.WhichOneof("prompt"))
             kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
@@ -152,7 +152,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
-        return pb2.AbortResponse(aborted=self._ready().abort(request_id, CURRENT_CALL.get().who.tenant))
+        return pb2.AbortResponse(aborted=await self._ready().abort(request_id, CURRENT_CALL.get().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb2.TokenizeResponse:
         engine = self._ready()
@@ -211,48 +211,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
         engine, who = self._ready(), CURRENT_CALL.get().who
         if who.operator:
-            return convert.stats(engine.stats(), self._open.total())
-        return convert.stats(engine.stats_of(who.tenant), self._open[who.tenant])
+            return convert.stats(await engine.stats(), self._open.total())
+        return convert.stats(await engine.stats_of(who.tenant), self._open[who.tenant])
 
     async def SubscribeKVEvents(
         self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         who = CURRENT_CALL.get().who
         with self._subscribers.place(who.tenant):
-            engine = self._ready()
-            feed = engine.kv_events if who.operator else engine.kv_events_of(who.tenant)
-            await _relay_events(feed, request, context)
-
-
-async def _relay_events(
-    feed: EventFeed, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
-) -> None:
-    """Write a feed's events as messages until the client leaves."""
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-    def on_event() -> None:  # on the engine's thread
-        with suppress(RuntimeError):  # the loop is closed: the server ends
-            loop.call_soon_threadsafe(changed.set)
-
-    known = request.from_sequence > 0 and request.epoch == feed.epoch
-    position = request.from_sequence - 1 if known else -1  # -1 is always too old
-    end_listening = feed.listen(on_event)
-    try:
-        while True:
-            changed.clear()
-            events = feed.since(position)
-            if events is None:
-                snapshot = feed.snapshot()
-                messages, position = convert.kv_snapshot(snapshot), snapshot.sequence
-            elif events:
-                messages, position = convert.kv_events(feed.epoch, events), events[-1].sequence
-            else:
-                await changed.wait()
-                continue
-            for message in messages:
-                await context.write(message)
-    finally:
-        end_listening()
+            tenant = None if who.operator else who.tenant
+            after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
+            async with aclosing(self._ready().engine.kv_events(tenant, after)) as feed:
+                async for epoch, found in feed:
+                    if isinstance(found, list):
+                        messages = convert.kv_events(epoch, found)
+                    else:
+                        messages = convert.kv_snapshot(found)
+                    for message in messages:
+                        await context.write(message)
 
 
 def _text_request(

@@ -1,0 +1,133 @@
+"""What a front needs of an engine, wherever the engine runs, and the engine that runs in this process.
+
+Everything here is called on the front's event loop and answers there. It must not know text, transports or processes.
+Invariant: a request that `add` took gets its final output through the sink, also when the engine breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from wicore_trt.core.loop import Core, EngineLoop
+from wicore_trt.kv.events import Event, EventFeed, Snapshot
+from wicore_trt.types import EngineStats, GenerateRequest, TokenOutput
+
+Sink = Callable[[list[TokenOutput]], None]
+Position = tuple[int, int]
+"""The epoch of a feed of KV events and the number of the last event that its reader has."""
+UNKNOWN: Position = (0, -1)
+Change = tuple[int, Snapshot | list[Event]]
+"""The epoch of a feed, and a snapshot of its pages or events that follow each other."""
+
+
+class EnginePort(ABC):
+    """One engine. `sink` is called on the event loop's thread with what each step made."""
+
+    @property
+    @abstractmethod
+    def dead(self) -> str | None:
+        """Why the engine takes no requests, if it broke."""
+
+    @abstractmethod
+    async def start(self, sink: Sink) -> None:
+        """Take requests from now on."""
+
+    @abstractmethod
+    async def add(self, request: GenerateRequest) -> None:
+        """Hand over a request whose id is not live. Outputs may come before this returns.
+
+        Raises InvalidRequestError, QueueFullError, UnavailableError or EngineDeadError; there is then no output.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ask for the end of a request, or of one of its sequences; nothing when it is not live."""
+
+    @abstractmethod
+    async def stats(self, tenant: str | None = None) -> EngineStats:
+        """Counters and gauges of the engine; of one tenant alone its uptime and load."""
+
+    @abstractmethod
+    def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
+        """What the KV cache gains and loses from `after` on, of one tenant's pages or (None) of all: the epoch, and a
+        snapshot where events were missed, else events. Ends only by its closing. Raises EnvironmentUnfitError for an
+        engine that does not tell."""
+
+    @abstractmethod
+    async def stop(self, timeout_s: float) -> None:
+        """Cancel what is live and end the engine; a step that hangs longer than `timeout_s` is left behind."""
+
+
+class LocalEngine(EnginePort):
+    """An engine on a thread of this process. `max_waiting` bounds the sequences that wait for their first step."""
+
+    def __init__(self, core: Core, *, max_waiting: int = 1024) -> None:
+        self._core = core
+        self._loop = EngineLoop(core, self._emit, max_waiting=max_waiting)
+        self._sink: Sink = lambda outputs: None
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def dead(self) -> str | None:
+        return self._loop.dead
+
+    async def start(self, sink: Sink) -> None:
+        self._sink, self._asyncio = sink, asyncio.get_running_loop()
+        self._loop.start()
+
+    async def add(self, request: GenerateRequest) -> None:
+        self._loop.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._loop.abort(request_id, index)
+
+    async def stats(self, tenant: str | None = None) -> EngineStats:
+        return self._loop.stats(tenant)
+
+    def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
+        return follow(self.feed(tenant), after)
+
+    def feed(self, tenant: str | None) -> EventFeed:
+        """The events of one tenant's pages, or (None) of all. Raises EnvironmentUnfitError."""
+        return self._core.kv_events if tenant is None else self._core.kv_events_of(tenant)
+
+    async def stop(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._loop.stop, timeout_s)
+
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        """The EngineLoop's callback, on its thread."""
+        assert self._asyncio is not None
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._asyncio.call_soon_threadsafe(self._sink, outputs)
+
+
+async def follow(feed: EventFeed, after: Position) -> AsyncGenerator[Change, None]:
+    """What a feed tells from `after` on, as it happens; it is read no faster than this is."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_event() -> None:  # on the engine's thread
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(changed.set)
+
+    epoch, position = after
+    if epoch != feed.epoch:
+        position = -1  # is always too old
+    end_listening = feed.listen(on_event)
+    try:
+        while True:
+            changed.clear()
+            events = feed.since(position)
+            if events is None:
+                snapshot = feed.snapshot()
+                position = snapshot.sequence
+                yield feed.epoch, snapshot
+            elif events:
+                position = events[-1].sequence
+                yield feed.epoch, events
+            else:
+                await changed.wait()
+    finally:
+        end_listening()
