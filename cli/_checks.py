@@ -28,7 +28,11 @@ MIN_PYTHON = (3, 11)
 MIN_FREE_BYTES = 2 << 30
 GIB = 1 << 30
 ISA_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-EXTRAS = {"torch": ("torch",), "gguf": ("gguf",), "serve": ("grpc", "grpc_health", "grpc_reflection", "grpc_status")}
+EXTRAS = {
+    "torch": ("torch",),
+    "gguf": ("gguf",),
+    "serve": ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "uvicorn", "starlette", "msgspec"),
+}
 CUDA_LIBRARIES = ("cuda", "cudart", "cublas", "nvrtc")
 PACKAGES = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "grpcio", "protobuf")
 

@@ -128,7 +128,7 @@ def serve(settings: Any) -> int:
     """Run the server with these Settings; returns the exit code."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
-    from wicore_trt.serve import log
+    from wicore_trt.access import log
 
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
     from wicore_trt.serve.lifecycle import run_server

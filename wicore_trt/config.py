@@ -44,11 +44,16 @@ def _comma_list(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _none(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 ByteSizeOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+PortOrNone = Annotated[Annotated[int, Field(ge=0, le=65535)] | None, BeforeValidator(_none)]
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -146,6 +151,20 @@ class ServerSettings:
     """Address to listen on. 0.0.0.0 listens on every interface; then set api_key or keys_file, and TLS."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """gRPC port; 0 takes a free one and prints it."""
+    http_port: PortOrNone = 8000
+    """HTTP port; 0 takes a free one and prints it, none is no HTTP."""
+    http_host: str | None = None
+    """Address to listen on for HTTP. Default: host; where that is unix:/path, unix:/path.http."""
+    cors_origins: Names = ()
+    """Origins of web pages that may call this server from a browser, such as https://chat.example.org; * is any.
+    Default: none but its own."""
+    sse_keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds without output after which an HTTP stream gets a comment, so that nobody on the way takes it for dead."""
+    requests_per_minute: Positive | None = None
+    """Generation requests that one tenant may send in a minute, over HTTP and gRPC together. Default: no limit."""
+    tokens_per_minute: Positive | None = None
+    """Tokens, prompt and output, that one tenant may take in a minute. A request reserves what it may take at most and
+    gives back what it did not use. Default: no limit."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     api_key: Annotated[str, Field(min_length=1)] | None = None

@@ -8,6 +8,7 @@ wrong, and `fix`, when given, says what to do about it.
     ├── InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
     ├── NotFoundError               1    NOT_FOUND            unknown model, unknown request
     ├── QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
+    │   └── RateLimitError          1    RESOURCE_EXHAUSTED   the tenant's requests or tokens of this minute
     ├── UnavailableError            1    UNAVAILABLE          starting or draining
     ├── DeadlineError               1    DEADLINE_EXCEEDED
     ├── RequestCancelledError       1    CANCELLED
@@ -31,6 +32,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec"), "serve"),
 }
 """Module to the extra of this package that brings it."""
 
@@ -74,6 +76,10 @@ class QueueFullError(WicoreError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(QueueFullError):
+    """The tenant has used up its requests or tokens of this minute."""
 
 
 class UnavailableError(WicoreError):

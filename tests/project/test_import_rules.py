@@ -56,7 +56,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "core"),
     "llm": ("errors", "types", "config", "core"),
     "client": ("errors", "types", "serve.gen"),
-    "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "serve", "text"),
+    "access": (*ROOT_MODULES, "core.shares", "access"),
+    "serve.lifecycle": (*ROOT_MODULES, "core", "access", "serve", "http"),  # starts both servers
+    "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
+    "http": (*ROOT_MODULES, "core", "access", "http", "text"),
 }
 
 

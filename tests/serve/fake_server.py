@@ -13,10 +13,10 @@ from pathlib import Path
 from fakes import FakeExecutor
 from serving import make_engine
 
+from wicore_trt.access import log
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.serve import log
 from wicore_trt.serve.lifecycle import run_server
 
 

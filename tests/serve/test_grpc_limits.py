@@ -19,10 +19,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from serving import HERE, SERVICE, details_of, failure, make_engine, process, request, rest_of, serving, until
 
-from wicore_trt.serve import intake, interceptors
+from wicore_trt.access import admission
+from wicore_trt.access.admission import message_limit
+from wicore_trt.serve import intake
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.server import message_limit
 
 KEY = "the-operators-own-key"
 METADATA = (("x-api-key", KEY),)
@@ -72,7 +73,7 @@ async def test_a_compressed_message_is_not_unpacked_beyond_the_limit():
 
 async def test_a_call_that_sends_nothing_ends_and_gives_its_place_back(monkeypatch):
     monkeypatch.setattr(intake, "READ_S", 0.2)
-    monkeypatch.setattr(interceptors, "MAX_CALLS", 50)
+    monkeypatch.setattr(admission, "MAX_CALLS", 50)
     async with serving() as running:
         info = running.channel.unary_unary(SERVICE + "GetServerInfo")
         methods = [SERVICE + "Generate", SERVICE + "GetStats", "/grpc.health.v1.Health/Check"]

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from wicore_trt.access.keys import EVERYBODY, Identity, KeyRing
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import ConfigError, QueueFullError
-from wicore_trt.serve.keys import EVERYBODY, Identity, KeyRing
 
 ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
 

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
+from wicore_trt.access import log
 from wicore_trt.errors import shown
-from wicore_trt.serve import log
 
 LONG = "x" * (1 << 20)
 
@@ -63,7 +63,7 @@ def test_lines_that_nobody_read_are_counted():
 
 CORE_COMPLAINS = """
 import asyncio
-from wicore_trt.serve import log
+from wicore_trt.access import log
 log.configure()
 import grpc
 async def main():

@@ -10,10 +10,10 @@ import pytest
 from serving import details_of
 
 from wicore_trt import errors
+from wicore_trt.access.log import JsonFormatter, LineFormatter
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError, reason_of, status_of
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.serve.log import JsonFormatter, LineFormatter
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenLogprob, Usage
 
 

@@ -1,29 +1,10 @@
-"""Address and TLS files of a server, checked before gRPC sees them.
-
-gRPC reports a used port or a bad certificate late, unclearly or not at all, so this module finds out first. It must not
-know services. Invariant: what passes here can be bound and can shake hands, short of a race for the port.
-"""
+"""TLS files as gRPC takes them. Must not know services; what the files must be is `access.listening`'s to say."""
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
-import ssl
-import stat
-from pathlib import Path
-
 import grpc
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.files import Door
-
-
-def _read(name: str, path: str) -> bytes:
-    try:
-        return Door(error=ConfigError).read(Path(path))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+from wicore_trt.access.listening import read_tls
 
 
 def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:
@@ -31,73 +12,9 @@ def server_credentials(cert: str | None, key: str | None, client_ca: str | None)
 
     Raises ConfigError for a missing, unreadable, malformed or mismatched file.
     """
-    if cert is None and key is None and client_ca is None:
+    files = read_tls(cert, key, client_ca)
+    if files is None:
         return None
-    if cert is None or key is None:
-        raise ConfigError("TLS needs both a certificate and a key.", fix="Give --tls-cert and --tls-key.")
-    chain, secret = _read("tls_cert", cert), _read("tls_key", key)
-    roots = _read("tls_client_ca", client_ca) if client_ca is not None else None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"{cert} and {key} are not a PEM certificate and its unencrypted key ({error}).") from None
-    if roots is not None:
-        try:
-            context.load_verify_locations(cafile=client_ca)
-        except ssl.SSLError as error:
-            raise ConfigError(f"tls_client_ca: {client_ca} holds no PEM certificates ({error}).") from None
     return grpc.ssl_server_credentials(
-        [(secret, chain)], root_certificates=roots, require_client_auth=roots is not None
+        [(files.secret, files.chain)], root_certificates=files.roots, require_client_auth=files.roots is not None
     )
-
-
-def address_of(host: str, port: int) -> str:
-    """gRPC address of a host and port; `unix:/path` hosts are addresses already."""
-    if host.startswith("unix:"):
-        return host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_free(host: str, port: int) -> None:
-    """Raise EnvironmentUnfitError when the address is in use, unknown or forbidden."""
-    if host.startswith("unix:"):
-        _check_socket_path(Path(host.removeprefix("unix:")))
-        return
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError) as error:
-        raise EnvironmentUnfitError(
-            f"Host {host!r} is unknown ({error}).", fix="Give an address of this machine."
-        ) from None
-    failures = []
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise EnvironmentUnfitError(
-                    f"Port {port} on {host} is in use.", fix="Stop the other process or choose another --port."
-                ) from None
-            failures.append(error)
-    if len(failures) == len(found):
-        raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {failures[0].strerror}.")
-
-
-def _check_socket_path(path: Path) -> None:
-    """gRPC silently replaces a socket file, that of a running server included; so look whether one answers."""
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise EnvironmentUnfitError(f"Cannot create the socket {path}: {path.parent} is no writable directory.")
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise EnvironmentUnfitError(f"{path} exists and is no socket.", fix="Choose another path or remove it.")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return  # left behind by a process that ended
-    raise EnvironmentUnfitError(f"The socket {path} is in use.", fix="Stop the other process or choose another path.")

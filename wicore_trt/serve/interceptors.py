@@ -12,52 +12,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import grpc
 
+from wicore_trt.access.admission import Admission
+from wicore_trt.access.calls import REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.keys import Identity
+from wicore_trt.access.log import Sparingly
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.serve.errors import abort
 from wicore_trt.serve.intake import BriefRequests, host_of, parse, prompt_ones, read_message
-from wicore_trt.serve.keys import Identity, KeyRing
-from wicore_trt.serve.log import Sparingly
 
 log = logging.getLogger(__name__)
-access_log = logging.getLogger("wicore_trt.access")
 
-REQUEST_ID_HEADER = "x-request-id"
-VALID_ID = re.compile(r"[!-~]{1,128}")
 OWN_PREFIX = "/wicore."
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
-MAX_CALLS = 4096
-"""Calls that are open at the same time; more are refused."""
 MAX_CHECKS = MAX_WATCHES = 1024
 """Health checks need no key, so they have places of their own, and those that stay open too."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler | None"]]
-
-
-@dataclass(slots=True)
-class Call:
-    """One call in progress. Handlers put what the access line should tell into `facts`.
-
-    `who` calls. `from_client` says that the client chose `call_id`, so that another call may have the same.
-    """
-
-    call_id: str
-    method: str
-    from_client: bool
-    who: Identity
-    started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
-    facts: dict[str, object] = field(default_factory=dict)
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("wicore_call")
@@ -71,12 +51,6 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
     return None
 
 
-def offered_key(details: grpc.HandlerCallDetails) -> str:
-    """The key in `authorization: Bearer KEY` or `x-api-key: KEY`."""
-    scheme, _, token = (metadata_value(details, "authorization") or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else metadata_value(details, "x-api-key") or ""
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps the methods of all services. Health checks need no key.
 
@@ -84,9 +58,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     our details rather than a bare UNKNOWN.
     """
 
-    def __init__(self, keys: KeyRing, max_calls: int = MAX_CALLS) -> None:
-        self._keys = keys
-        self._calls = Gate(max_calls, "calls")
+    def __init__(self, admission: Admission) -> None:
+        self._keys = admission.keys
+        self._calls = admission.calls
         self._checks = Gate(MAX_CHECKS, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
         self._brief = BriefRequests()
@@ -94,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         health = details.method.startswith(HEALTH_PREFIX)
-        who = Identity() if health else self._keys.find(offered_key(details))
+        who = Identity() if health else self._keys.find(offered_key(partial(metadata_value, details)))
         if who is None:
             return grpc.stream_stream_rpc_method_handler(self._refuse)
         handler = await continuation(details)
@@ -105,12 +79,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if not details.method.startswith(OWN_PREFIX):
             return self._foreign(handler, who)
         offered = metadata_value(details, REQUEST_ID_HEADER) or ""
-        from_client = VALID_ID.fullmatch(offered) is not None
-        call_id = offered if from_client else uuid.uuid4().hex
         method = details.method.rpartition("/")[2]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            call = Call(call_id, method, from_client, who)
+            call = Call.begin(method, who, offered)
             await guarded(call, lambda: self._answer(call, handler, context), context)
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
@@ -191,11 +163,4 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
         await abort(context, WicoreError(f"Internal error; the server's log has it as {call.call_id}."), call.call_id)
     finally:
-        write_access_line(call, code)
-
-
-def write_access_line(call: Call, code: str) -> None:
-    """One line per call: Generate at INFO, the small calls at DEBUG."""
-    facts = {"id": call.call_id, **call.facts, "total_ms": round((time.monotonic() - call.started) * 1000, 1)}
-    level = logging.INFO if call.method == "Generate" else logging.DEBUG
-    access_log.log(level, "%s %s", call.method, code, extra={"facts": {"method": call.method, "code": code} | facts})
+        write_access_line(call, code, logging.INFO if call.method == "Generate" else logging.DEBUG)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import grpc
 
-from wicore_trt.serve.log import Sparingly
+from wicore_trt.access.log import Sparingly
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from wicore_trt.access.admission import Admission, message_limit
+from wicore_trt.access.listening import address_of, check_free
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.serve.credentials import address_of, check_free, server_credentials
+from wicore_trt.serve.credentials import server_credentials
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.health import Health
 from wicore_trt.serve.interceptors import CallInterceptor
-from wicore_trt.serve.keys import KeyRing
 from wicore_trt.serve.listeners import LISTENERS, Generic, Listeners
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
 
@@ -36,8 +37,6 @@ MAX_CONNECTIONS = 4096
 """Connections that are open at the same time, on all listeners together. More are closed as they come."""
 FILES_KEPT = 512
 """File descriptors that connections leave to the engine, the log and the KV tiers."""
-BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
-"""No token of Gemma's is longer than 93 bytes of UTF-8, so that every prompt that fits the context fits a message."""
 KEEPALIVE_OPTIONS = (
     # Clients may ping every 10 s, with or without a call, and are never thrown out for more ("too many pings").
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -50,11 +49,6 @@ KEEPALIVE_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
-
-
-def message_limit(max_context: int | None) -> int:
-    """Bytes of the largest request message, unless the settings say: what a context of so many tokens can take."""
-    return max(LEAST_MESSAGE_BYTES, BYTES_PER_TOKEN * (max_context or 0))
 
 
 def connection_limit() -> int:
@@ -81,15 +75,17 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
 class GrpcServer:
     """One listening server. Construct it on the event loop that will run it."""
 
-    def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
-        """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
+    def __init__(
+        self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
+    ) -> None:
+        """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
+        share. Raises ConfigError for bad TLS or keys files."""
         self._settings = settings
-        self._max_message_bytes = (
-            settings.max_message_mb << 20 if settings.max_message_mb is not None else message_limit(max_context)
-        )
-        self.service = InferenceService(max_message_bytes=self._max_message_bytes)
+        admission = admission or Admission.of(settings)
+        self._max_message_bytes = message_limit(max_context, settings.max_message_mb)
+        self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
         self._health = Health(HEALTH_NAMES)
-        self._interceptor = CallInterceptor(KeyRing.load(settings.api_key, settings.keys_file))
+        self._interceptor = CallInterceptor(admission)
         self._credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._listeners = Listeners(self._fresh, self._bind)
 

@@ -20,6 +20,8 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
+from wicore_trt.access.admission import Admission, Meter
+from wicore_trt.access.calls import Call, checked_id
 from wicore_trt.core.port import UNKNOWN
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
@@ -27,7 +29,7 @@ from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
-from wicore_trt.serve.interceptors import CURRENT_CALL, VALID_ID, Call
+from wicore_trt.serve.interceptors import CURRENT_CALL
 from wicore_trt.types import FinishReason, TextRequest
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ MAX_SUBSCRIBERS = 32
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one engine, attached when it is ready. `idle` is set while no Generate call is open."""
 
-    def __init__(self, *, max_message_bytes: int) -> None:
+    def __init__(self, *, max_message_bytes: int, admission: Admission) -> None:
+        self._admission = admission
         self._max_message_bytes = max_message_bytes
         self._engine: TextEngine | None = None
         self._draining = False
@@ -83,8 +86,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            async with aclosing(await self._submit(engine, request, call, timeout_s)) as stream:
-                reasons = await self._relay(stream, call, context)
+            with self._admission.metered(call.who.tenant) as meter:
+                async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
+                    reasons = await self._relay(stream, call, context, meter)
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
@@ -94,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @staticmethod
     async def _submit(
-        engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
+        engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None, meter: Meter
     ) -> TextStream:
         """Start a request on the engine; errors name fields by their path in the message."""
         if request.HasField("request_id"):
@@ -108,14 +112,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
         try:
             text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-            return await engine.submit(await engine.encode(text_request))
+            meter.reserve([text_request])
+            stream = await engine.submit(await engine.encode(text_request))
         except InvalidRequestError as error:
             path = convert.field_path(error.field, request.WhichOneof("prompt"))
             kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
             raise kind(error.message, field=path, fix=error.fix) from error
+        meter.begin()
+        return stream
 
     @staticmethod
-    async def _relay(stream: TextStream, call: Call, context: grpc.aio.ServicerContext) -> set[FinishReason]:
+    async def _relay(
+        stream: TextStream, call: Call, context: grpc.aio.ServicerContext, meter: Meter
+    ) -> set[FinishReason]:
         """Write a stream's outputs as messages; while a write waits for its reader, the engine merges what follows.
 
         Returns the reasons for which the sequences ended.
@@ -126,6 +135,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async for output in stream:
             elapsed = monotonic() - call.started
             tokens += len(output.token_ids)
+            meter.count(output)
             if output.token_ids and output.index not in first_token_s:
                 first_token_s[output.index] = elapsed
                 call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
@@ -219,13 +229,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         messages = convert.kv_snapshot(found)
                     for message in messages:
                         await context.write(message)
-
-
-def checked_id(request_id: str) -> str:
-    """The id itself; raises InvalidRequestError unless it can stand in logs and metadata."""
-    if not VALID_ID.fullmatch(request_id):
-        raise InvalidRequestError("request_id must be 1 to 128 visible ASCII characters.", field="request_id")
-    return request_id
 
 
 def _text_request(

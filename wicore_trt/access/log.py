@@ -29,7 +29,7 @@ QUIET_S = 10.0
 MAX_VALUE = 512
 """Characters of a value in a line; what a client wrote may be as long as a message."""
 MAX_TRACEBACK = 16_384
-OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server")
+OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server", "uvicorn.error", "websockets.server")
 """Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
 
 

@@ -1,0 +1,121 @@
+"""How many requests and tokens a tenant may ask for in a minute: token buckets with refund.
+
+Plain data under an injected clock; it must not know calls. A bucket holds a minute's worth and fills evenly. A request
+reserves what it may take at most, and its grant gives back what it did not use, or takes what it used more. Invariants:
+over any span a tenant starts at most one bucket more than the rate gives; what was reserved is settled once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wicore_trt.errors import RateLimitError
+
+MINUTE_S = 60.0
+
+
+class Bucket:
+    """`per_minute` units, full at first. It can be in debt, and then nothing is granted until that is paid."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.capacity = per_minute
+        self._per_s = per_minute / MINUTE_S
+        self._clock = clock
+        self._level = float(per_minute)
+        self._stamp = clock()
+
+    @property
+    def level(self) -> float:
+        """What is there now."""
+        now = self._clock()
+        self._level = min(float(self.capacity), self._level + (now - self._stamp) * self._per_s)
+        self._stamp = now
+        return self._level
+
+    def wait_s(self, units: float) -> float:
+        """Seconds until `units` are there, 0 when they are."""
+        return max(0.0, units - self.level) / self._per_s
+
+    def add(self, units: float) -> None:
+        """Put units in, or take them out."""
+        self._level = min(float(self.capacity), self.level + units)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One limit of a tenant as it stands. `reset_s` is the time until the bucket is full again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+class Grant:
+    """What one request reserved."""
+
+    def __init__(self, tokens: Bucket | None, reserved: int) -> None:
+        self._tokens, self._reserved = tokens, reserved
+
+    def settle(self, used: int) -> None:
+        """The request has ended and took `used` tokens. Only the first call counts."""
+        if self._tokens is not None:
+            self._tokens.add(self._reserved - used)
+            self._tokens = None
+
+
+class Rates:
+    """Buckets by tenant; None is no limit."""
+
+    def __init__(
+        self,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is any limit."""
+        return any(limit is not None for limit in self._limits.values())
+
+    def take(self, tenant: str, tokens: int, requests: int = 1) -> Grant:
+        """Count `requests` of a tenant and reserve `tokens`. What is more than a bucket holds counts as a full one.
+
+        Raises RateLimitError, and takes nothing, when one of the two is not there.
+        """
+        wanted = {}
+        for kind, units in (("requests", requests), ("tokens", tokens)):
+            bucket = self._bucket(tenant, kind)
+            if bucket is None:
+                continue
+            wanted[kind] = min(units, bucket.capacity)
+            wait_s = bucket.wait_s(wanted[kind])
+            if wait_s > 0:
+                raise RateLimitError(f"You may send {bucket.capacity} {kind} a minute.", retry_after_s=wait_s)
+        for kind, units in wanted.items():
+            bucket = self._bucket(tenant, kind)
+            assert bucket is not None
+            bucket.add(-units)
+        return Grant(self._bucket(tenant, "tokens"), wanted.get("tokens", 0))
+
+    def allowances(self, tenant: str) -> dict[str, Allowance]:
+        """What is left of each limit, by "requests" and "tokens"."""
+        found = {}
+        for kind in self._limits:
+            bucket = self._bucket(tenant, kind)
+            if bucket is not None:
+                found[kind] = Allowance(bucket.capacity, max(0, int(bucket.level)), bucket.wait_s(bucket.capacity))
+        return found
+
+    def _bucket(self, tenant: str, kind: str) -> Bucket | None:
+        limit = self._limits[kind]
+        if limit is None:
+            return None
+        if (tenant, kind) not in self._buckets:
+            self._buckets[tenant, kind] = Bucket(limit, self._clock)
+        return self._buckets[tenant, kind]
