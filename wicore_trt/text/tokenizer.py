@@ -64,6 +64,7 @@ class Tokenizer:
         self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
+        self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -118,6 +119,20 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for inside of a text, special tokens included. Of a byte-fallback token its byte, so
+        that the bytes of an output's tokens, put together, are its text."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            if token in self.byte_ids:
+                found = bytes.fromhex(str(self._backend.id_to_token(token))[3:5])  # <0xE2>
+            else:
+                # Twice, because a decoder may strip the first space of a text.
+                before = self.decode([token], skip_special=False)
+                found = self.decode([token, token], skip_special=False)[len(before) :].encode()
+            self._token_bytes[token] = found
+        return found
 
     def apply_chat(
         self,
