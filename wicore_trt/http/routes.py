@@ -5,13 +5,13 @@ Invariants: every route needs a key, but those that are named OPEN; what a route
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.datastructures import Headers
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from wicore_trt.access.calls import Call
@@ -20,6 +20,7 @@ from wicore_trt.http.context import Context
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.intake import decoded, read_body, validated
 from wicore_trt.http.replies import Reply
+from wicore_trt.http.socket import PATH, StreamSocket
 from wicore_trt.http.waiting import unless_gone
 
 OPEN = frozenset(("/health", "/ready"))
@@ -84,6 +85,7 @@ class Endpoint:
         await reply(scope, receive, send)
 
 
-def routes(context: Context) -> list[Route]:
-    """The table as Starlette takes it."""
-    return [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in OPERATIONS]
+def routes(context: Context, origins: Sequence[str] = ()) -> list[BaseRoute]:
+    """The table as Starlette takes it, and the WebSocket."""
+    found: list[BaseRoute] = [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in OPERATIONS]
+    return [*found, WebSocketRoute(PATH, StreamSocket(context, origins))]

@@ -25,6 +25,7 @@ from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
 from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket
 from wicore_trt.http.routes import routes
+from wicore_trt.http.socket import MAX_FRAME
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -57,7 +58,7 @@ class HttpServer:
         self.context = Context(admission or Admission.of(settings), limit, settings.sse_keep_alive_s)
         self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._config = Config(
-            make_app(self.context, routes(self.context), settings.cors_origins),
+            make_app(self.context, routes(self.context, settings.cors_origins), settings.cors_origins),
             http=GuardedHttp,
             ws=GuardedWebSocket,
             lifespan="off",
@@ -66,7 +67,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            ws_max_size=limit,
+            ws_max_size=min(limit, MAX_FRAME),
             ws_per_message_deflate=False,
         )
         self._config.load()
@@ -126,9 +127,13 @@ class HttpServer:
             self._clock.cancel()
         if self._listener is not None:
             self._listener.close()
+        end = time.monotonic() + grace_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.context.idle.wait(), max(grace_s, POLL_S))
         for connection in list(self._state.connections):
-            connection.shutdown()  # ends those that are idle
-        if not await _until(lambda: not self._state.connections and not self._state.tasks, grace_s):
+            connection.shutdown()  # ends those that are idle, and WebSockets
+        left_s = max(0.0, end - time.monotonic())
+        if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
             for task in list(self._state.tasks):
                 task.cancel()
             await _until(lambda: not self._state.tasks, CANCEL_S)
