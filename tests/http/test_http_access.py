@@ -14,8 +14,9 @@ from web import GREEDY, error_of, executor_of, make_engine, serving, until
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.http.routes import OPEN, OPERATIONS, routes
+from wicore_trt.http.routes import routes
 from wicore_trt.http.server import HttpServer, http_host
+from wicore_trt.http.table import OPEN, OPERATIONS
 
 KEY = "the-operators-own-key"
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789ab"

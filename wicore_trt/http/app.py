@@ -24,7 +24,7 @@ from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
 from wicore_trt.http.replies import json_reply
-from wicore_trt.http.routes import OPEN, OPERATIONS
+from wicore_trt.http.table import OPEN, OPERATIONS
 
 log = logging.getLogger(__name__)
 
