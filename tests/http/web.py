@@ -16,11 +16,24 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.text.chat import _turn
 from wicore_trt.types import TokenLogprob
 
 MAX_CONTEXT = 1024
-TOKENIZER = FakeTokenizer()
 VOCAB = 97
+
+
+class WebTokenizer(FakeTokenizer):
+    """Takes any text, and checks conversations as the real one does."""
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        return [(ord(c) - 32) % VOCAB for c in text]
+
+    def apply_chat(self, messages, *, add_generation_prompt=True, max_tokens=None):
+        return self.encode("".join(_turn(i, m)["content"] for i, m in enumerate(messages)))
+
+
+TOKENIZER = WebTokenizer()
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 

@@ -71,6 +71,8 @@ def code_of(error: WicoreError) -> str | None:
     """A name for programs: RateLimitError -> rate_limit. Bad fields have `param` and need none."""
     if isinstance(error, (HttpError, InvalidRequestError)):
         return None
+    if type(error) is WicoreError:
+        return "internal"
     name = type(error).__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 

@@ -117,9 +117,7 @@ class Connection:
                 self._open[frame_id].cancel()
             elif kind == "generate":
                 self._begin(frame_id, frame)
-                await asyncio.sleep(
-                    0
-                )  # a task that is cancelled before its first step never runs, and would say nothing
+                await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
         except WicoreError as error:
