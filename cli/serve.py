@@ -130,8 +130,8 @@ def serve(settings: Any) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log
 
-    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
-    from wicore_trt.serve.lifecycle import run_server
+    log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    from wicore_trt.process.supervisor import Supervisor
 
     max_context = None
     if settings.engine is not None:
@@ -144,16 +144,7 @@ def serve(settings: Any) -> int:
             if not Path(settings.engine).is_dir():
                 raise  # says what is missing, before the port is bound
 
-    def load() -> Any:
-        from wicore_trt.core.assemble import load_engine
-        from wicore_trt.core.port import LocalEngine
-        from wicore_trt.core.text_engine import TextEngine
-
-        engine = load_engine(settings)
-        local = LocalEngine(engine.core, max_waiting=settings.scheduler.max_waiting)
-        return TextEngine(local, engine.tokenizer, engine.info)
-
     def announce(address: str) -> None:
         print(f"ready on {address}", flush=True)
 
-    return run_server(settings.server, load, announce, max_context)
+    return Supervisor(settings, max_context=max_context, announce=announce).run()

@@ -234,6 +234,9 @@ class Settings:
     build: BuildSettings = field(default_factory=BuildSettings)
 
 
+_TREE = TypeAdapter(Settings)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
     """Settings with the origin of every value that is not a default, by dotted key ("kv.device_bytes")."""
@@ -325,9 +328,19 @@ def resolve_settings(
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
     sources = {key: where for key, (_, where) in values.items()}
     try:
-        return LoadedSettings(TypeAdapter(Settings).validate_python(nested), sources)
+        return LoadedSettings(_TREE.validate_python(nested), sources)
     except ValidationError as error:
         raise _as_config_error(error, sources) from error
+
+
+def settings_to_json(settings: Settings) -> str:
+    """Settings as another process of this server reads them; secrets are in it."""
+    return _TREE.dump_json(settings).decode()
+
+
+def settings_from_json(text: str) -> Settings:
+    """The inverse of `settings_to_json`."""
+    return _TREE.validate_json(text)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
+from msgspec import Struct
+
 from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text
 from wicore_trt.errors import InvalidRequestError, shown
 
@@ -140,8 +142,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, array_like=True, omit_defaults=True):
     """Token counts of one request. `cached_tokens` of the prompt came from the KV cache."""
 
     prompt_tokens: int
@@ -149,8 +150,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, array_like=True, omit_defaults=True):
     """Natural-log probability of a chosen token and of its best alternatives, best first."""
 
     token_id: int
@@ -219,13 +219,12 @@ class GenerateRequest:
             check_finite("deadline", self.deadline, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one sequence of one request gained in one or more steps; the engine loop's only output.
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
-    `error` is set with FinishReason.ERROR.
+    `error` is set with FinishReason.ERROR. It may cross to another process, so it is a msgspec.Struct.
     """
 
     request_id: str

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.loop import EngineLoop
-from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
 from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams, TextRequest
@@ -23,7 +23,7 @@ FOREVER = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), TOKENIZER, FAKE_INFO)
+    engine = TextEngine(engine_of(make_core(**kwargs), max_waiting), TOKENIZER, FAKE_INFO)
     await engine.start()
     return engine
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
-from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.types import FinishReason, SamplingParams, TextRequest
@@ -26,7 +26,7 @@ def expected(prompt: str, count: int = 20) -> str:
 
 
 async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), TOKENIZER, FAKE_INFO)
+    engine = TextEngine(engine_of(make_core(**kwargs), max_waiting), TOKENIZER, FAKE_INFO)
     await engine.start()
     return engine
 
@@ -116,13 +116,15 @@ async def test_abort_deadline_and_drain_end_streams_with_their_reasons():
 
 async def test_a_broken_executor_is_told_to_every_waiter():
     engine = await started(max_sequences=2)
-    engine.engine._loop._core.executor.fail_at = 4
+    executor = engine.engine._loop._core.executor
+    executor.step_s = 0.005
     streams = [await engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(6)]
+    executor.fail_at = len(executor.steps) + 2
     for stream in streams:
         with pytest.raises(EngineDeadError, match="device lost"):
             await collect(stream)
     assert not engine.ready and "device lost" in engine.dead
-    with pytest.raises(EngineDeadError):
+    with pytest.raises((EngineDeadError, UnavailableError), match="device lost"):
         await engine.submit(TextRequest("x", FOREVER, prompt="x"))
     await engine.close()
 

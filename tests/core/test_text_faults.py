@@ -8,8 +8,8 @@ import time
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
-from wicore_trt.core.port import LocalEngine
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import QueueFullError, WicoreError
@@ -27,7 +27,7 @@ def expected(prompt: str, count: int = 20) -> str:
 
 
 async def started(tokenizer: FakeTokenizer = TOKENIZER, max_waiting: int = 100, **kwargs) -> TextEngine:
-    engine = TextEngine(LocalEngine(make_core(**kwargs), max_waiting=max_waiting), tokenizer, FAKE_INFO)
+    engine = TextEngine(engine_of(make_core(**kwargs), max_waiting), tokenizer, FAKE_INFO)
     await engine.start()
     return engine
 

@@ -57,6 +57,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "llm": ("errors", "types", "config", "core"),
     "client": ("errors", "types", "serve.gen"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
+    "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),
+    "process": (*ROOT_MODULES, "access", "core", "link", "process"),
+    "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
     "serve.lifecycle": (*ROOT_MODULES, "core", "access", "serve", "http"),  # starts both servers
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
     "http": (*ROOT_MODULES, "core", "access", "http", "text"),

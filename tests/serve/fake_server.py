@@ -15,6 +15,7 @@ from serving import make_engine
 
 from wicore_trt.access import log
 from wicore_trt.config import ServerSettings
+from wicore_trt.core.offload import on_daemon_thread
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.serve.lifecycle import run_server
@@ -46,7 +47,7 @@ def main(options: dict) -> int:
     log.configure(json_lines=options.get("json", False))
     settings = ServerSettings(**{"port": 0, **options.get("server", {})})
     try:
-        return run_server(settings, load, bound=lambda address: print(address, flush=True))
+        return run_server(settings, lambda: on_daemon_thread(load), bound=lambda address: print(address, flush=True))
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -163,6 +163,7 @@ class EngineLoop:
         self._running: Counter[str] = Counter()
         self._open = True
         self._dead: str | None = None
+        self._ended = threading.Event()
         self._stats, self._stats_time = core.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
 
@@ -178,6 +179,15 @@ class EngineLoop:
     def live(self) -> int:
         """Requests accepted and not finished."""
         return len(self._live)
+
+    def live_ids(self) -> list[str]:
+        """Ids of the requests accepted and not finished."""
+        with self._wake:
+            return list(self._live)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the loop has ended, at the latest after so many seconds."""
+        return self._ended.wait(timeout_s)
 
     def add(self, request: GenerateRequest) -> None:
         """Accept a request, whose id must not be live.
@@ -249,6 +259,8 @@ class EngineLoop:
             self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
             with suppress(Exception):  # free the device, the threads and the disk's lock; why it ended is logged
                 self._core.close()
+        finally:
+            self._ended.set()
 
     def _take_inbox(self) -> bool:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""

@@ -24,7 +24,11 @@ Change = tuple[int, Snapshot | list[Event]]
 
 
 class EnginePort(ABC):
-    """One engine. `sink` is called on the event loop's thread with what each step made."""
+    """One engine. `sink` is called on the event loop's thread with what each step made. `recovers`: an engine that
+    broke is followed by another one, and `dead` is then None again. Ids of requests must begin with `prefix`."""
+
+    recovers = False
+    prefix = ""
 
     @property
     @abstractmethod

@@ -201,7 +201,7 @@ class TextEngine:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        stream = TextStream(self, str(next(self._serial)), request, self.tokenizer)
+        stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer)
         self._streams[stream.key] = stream
         self._keys[name] = stream.key
         self._idle.clear()

@@ -6,11 +6,9 @@ deltas are the decoded output up to the stop, and exactly one output carries the
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenOutput
+from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TokenOutput, Usage
 
 
 class SequenceText:
@@ -63,7 +61,7 @@ class SequenceText:
         usage = output.usage
         if usage is not None:
             surplus = len(output.token_ids) - count
-            usage = replace(usage, completion_tokens=usage.completion_tokens - surplus)
+            usage = Usage(usage.prompt_tokens, usage.completion_tokens - surplus, usage.cached_tokens)
         return TextOutput(
             request_id=self._request_id,
             index=output.index,

@@ -1,8 +1,9 @@
 """From an engine factory to a running server process and back: start order, signals, drain, exit code.
 
 Order: bind the port (a used port fails in milliseconds, not after the engine was loaded), load and start the engine,
-report SERVING; on SIGTERM, SIGINT or SIGHUP report NOT_SERVING, refuse new requests, let running ones finish, cancel
-the rest, close. Must not know messages or models. Invariant: the process ends within the grace time plus a few seconds,
+report SERVING; while an engine of another process has ended and the next one has not come, report NOT_SERVING; on
+SIGTERM, SIGINT or SIGHUP report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. Must
+not know messages or models. Invariant: the process ends within the grace time plus a few seconds,
 and a second signal ends it at once.
 """
 
@@ -13,12 +14,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from wicore_trt.config import ServerSettings
-from wicore_trt.core.offload import on_daemon_thread
 from wicore_trt.errors import EngineDeadError
 from wicore_trt.serve.server import GrpcServer
 
@@ -29,27 +29,28 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEATH_POLL_S = 0.25
+DEATH_POLL_S, LIFE_POLL_S = 0.25, 0.02
 CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they were cancelled
 FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
 
 def run_server(
     settings: ServerSettings,
-    engine_factory: Callable[[], TextEngine],
+    engine_factory: Callable[[], Awaitable[TextEngine]],
     announce: Callable[[str], None] = lambda address: None,
     max_context: int | None = None,
     bound: Callable[[str], None] = lambda address: None,
+    watch: Callable[[asyncio.Event], None] = lambda stop: None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
-    `engine_factory` loads an engine; it runs on a thread of its own. `announce` is told the address when it serves,
-    `bound` when the port is taken. The largest message follows from `max_context`, the engine's, unless the settings
-    say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when the
-    engine breaks while serving.
+    `engine_factory` loads an engine. `announce` is told the address when it serves, `bound` when the port is taken, and
+    `watch`, first of all, an event that ends the server when it is set. The largest message follows from `max_context`,
+    the engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before
+    serving, EngineDeadError when an engine that does not recover breaks while serving.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, engine_factory, announce, max_context, bound))
+        return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -63,12 +64,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(
     settings: ServerSettings,
-    engine_factory: Callable[[], TextEngine],
+    engine_factory: Callable[[], Awaitable[TextEngine]],
     announce: Callable[[str], None],
     max_context: int | None,
     bound: Callable[[str], None],
+    watch: Callable[[asyncio.Event], None],
 ) -> int:
     stop = _stop_on_signals()
+    watch(stop)
     server = GrpcServer(settings, max_context)
     try:
         address = await server.start()
@@ -76,7 +79,7 @@ async def _serve(
         log.info("loading the engine for %s", address)
         _warn_of_strangers(settings)
         started = time.monotonic()
-        engine = await _unless(stop, on_daemon_thread(engine_factory))
+        engine = await _unless(stop, asyncio.ensure_future(engine_factory()))
         if engine is None:
             log.info("stopped while loading")
             return 0
@@ -85,10 +88,15 @@ async def _serve(
         await server.set_serving()
         log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
         announce(address)
-        death = await _unless(stop, asyncio.ensure_future(_death(engine)))
-        if death is not None:
-            await server.set_draining()
-            raise _dead(death)
+        while (death := await _unless(stop, asyncio.ensure_future(_death(engine)))) is not None:
+            if not engine.engine.recovers:
+                await server.set_draining()
+                raise _dead(death)
+            log.error("no requests are taken: %s", death)
+            await server.set_waiting()
+            if await _unless(stop, asyncio.ensure_future(_life(engine))):
+                await server.set_serving()
+                log.info("requests are taken again")
         return await _drain(server, engine, settings.grace_s)
     finally:
         await server.stop(FLUSH_S)
@@ -107,7 +115,7 @@ async def _drain(server: GrpcServer, engine: TextEngine, grace_s: float) -> int:
     clean = clean and server.service.idle.is_set()
     await server.stop(FLUSH_S)
     await engine.close(CANCEL_S)
-    if engine.dead is not None:
+    if engine.dead is not None and not engine.engine.recovers:
         raise _dead(engine.dead)
     if clean:
         log.info("stopped")
@@ -149,6 +157,13 @@ async def _death(engine: TextEngine) -> str:
     while engine.dead is None:
         await asyncio.sleep(DEATH_POLL_S)
     return engine.dead
+
+
+async def _life(engine: TextEngine) -> bool:
+    """Wait until the engine, or the next one, takes requests."""
+    while engine.dead is not None:
+        await asyncio.sleep(LIFE_POLL_S)
+    return True
 
 
 def _dead(why: str) -> EngineDeadError:

@@ -125,6 +125,10 @@ class GrpcServer:
         """Tell health checks that requests are taken."""
         self._health.set(health_pb2.HealthCheckResponse.SERVING)
 
+    async def set_waiting(self) -> None:
+        """Tell health checks that requests are not taken for now."""
+        self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def set_draining(self) -> None:
         """Tell health checks, once and for all, that requests are not taken any more, and refuse them."""
         self.service.refuse_new()

@@ -1,0 +1,74 @@
+"""A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
+
+Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
+`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, and `pids`, a folder where each process leaves its
+number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from fakes import FAKE_INFO, FakeTokenizer, make_core
+
+from wicore_trt.access import log
+from wicore_trt.config import ServerSettings, Settings
+from wicore_trt.errors import EngineFormatError, WicoreError
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.process.supervisor import Parts, Supervisor
+
+MAX_CONTEXT = 4096
+HERE = "process.fake_parts"
+
+
+def options() -> dict:
+    return json.loads(os.environ["WICORE_TEST_OPTIONS"])
+
+
+def leave_number(name: str) -> None:
+    if "pids" in options():
+        (Path(options()["pids"]) / f"{name}-{os.getpid()}").touch()
+
+
+def load_engine(settings: Settings):
+    leave_number("engine")
+    given = options()
+    time.sleep(given.get("load_s", 0))
+    if given.get("load_fails"):
+        raise EngineFormatError("engine.json is missing.")
+    sequences = given.get("max_sequences", 64)
+    core = make_core(
+        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences
+    )
+    core.executor.step_s = given.get("step_s", 0.0)
+    core.executor.fail_at = given.get("fail_at")
+    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+
+
+def load_tokenizer(settings: Settings) -> FakeTokenizer:
+    leave_number("front")
+    return FakeTokenizer()
+
+
+def main(given: dict) -> int:
+    os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
+    log.configure(json_lines=given.get("json", False))
+    settings = Settings(server=ServerSettings(**{"port": 0, "grace_s": 5.0, **given.get("server", {})}))
+    parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
+    tell = lambda kind: lambda address: print(kind, address, flush=True)  # noqa: E731
+    try:
+        return Supervisor(
+            settings, max_context=MAX_CONTEXT, parts=parts, bound=tell("bound"), announce=tell("ready on")
+        ).run()
+    except WicoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,215 @@
+"""Supervisor, engine and front as real processes over the fake engine, some of them killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serve.serving import expected, request
+
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+
+HERE = Path(__file__).parent
+SERVING = health_pb2.HealthCheckResponse.SERVING
+ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+
+
+class Server:
+    """A supervised server and a client of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, pids: Path) -> None:
+        self.process, self._pids = process, pids
+        self.address = ""
+
+    async def line(self, kind: str) -> str:
+        async with asyncio.timeout(60):
+            text = (await self.process.stdout.readline()).decode().strip()
+        assert text.startswith(kind), (text, (await self.process.stderr.read()).decode() if not text else "")
+        return text.removeprefix(kind).strip()
+
+    @asynccontextmanager
+    async def stub(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+        quick = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100),
+                 ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
+        async with grpc.aio.insecure_channel(self.address, options=quick) as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    async with grpc.aio.insecure_channel(self.address) as channel:
+                        stub = health_pb2_grpc.HealthStub(channel)
+                        got = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                        if got.status == SERVING:
+                            return
+                await asyncio.sleep(0.02)
+
+    def alive(self, name: str) -> list[int]:
+        """Processes of this name that run."""
+        found = [int(path.name.rpartition("-")[2]) for path in self._pids.glob(f"{name}-*")]
+        return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+    async def all_gone(self) -> None:
+        async with asyncio.timeout(30):
+            while self.alive("engine") or self.alive("front"):
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> tuple[int, str]:
+        async with asyncio.timeout(60):
+            _, log = await self.process.communicate()
+        return self.process.returncode, log.decode()
+
+
+@asynccontextmanager
+async def supervised(tmp_path: Path, **options) -> AsyncIterator[Server]:
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent / "serve"), os.environ.get("PYTHONPATH", "")])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "fake_parts.py"), json.dumps({"pids": str(tmp_path), **options}),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    server = Server(process, tmp_path)
+    try:
+        yield server
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+        await server.all_gone()
+
+
+async def serving(server: Server) -> None:
+    server.address = await server.line("bound")
+    await server.line("ready on")
+
+
+async def answer(stub, prompt: str, count: int) -> str:
+    return "".join([r.delta.text or r.finish.delta.text async for r in stub.Generate(request(prompt, count))])
+
+
+async def test_requests_are_answered_and_sigterm_lets_them_finish(tmp_path):
+    async with supervised(tmp_path, step_s=0.005) as server:
+        await serving(server)
+        async with server.stub() as stub:
+            texts = await asyncio.gather(*(answer(stub, f"prompt {i}", 30) for i in range(40)))
+            assert texts == [expected(f"prompt {i}", 30)[0] for i in range(40)]
+            last = asyncio.ensure_future(answer(stub, "the last one", 200))
+            while (await stub.GetStats(pb2.GetStatsRequest())).requests_running != 1:
+                await asyncio.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            assert await last == expected("the last one", 200)[0]
+        code, log = await server.end()
+        assert code == 0 and "Traceback" not in log, log
+
+
+async def test_what_is_killed_is_started_again_and_only_its_streams_end(tmp_path):
+    """Streams under way end with an error that says so, at once; what comes later is right."""
+    rng = random.Random()
+    async with supervised(tmp_path, step_s=0.002) as server:
+        await serving(server)
+        outcomes: list[object] = []
+        over = False
+
+        async def client(number: int) -> None:
+            while not over:
+                prompt = f"{number} {rng.random()}"
+                try:
+                    async with server.stub() as stub:
+                        text = await answer(stub, prompt, 40)
+                except grpc.aio.AioRpcError as error:
+                    outcomes.append(error.code())
+                    await asyncio.sleep(0.02)
+                else:
+                    assert text == expected(prompt, 40)[0]
+                    outcomes.append(True)
+
+        clients = [asyncio.ensure_future(client(i)) for i in range(8)]
+        for name in ("front", "engine", "front", "engine"):
+            await asyncio.sleep(rng.uniform(0.1, 0.4))
+            [pid] = server.alive(name)
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while server.alive(name) in ([], [pid]):
+                    await asyncio.sleep(0.02)
+            await server.until_serving()
+        over = True
+        async with asyncio.timeout(60):
+            await asyncio.gather(*clients)
+        assert True in outcomes and {o for o in outcomes if o is not True} <= set(ENDED), outcomes
+        server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and log.count("starting it again") == 4, log
+
+
+async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):
+    async with supervised(tmp_path, fail_at=8) as server:
+        await serving(server)
+        [first] = server.alive("engine")
+        async with server.stub() as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer(stub, "breaks it", 50)
+            assert "device lost" in caught.value.details()
+            async with asyncio.timeout(60):
+                while server.alive("engine") in ([], [first]):
+                    await asyncio.sleep(0.02)
+            await server.until_serving()
+            assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
+
+
+async def test_an_engine_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
+    async with supervised(tmp_path, load_fails=True) as server:
+        code, log = await server.end()
+        assert code == 4 and log.strip().endswith("error: engine.json is missing."), log
+
+
+async def test_a_used_port_is_told_before_the_engine_was_loaded(tmp_path):
+    async with supervised(tmp_path / "..", load_s=0) as first:
+        await serving(first)
+        port = int(first.address.rpartition(":")[2])
+        (tmp_path / "second").mkdir()
+        async with supervised(tmp_path / "second", load_s=60, server={"port": port}) as second:
+            code, log = await second.end()
+            assert code == 4 and f"Port {port}" in log
+
+
+async def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path):
+    async with supervised(tmp_path, load_s=0.0) as server:
+        await serving(server)
+        assert server.alive("engine") and server.alive("front")
+        server.process.kill()
+        await server.all_gone()
+
+
+async def test_a_second_signal_ends_everything_at_once(tmp_path):
+    async with supervised(tmp_path, step_s=0.05) as server:
+        await serving(server)
+        async with server.stub() as stub:
+            stream = stub.Generate(request("long", 4000))
+            await stream.read()
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGINT)
+            code, _ = await server.end()
+        assert code == 128 + signal.SIGINT
+        await server.all_gone()
+
+
+async def test_a_signal_while_the_engine_loads(tmp_path):
+    async with supervised(tmp_path, load_s=60) as server:
+        server.address = await server.line("bound")
+        server.process.send_signal(signal.SIGTERM)
+        code, _ = await server.end()
+        assert code == 0
+        await server.all_gone()

@@ -1,0 +1,131 @@
+"""Messages over a stream socket between two processes of one server.
+
+Each message is its length (4 bytes, little endian) and its bytes. It must not know what they say. Invariants: messages
+arrive whole and in the order of `post`; `post` never waits for the other side; a side that does not read is cut off
+before it costs memory without bound; `closed` is called once, on the loop's thread, whoever ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+MAX_BACKLOG = 256 << 20
+"""Bytes that wait for the other side. It is one of our own processes, so that much means that it hangs."""
+READ_BYTES = 1 << 18
+_HEAD = 4
+
+
+class Channel:
+    """One end. `received` is called with each message and `closed` at the end, both on the thread of `loop`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        received: Callable[[bytes], None],
+        closed: Callable[[], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._sock, self._loop = sock, loop
+        self._received, self._closed = received, closed
+        self._lock = threading.Lock()
+        self._out: deque[memoryview] = deque()
+        self._waiting = 0  # bytes in `_out`
+        self._in = bytearray()
+        self._open = True
+
+    def open(self) -> None:
+        """Begin to read; on the loop's thread."""
+        self._loop.add_reader(self._sock.fileno(), self._read)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the other side has not taken."""
+        return self._waiting
+
+    def post(self, message: bytes) -> None:
+        """Send a message, from any thread; nothing when the channel has ended."""
+        data = memoryview(len(message).to_bytes(_HEAD, "little") + message)
+        with self._lock:
+            if not self._open:
+                return
+            if not self._out:
+                data = self._send(data)
+            if not data:
+                return
+            first = not self._out
+            self._out.append(data)
+            self._waiting += len(data)
+            hangs = self._waiting > MAX_BACKLOG
+        if hangs:
+            self._soon(self.close)
+        elif first:
+            self._soon(self._write_later)
+
+    def close(self) -> None:
+        """End the channel; on the loop's thread."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self._out.clear()
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._closed()
+
+    def _soon(self, function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)
+
+    def _send(self, data: memoryview) -> memoryview:
+        """What could not be sent now. A broken socket is found by `_read`."""
+        with suppress(BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
+            return data[self._sock.send(data) :]
+        return data
+
+    def _write_later(self) -> None:
+        if self._open:
+            self._loop.add_writer(self._sock.fileno(), self._write)
+
+    def _write(self) -> None:
+        with self._lock:
+            while self._out:
+                head = self._out.popleft()
+                rest = self._send(head)
+                self._waiting -= len(head) - len(rest)
+                if rest:
+                    self._out.appendleft(rest)
+                    return
+        self._loop.remove_writer(self._sock.fileno())
+        with self._lock:
+            again = bool(self._out)
+        if again:  # something was posted in between
+            self._write_later()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        self._in += data
+        start, end = 0, len(self._in)
+        while end - start >= _HEAD:
+            stop = start + _HEAD + int.from_bytes(self._in[start : start + _HEAD], "little")
+            if stop > end:
+                break
+            self._received(bytes(self._in[start + _HEAD : stop]))
+            if not self._open:
+                return
+            start = stop
+        del self._in[:start]

@@ -1,0 +1,187 @@
+"""The engine's end: an EngineLoop whose requests come from, and whose outputs go to, other processes.
+
+One thread reads what the fronts say; the engine's thread sends each front what a step made for it, as one message. It
+must not know text, clients or processes. Invariants: what a front does delays no step but by what its messages cost to
+read; a front that leaves takes its requests with it, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+
+from wicore_trt.core.loop import Core, EngineLoop
+from wicore_trt.core.port import follow
+from wicore_trt.errors import InvalidRequestError, WicoreError
+from wicore_trt.link.channel import Channel
+from wicore_trt.link.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Done,
+    Down,
+    Follow,
+    More,
+    Outputs,
+    Refused,
+    Unfollow,
+    Welcome,
+    change_parts,
+    decode_to_engine,
+    encode,
+)
+from wicore_trt.types import ModelInfo, TokenOutput
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_BACKLOG = 4 << 20
+"""Bytes of a snapshot that wait for the front before more of it is made."""
+
+
+class EngineHost:
+    """Runs `core` for the fronts that are attached."""
+
+    def __init__(self, core: Core, info: ModelInfo, *, max_waiting: int) -> None:
+        self.core = core
+        self.loop = asyncio.new_event_loop()  # the link thread's
+        self._info = info
+        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting)
+        self._links: dict[str, _Link] = {}
+        self._numbers = itertools.count(1)
+        self._thread = threading.Thread(target=self._run, name="wicore-link", daemon=True)
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine broke, if it did."""
+        return self.engine.dead
+
+    def start(self) -> None:
+        self._thread.start()
+        self.engine.start()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Serve the front at the other end of this socket."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            prefix = f"{next(self._numbers)}/"
+            link = self._links[prefix] = _Link(self, prefix, sock)
+            link.channel.open()
+            link.send(Welcome(prefix, self._info))
+            done.set_result(None)
+
+        self.loop.call_soon_threadsafe(begin)
+        done.result()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the engine has ended, at the latest after so long."""
+        return self.engine.wait(timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """Cancel what is live, tell the fronts, end the engine; a step that hangs is left behind."""
+        self.engine.stop(timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        """One message for each front; on the engine's thread."""
+        if self.engine.dead is not None:
+            for link in list(self._links.values()):
+                link.send(Down(self.engine.dead))
+        batches: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            prefix = output.request_id[: output.request_id.index("/") + 1]
+            batches.setdefault(prefix, []).append(output)
+        for prefix, batch in batches.items():
+            if prefix in self._links:
+                self._links[prefix].send(Outputs(batch))
+
+    def left(self, prefix: str) -> None:
+        """A front has gone; on the link thread."""
+        self._links.pop(prefix, None)
+        for request_id in self.engine.live_ids():
+            if request_id.startswith(prefix):
+                self.engine.abort(request_id)
+
+    def add(self, prefix: str, message: Add) -> None:
+        """Raises WicoreError when the engine does not take it."""
+        if not message.request_id.startswith(prefix):
+            raise InvalidRequestError("The request is of another link.", field="request_id")
+        self.engine.add(message.request())
+
+
+class _Link:
+    """One front. Everything runs on the link thread but `channel.post`."""
+
+    def __init__(self, host: EngineHost, prefix: str, sock: socket.socket) -> None:
+        self._host, self._prefix = host, prefix
+        self.channel = Channel(sock, host.loop, self._received, self._closed)
+        self._followers: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
+
+    def send(self, message: object) -> None:
+        self.channel.post(encode(message))
+
+    def _received(self, data: bytes) -> None:
+        message = decode_to_engine(data)
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._host.engine.abort(message.request_id, message.index)
+            case AskStats():
+                self.send(Done(message.call, self._host.engine.stats(message.tenant)))
+            case Follow():
+                wanted = asyncio.Event()
+                task = self._host.loop.create_task(self._follow(message, wanted))
+                self._followers[message.call] = (task, wanted)
+            case More():
+                if message.call in self._followers:
+                    self._followers[message.call][1].set()
+            case Unfollow():
+                self._end_following(message.call)
+
+    def _add(self, message: Add) -> None:
+        try:
+            self._host.add(self._prefix, message)
+        except WicoreError as error:
+            self.send(Refused.of(message.call, error))
+        except Exception:
+            log.exception("a request could not be taken")
+            broken = WicoreError("The engine could not take the request; its log says why.")
+            self.send(Refused.of(message.call, broken))
+        else:
+            self.send(Done(message.call))
+
+    async def _follow(self, ask: Follow, wanted: asyncio.Event) -> None:
+        try:
+            feed = self._host.core.kv_events if ask.tenant is None else self._host.core.kv_events_of(ask.tenant)
+            async for epoch, found in follow(feed, (ask.epoch, ask.position)):
+                for part in change_parts(ask.call, epoch, found):
+                    self.send(part)
+                    while self.channel.backlog > SNAPSHOT_BACKLOG:
+                        await asyncio.sleep(0.01)
+                    await asyncio.sleep(0)  # others have their turn between the parts of a snapshot
+                await wanted.wait()
+                wanted.clear()
+        except WicoreError as error:
+            self.send(Refused.of(ask.call, error))
+
+    def _end_following(self, call: int) -> None:
+        found = self._followers.pop(call, None)
+        if found is not None:
+            found[0].cancel()
+
+    def _closed(self) -> None:
+        for call in list(self._followers):
+            self._end_following(call)
+        with suppress(RuntimeError):
+            self._host.left(self._prefix)

@@ -1,0 +1,226 @@
+"""What the processes of one server say to each other, as msgpack.
+
+Both ends are of one version, so there is no room for others. Plain data; it must not know sockets. Invariant: a message
+that was decoded holds values of the types that it names; requests are checked again when they are made.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from wicore_trt import errors
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
+from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.types import (
+    CacheHints,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    TokenOutput,
+)
+
+PAGES = 1024
+"""Pages of a message that is part of a snapshot."""
+
+# --- to the engine ---------------------------------------------------------------------------------------------------
+
+
+class Add(Struct, tag=0, array_like=True):
+    """A request. `token_ids` are unsigned 32-bit numbers. Answered by Done or Refused."""
+
+    call: int
+    request_id: str
+    token_ids: bytes
+    params: SamplingParams
+    deadline: float | None
+    priority: int
+    tenant: str
+    cache_salt: str
+    cache: CacheHints
+
+    @classmethod
+    def of(cls, call: int, made: GenerateRequest) -> Add:
+        ids = array("I", made.prompt_token_ids).tobytes()
+        return cls(
+            call, made.request_id, ids, made.params, made.deadline, made.priority, made.tenant, made.cache_salt,
+            made.cache,
+        )  # fmt: skip
+
+    def request(self) -> GenerateRequest:
+        """Raises InvalidRequestError."""
+        ids = array("I")
+        ids.frombytes(self.token_ids)
+        return GenerateRequest(
+            self.request_id, tuple(ids), self.params, self.deadline, self.priority, self.tenant, self.cache_salt,
+            self.cache,
+        )  # fmt: skip
+
+
+class Abort(Struct, tag=1, array_like=True):
+    """The end of a request, or of one of its sequences. Not answered."""
+
+    request_id: str
+    index: int | None
+
+
+class AskStats(Struct, tag=2, array_like=True):
+    """Answered by Done with the statistics of the engine, or of one tenant."""
+
+    call: int
+    tenant: str | None
+
+
+class Follow(Struct, tag=3, array_like=True):
+    """Send what the KV cache gains and loses from this position on, one Change at a time, or answer Refused."""
+
+    call: int
+    tenant: str | None
+    epoch: int
+    position: int
+
+
+class More(Struct, tag=4, array_like=True):
+    """The follower took a Change and waits for the next one."""
+
+    call: int
+
+
+class Unfollow(Struct, tag=5, array_like=True):
+    call: int
+
+
+ToEngine = Add | Abort | AskStats | Follow | More | Unfollow
+
+# --- from the engine -------------------------------------------------------------------------------------------------
+
+
+class Welcome(Struct, tag=0, array_like=True):
+    """The first message. Ids of requests of this link begin with `prefix`."""
+
+    prefix: str
+    info: ModelInfo
+
+
+class Outputs(Struct, tag=1, array_like=True):
+    """What one step made for the requests of this link."""
+
+    outputs: list[TokenOutput]
+
+
+class Done(Struct, tag=2, array_like=True):
+    call: int
+    stats: EngineStats | None = None
+
+
+class Refused(Struct, tag=3, array_like=True):
+    """An error of `wicore_trt.errors`, by the name of its class."""
+
+    call: int
+    kind: str
+    message: str
+    fix: str | None = None
+    field: str | None = None
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, call: int, error: WicoreError) -> Refused:
+        field = error.field if isinstance(error, InvalidRequestError) else None
+        retry = error.retry_after_s if isinstance(error, QueueFullError) else None
+        return cls(call, type(error).__name__, error.message, error.fix, field, retry)
+
+    def error(self) -> WicoreError:
+        kind = getattr(errors, self.kind, WicoreError)
+        more: dict[str, Any] = {"fix": self.fix}
+        if kind is InvalidRequestError:
+            more["field"] = self.field
+        elif kind is QueueFullError:
+            more["retry_after_s"] = self.retry_after_s
+        made = kind(self.message, **more)
+        assert isinstance(made, WicoreError)
+        return made
+
+
+class KVChange(Struct, array_like=True):
+    """An event, or pages of a snapshot (`cause` and `keys` are then unset), as its fields say."""
+
+    kind: str
+    sequence: int
+    tier: str
+    group: str | None = None
+    pages: tuple[Page, ...] = ()
+    keys: tuple[bytes, ...] = ()
+    cause: str = ""
+
+    @classmethod
+    def of(cls, event: Event) -> KVChange:
+        match event:
+            case Stored():
+                return cls("stored", event.sequence, event.tier, event.group, event.pages)
+            case Removed():
+                return cls("removed", event.sequence, event.tier, event.group, (), event.keys, event.cause)
+            case Cleared():
+                return cls("cleared", event.sequence, event.tier)
+
+    def event(self) -> Event:
+        if self.kind == "cleared":
+            return Cleared(self.sequence, self.tier)
+        assert self.group is not None
+        if self.kind == "stored":
+            return Stored(self.sequence, self.tier, self.group, self.pages)
+        return Removed(self.sequence, self.tier, self.group, self.keys, self.cause)
+
+
+class Changes(Struct, tag=4, array_like=True):
+    """Events, or a part of a snapshot; `last` with the last part. Answered by More after the last part."""
+
+    call: int
+    epoch: int
+    sequence: int
+    snapshot: bool
+    last: bool
+    items: list[KVChange]
+
+
+class Down(Struct, tag=5, array_like=True):
+    """The engine broke and takes no more requests. The outputs that end those it had follow."""
+
+    why: str
+
+
+FromEngine = Welcome | Outputs | Done | Refused | Changes | Down
+
+
+def change_parts(call: int, epoch: int, found: Snapshot | list[Event]) -> Iterator[Changes]:
+    """The messages that tell a change."""
+    if isinstance(found, list):
+        yield Changes(call, epoch, found[-1].sequence, False, True, [KVChange.of(event) for event in found])
+        return
+    for (tier, group), pages in found.pages.items():
+        for start in range(0, len(pages), PAGES):
+            item = KVChange("pages", found.sequence, tier, group, pages[start : start + PAGES])
+            yield Changes(call, epoch, found.sequence, True, False, [item])
+    yield Changes(call, epoch, found.sequence, True, True, [])
+
+
+def whole_change(parts: list[Changes]) -> tuple[int, Snapshot | list[Event]]:
+    """The change that these messages tell, the last one included."""
+    end = parts[-1]
+    if not end.snapshot:
+        return end.epoch, [item.event() for part in parts for item in part.items]
+    pages: dict[tuple[str, str], list[Page]] = {}
+    for item in (item for part in parts for item in part.items):
+        assert item.group is not None
+        pages.setdefault((item.tier, item.group), []).extend(item.pages)
+    return end.epoch, Snapshot(end.sequence, end.epoch, {name: tuple(found) for name, found in pages.items()})
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

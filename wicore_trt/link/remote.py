@@ -1,0 +1,177 @@
+"""The front's end: an engine in another process, which may end and come back.
+
+It must not know text, transports or how processes are started. Invariants: every request that `add` took gets its final
+output, an error when its engine ends; an `add` that waits ends with its engine; nothing of a former engine reaches the
+next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncGenerator, Callable
+
+from wicore_trt.core.port import Change, EnginePort, Position, Sink
+from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
+from wicore_trt.link.channel import Channel
+from wicore_trt.link.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Changes,
+    Done,
+    Down,
+    Follow,
+    More,
+    Outputs,
+    Refused,
+    Unfollow,
+    Welcome,
+    decode_from_engine,
+    encode,
+    whole_change,
+)
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
+
+STARTING = "it is being started"
+ENDED = "its process ended"
+
+
+class RemoteEngine(EnginePort):
+    """One engine of another process at a time. Construct it on the event loop. `changed` is called there when the
+    engine comes (`dead` is then None) and when it has ended."""
+
+    recovers = True
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self.info: ModelInfo | None = None
+        self._changed = changed
+        self._sink: Sink = lambda outputs: None
+        self._channel: Channel | None = None
+        self._down: str | None = STARTING
+        self._calls = itertools.count()
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._followers: dict[int, asyncio.Queue[Changes | WicoreError]] = {}
+        self._live: dict[str, int] = {}  # sequences that have not ended, by request
+
+    @property
+    def dead(self) -> str | None:
+        return self._down
+
+    async def start(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def connect(self, sock: socket.socket) -> None:
+        """There is an engine at the other end of this socket. It takes requests when it has said so."""
+        if self._channel is not None:
+            self._channel.close()
+        channel = Channel(sock, asyncio.get_running_loop(), self._received, self._lost)
+        self._channel = channel
+        channel.open()
+
+    async def add(self, request: GenerateRequest) -> None:
+        self._live[request.request_id] = request.params.n
+        try:
+            await self._ask(lambda call: Add.of(call, request))
+        except BaseException:
+            self._live.pop(request.request_id, None)
+            raise
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        if self._channel is not None and request_id.startswith(self.prefix):
+            self._channel.post(encode(Abort(request_id, index)))
+
+    async def stats(self, tenant: str | None = None) -> EngineStats:
+        found = (await self._ask(lambda call: AskStats(call, tenant))).stats
+        assert found is not None
+        return found
+
+    async def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
+        channel, call = self._up(), next(self._calls)
+        parts = self._followers[call] = asyncio.Queue()
+        channel.post(encode(Follow(call, tenant, *after)))
+        try:
+            while True:
+                found: list[Changes] = []
+                while not found or not found[-1].last:
+                    part = await parts.get()
+                    if isinstance(part, WicoreError):
+                        raise part
+                    found.append(part)
+                yield whole_change(found)
+                channel.post(encode(More(call)))
+        finally:
+            self._followers.pop(call, None)
+            channel.post(encode(Unfollow(call)))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Leave the engine, which runs on; requests of ours end."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _up(self) -> Channel:
+        if self._channel is None or self._down is not None:
+            raise UnavailableError(f"The engine takes no requests now: {self._down}.", fix="Try again soon.")
+        return self._channel
+
+    async def _ask(self, make: Callable[[int], object]) -> Done:
+        channel, call = self._up(), next(self._calls)
+        reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._pending[call] = reply
+        try:
+            channel.post(encode(make(call)))
+            return await reply
+        finally:
+            self._pending.pop(call, None)
+
+    def _received(self, data: bytes) -> None:
+        message = decode_from_engine(data)
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    if output.finish_reason is not None:
+                        self._ended(output)
+                self._sink(message.outputs)
+            case Done():
+                reply = self._pending.get(message.call)
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
+            case Refused():
+                self._refused(message.call, message.error())
+            case Changes():
+                if message.call in self._followers:
+                    self._followers[message.call].put_nowait(message)
+            case Down():
+                self._down = message.why
+                self._changed()
+            case Welcome():
+                self.info, self.prefix, self._down = message.info, message.prefix, None
+                self._changed()
+
+    def _refused(self, call: int, error: WicoreError) -> None:
+        reply = self._pending.get(call)
+        if reply is not None and not reply.done():
+            reply.set_exception(error)
+        elif call in self._followers:
+            self._followers[call].put_nowait(error)
+
+    def _ended(self, output: TokenOutput) -> None:
+        left = self._live.get(output.request_id, 0) - 1
+        if left > 0 and output.finish_reason is not FinishReason.ERROR:
+            self._live[output.request_id] = left
+        else:
+            self._live.pop(output.request_id, None)
+
+    def _lost(self) -> None:
+        """The channel has ended, and with it all that its engine had of us."""
+        self._channel, self._down = None, self._down or ENDED
+        error = EngineDeadError(f"The engine stopped: {self._down}.")
+        for reply in list(self._pending.values()):
+            if not reply.done():
+                reply.set_exception(error)
+        for parts in self._followers.values():
+            parts.put_nowait(error)
+        live, self._live = self._live, {}
+        self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=str(error)) for name in live])
+        self._changed()

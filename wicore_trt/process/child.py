@@ -1,0 +1,127 @@
+"""A process of this server, and what is said between it and the supervisor.
+
+Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
+must not know what a process does. Invariants: a child ends when its supervisor does, however that ends; a child imports
+from where its parent does, so a folder that happens to be the current one gives it nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from wicore_trt import errors
+from wicore_trt.errors import WicoreError
+
+MAX_MESSAGE = 1 << 17
+MAX_FDS = 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CODE = """
+import json, sys
+_, fd, module, path = sys.argv
+sys.path[:] = json.loads(path)
+from importlib import import_module
+sys.exit(import_module(module).main(int(fd)))
+"""
+
+
+class Control:
+    """One end of the socket pair between supervisor and child."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    @classmethod
+    def pair(cls) -> tuple[Control, Control]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), cls(theirs)
+
+    @classmethod
+    def of_child(cls, fd: int) -> Control:
+        """The child's end, by the number that it was started with. The child ends with its supervisor from now on."""
+        os.set_inheritable(fd, False)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, kind: str, fds: Sequence[int] = (), **facts: Any) -> None:
+        """Say something; nothing happens when the other side has ended, which `receive` tells."""
+        data = json.dumps({"kind": kind, **facts}).encode()
+        assert len(data) <= MAX_MESSAGE, "a control message is too long"
+        try:
+            socket.send_fds(self._sock, [data], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def send_error(self, error: WicoreError) -> None:
+        """Say why this process ends."""
+        self.send("failed", error=type(error).__name__, message=error.message, fix=error.fix)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """The next message and its file descriptors, which are the caller's then. None when the other side ended."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, MAX_MESSAGE, MAX_FDS)
+        except ConnectionResetError:
+            data, fds = b"", []
+        return (json.loads(data), fds) if data else None
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def error_of(message: dict[str, Any]) -> WicoreError:
+    """The error that a child said."""
+    kind = getattr(errors, message["error"], WicoreError)
+    try:
+        error: WicoreError = kind(message["message"], fix=message["fix"])
+    except TypeError:  # it takes more than a message
+        error = WicoreError(message["message"], fix=message["fix"])
+    return error
+
+
+class Child:
+    """A running process of `module`, whose `main(fd)` gets the number of its control socket."""
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name = name
+        self.control, theirs = Control.pair()
+        fd = theirs.fileno()
+        # A session of its own: what a terminal sends to all processes of the foreground reaches the supervisor alone.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+
+    def end(self, timeout_s: float) -> int:
+        """Wait for its end, kill it after so long; returns the exit code, negative for a signal."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self.control.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end(0)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,84 @@
+"""The process that runs the engine: loads it, serves the fronts it is given, ends when told or when the engine breaks.
+
+It must not know clients or text. Invariant: it tells the supervisor why it ends, unless it is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+from wicore_trt.access import log as log_lines
+from wicore_trt.config import Settings, settings_from_json
+from wicore_trt.core.loop import Core
+from wicore_trt.errors import WicoreError
+from wicore_trt.link.host import EngineHost
+from wicore_trt.process.child import Control
+from wicore_trt.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+def load(settings: Settings) -> tuple[Core, ModelInfo]:
+    """The engine that the settings name. Raises what `load_engine` raises."""
+    from wicore_trt.core.assemble import load_engine
+
+    loaded = load_engine(settings)
+    return loaded.core, loaded.info
+
+
+def named(place: str) -> Any:
+    """The object at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(fd: int) -> int:
+    """The life of the process; `fd` is its control socket. Returns the exit code."""
+    control = Control.of_child(fd)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the supervisor decides
+    first = control.receive()
+    if first is None:
+        return 0
+    start = first[0]
+    settings = settings_from_json(start["settings"])
+    log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    try:
+        core, info = named(start["loader"])(settings)
+    except WicoreError as error:
+        control.send_error(error)
+        return error.exit_code
+    except Exception as error:
+        log.exception("the engine could not be loaded")
+        control.send_error(WicoreError(f"The engine could not be loaded: {type(error).__name__}: {error}"))
+        return 1
+    gc.collect()
+    gc.freeze()  # what was loaded lives as long as the process: no collection looks at it again
+    host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
+    host.start()
+    control.send("ready")
+    threading.Thread(target=_listen, args=(control, host), name="wicore-control", daemon=True).start()
+    host.wait()
+    if host.dead is not None:
+        control.send("broke", why=host.dead)
+    logging.shutdown()
+    os._exit(1 if host.dead is not None else 0)  # threads that hang in a device or a disk are left behind
+
+
+def _listen(control: Control, host: EngineHost) -> None:
+    """Do what the supervisor says until it says stop or ends."""
+    while (received := control.receive()) is not None:
+        message, fds = received
+        if message["kind"] == "link":
+            host.attach(socket.socket(fileno=fds[0]))
+        elif message["kind"] == "stop":
+            host.stop(message["timeout_s"])
+            return
+    os._exit(1)

@@ -1,0 +1,253 @@
+"""Starts the engine's process and the front's, joins them, and starts again what ends.
+
+It must not know messages, models or devices, and imports nothing that could bring it down. Invariants: while it runs
+there is one engine and one front, or the next one is being started; when it has ended nothing of them is left; a second
+signal ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.config import Settings, settings_to_json
+from wicore_trt.errors import EngineDeadError, WicoreError
+from wicore_trt.process.child import Child, error_of, how_it_ended
+
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0
+"""For the engine to end its step when it is told to stop, and for the front to close after its grace time."""
+QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
+"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the processes run, as "module" or "module:name"; tests put their own in place."""
+
+    engine: str = "wicore_trt.process.engine"
+    front: str = "wicore_trt.serve.front"
+    load_engine: str = "wicore_trt.process.engine:load"
+    load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer"
+
+
+class Supervisor:
+    """One server. `announce` is told the address when it serves for the first time, `bound` when the port is taken."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        max_context: int | None = None,
+        parts: Parts | None = None,
+        announce: Callable[[str], None] = lambda address: None,
+        bound: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._settings = settings_to_json(settings)
+        self._grace_s = settings.server.grace_s
+        self._max_context = max_context
+        self._parts = parts or Parts()
+        self._announce, self._bound = announce, bound
+        self._engine = _Place("engine", self._parts.engine)
+        self._front = _Place("front", self._parts.front)
+        self._was_bound = False
+        self._announced = False
+        self._engine_ready = False
+        self._stopping = False
+        self._end: asyncio.Future[int] | None = None
+
+    def run(self) -> int:
+        """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
+
+        Raises what the engine or the front say at their first start.
+        """
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            self._start_front()
+            self._start_engine()
+            return await self._end
+        finally:
+            self._stopping = True
+            for place in (self._front, self._engine):
+                place.kill()
+
+    # --- processes -----------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        self._engine_ready = False
+        child = self._engine.start(self._heard_engine, self._engine_ended)
+        child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
+
+    def _start_front(self) -> None:
+        child = self._front.start(self._heard_front, self._front_ended)
+        child.control.send(
+            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
+        )
+        self._join()
+
+    def _join(self) -> None:
+        """Give both a socket to each other."""
+        if self._engine_ready and self._engine.child is not None and self._front.child is not None:
+            one, other = socket.socketpair()
+            with one, other:
+                self._engine.child.control.send("link", [one.fileno()])
+                self._front.child.control.send("link", [other.fileno()])
+
+    def _heard_engine(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "ready":
+                self._engine_ready = True
+                self._join()
+            case "failed":
+                self._engine.said = error_of(message)
+            case "broke":
+                self._engine.said = EngineDeadError(f"The engine stopped: {message['why']}.")
+
+    def _heard_front(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "bound":
+                if not self._was_bound:
+                    self._was_bound = True
+                    self._bound(message["address"])
+                # The next front listens where this one does, also where the system chose the port.
+                self._settings = json.dumps(_merged(json.loads(self._settings), {"server": message["ports"]}))
+            case "serving":
+                self._front.served = True
+                if not self._announced:
+                    self._announced = True
+                    self._announce(message["address"])
+            case "lost":  # it, not the engine, dropped the link
+                self._join()
+            case "failed":
+                self._front.said = error_of(message)
+
+    def _engine_ended(self, code: int) -> None:
+        said, was_ready, self._engine_ready = self._engine.said, self._engine_ready, False
+        if self._stopping:
+            return
+        if said is not None and not was_ready and (not self._announced or not isinstance(said, EngineDeadError)):
+            self._finish(said)  # it cannot be loaded, and will not next time
+            return
+        log.error("the engine ended (%s); starting it again", said or how_it_ended(code))
+        self._later(self._engine.pause(code), self._start_engine)
+
+    def _front_ended(self, code: int) -> None:
+        if self._stopping:
+            return
+        said = self._front.said
+        if said is not None and not self._front.served:
+            self._finish(said)
+            return
+        log.error("the front ended (%s); starting it again", said or how_it_ended(code))
+        self._later(self._front.pause(code), self._start_front)
+
+    def _later(self, seconds: float, start: Callable[[], None]) -> None:
+        def begin() -> None:
+            if not self._stopping:
+                start()
+
+        asyncio.get_running_loop().call_later(seconds, begin)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self, outcome: int | WicoreError) -> None:
+        assert self._end is not None
+        if self._end.done():
+            return
+        if isinstance(outcome, WicoreError):
+            self._end.set_exception(outcome)
+        else:
+            self._end.set_result(outcome)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stopping:
+            log.warning("second signal: exit at once")
+            for place in (self._front, self._engine):
+                place.kill()
+            logging.shutdown()
+            os._exit(128 + number)
+        log.info("%s received", number.name)
+        self._stopping = True
+        asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """Let the front finish its requests, then end both."""
+        front, engine = self._front.child, self._engine.child
+        code = 0
+        if front is not None:
+            front.control.send("drain")
+            if self._announced:
+                code = await asyncio.to_thread(front.end, self._grace_s + 2 * STOP_S)
+        if engine is not None and self._engine_ready:
+            engine.control.send("stop", timeout_s=STOP_S)
+            await asyncio.to_thread(engine.end, 2 * STOP_S)
+        self._finish(0 if code == 0 else 1)
+
+
+def _merged(tree: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the leaves of another one put in."""
+    return tree | {k: _merged(tree[k], v) if isinstance(v, dict) else v for k, v in more.items()}
+
+
+class _Place:
+    """Where one process runs, or the next one will."""
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name, self._module = name, module
+        self.child: Child | None = None
+        self.said: WicoreError | None = None  # why it ends
+        self.served = False
+        self._began = 0.0
+        self._quick = 0
+
+    def start(self, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> Child:
+        """Start a process; `heard` gets its messages and `ended` its exit code, on the event loop."""
+        self._began, self.said = time.monotonic(), None
+        child = self.child = Child(self.name, self._module)
+        loop = asyncio.get_running_loop()
+        number = child.control.fileno()
+
+        async def reap() -> None:
+            code = await asyncio.to_thread(child.end, STOP_S)
+            if self.child is child:
+                self.child = None
+                ended(code)
+
+        def on_message() -> None:
+            received = child.control.receive()
+            if received is None:
+                loop.remove_reader(number)
+                asyncio.ensure_future(reap())
+                return
+            for fd in received[1]:
+                os.close(fd)
+            heard(received[0])
+
+        loop.add_reader(number, on_message)
+        return child
+
+    def pause(self, code: int) -> float:
+        """Seconds to wait before the next start: none, unless it keeps ending by itself."""
+        own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
+        self._quick = self._quick + 1 if own and time.monotonic() - self._began < QUICK_S else 0
+        return SLOW_S if self._quick > PATIENCE else 0.0
+
+    def kill(self) -> None:
+        child, self.child = self.child, None
+        if child is not None and child.process.poll() is None:
+            child.kill()
