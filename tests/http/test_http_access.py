@@ -12,10 +12,11 @@ import trustme
 from starlette.routing import Route
 from web import GREEDY, error_of, executor_of, make_engine, serving, until
 
+from wicore_trt.access.listening import http_host
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.http.routes import routes
-from wicore_trt.http.server import HttpServer, http_host
+from wicore_trt.http.server import HttpServer
 from wicore_trt.http.table import OPEN, OPERATIONS
 
 KEY = "the-operators-own-key"

@@ -51,7 +51,7 @@ class Context:
 
     @property
     def state(self) -> str:
-        """starting, serving, draining or broken."""
+        """starting, serving, draining, or broken: the engine has ended, and the next one may be on its way."""
         if self.draining:
             return "draining"
         if self._engine is None:

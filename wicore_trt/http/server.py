@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import address_of, check_free, read_tls
+from wicore_trt.access.listening import address_of, check_free, http_host, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
@@ -36,13 +36,6 @@ BACKLOG = 2048
 POLL_S = 0.02
 CANCEL_S = 1.0
 HANDSHAKE_S = 10.0
-
-
-def http_host(settings: ServerSettings) -> str:
-    """Where HTTP listens."""
-    if settings.http_host is not None:
-        return settings.http_host
-    return f"{settings.host}.http" if settings.host.startswith("unix:") else settings.host
 
 
 class HttpServer:
@@ -84,7 +77,7 @@ class HttpServer:
         Raises EnvironmentUnfitError for an address that cannot be used.
         """
         host, port = http_host(self._settings), self._settings.http_port or 0
-        check_free(host, port)
+        check_free(host, port, "--http-port")
         loop = asyncio.get_running_loop()
         context = self._tls.context if self._tls is not None else None
         handshake = HANDSHAKE_S if context is not None else None

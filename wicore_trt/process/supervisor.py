@@ -24,6 +24,9 @@ from wicore_trt.process.child import Child, error_of, how_it_ended
 
 log = logging.getLogger(__name__)
 
+Told = Callable[[str, "str | None"], None]
+"""What is told the address of gRPC and the URL of HTTP, where that is served."""
+
 STOP_S = 5.0
 """For the engine to end its step when it is told to stop, and for the front to close after its grace time."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
@@ -41,7 +44,8 @@ class Parts:
 
 
 class Supervisor:
-    """One server. `announce` is told the address when it serves for the first time, `bound` when the port is taken."""
+    """One server. `announce` is told the addresses when it serves for the first time, `bound` when the ports are
+    taken."""
 
     def __init__(
         self,
@@ -49,8 +53,8 @@ class Supervisor:
         *,
         max_context: int | None = None,
         parts: Parts | None = None,
-        announce: Callable[[str], None] = lambda address: None,
-        bound: Callable[[str], None] = lambda address: None,
+        announce: Told = lambda address, url: None,
+        bound: Told = lambda address, url: None,
     ) -> None:
         self._settings = settings_to_json(settings)
         self._grace_s = settings.server.grace_s
@@ -123,14 +127,14 @@ class Supervisor:
             case "bound":
                 if not self._was_bound:
                     self._was_bound = True
-                    self._bound(message["address"])
+                    self._bound(message["address"], message["url"])
                 # The next front listens where this one does, also where the system chose the port.
                 self._settings = json.dumps(_merged(json.loads(self._settings), {"server": message["ports"]}))
             case "serving":
                 self._front.served = True
                 if not self._announced:
                     self._announced = True
-                    self._announce(message["address"])
+                    self._announce(message["address"], message["url"])
             case "lost":  # it, not the engine, dropped the link
                 self._join()
             case "failed":
