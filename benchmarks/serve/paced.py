@@ -1,0 +1,133 @@
+"""An engine whose steps take a fixed time on a device that is not there, and a tokenizer that costs little.
+
+A step sleeps without the interpreter's lock in PIECES parts, as a real one gives it back for each of some calls, and
+notes how long the thread waited for the lock when each part was over. It must not know who serves it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from wicore_trt.config import Settings
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.types import ModelInfo
+
+PIECES = 8
+PAGE_TOKENS, MAX_CONTEXT, MAX_SEQUENCES = 32, 4096, 2048
+VOCAB = 97
+OPTIONS = "WICORE_PACED"
+"""Environment variable of JSON: `step_s`, and `report`, a file that gets the waits of each step in milliseconds."""
+_SLEEP = """
+#include <time.h>
+long long sleep_until(long long ns) {
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, 0)) {}
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+"""
+
+
+def sleeper() -> Any:
+    """A function that sleeps until a time of CLOCK_MONOTONIC in ns without the interpreter's lock, and returns the time
+    at which it woke up, before it has the lock again. Needs a C compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "sleep.c", Path(folder) / "sleep.so"
+        source.write_text(_SLEEP)
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        function = ctypes.CDLL(str(library)).sleep_until
+    function.argtypes, function.restype = [ctypes.c_longlong], ctypes.c_longlong
+    return function
+
+
+class PacedExecutor:
+    """Every step takes `step_s`, and every sequence gets a token."""
+
+    def __init__(self, step_s: float, report: str | None) -> None:
+        self.spec = Gemma3Spec(
+            vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4,
+            intermediate_size=8, query_pre_attn_scalar=4, rms_norm_eps=1e-6, rope_theta=1e6, rope_local_theta=1e4,
+            rope_scaling_factor=1.0, sliding_window=1024, layer_groups=(GLOBAL,), max_position_embeddings=MAX_CONTEXT,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        pages = MAX_SEQUENCES * MAX_CONTEXT // PAGE_TOKENS
+        self.layout = KVLayout(PAGE_TOKENS, "float32", {GLOBAL: pages}, {GLOBAL: 8 * PAGE_TOKENS})
+        self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, 32
+        self.max_sequences: int | None = None
+        self.copier: Any = None
+        self._step_ns = int(step_s * 1e9)
+        self._report = report
+        self._sleep = sleeper()
+        self.waits: list[tuple[float, float, int]] = []  # seconds of each step, of its waits, and its sequences
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        begun = now = time.monotonic_ns()
+        waited = 0
+        for _ in range(PIECES):
+            woke = self._sleep(now + self._step_ns // PIECES)
+            now = time.monotonic_ns()
+            waited += now - woke
+        self.waits.append(((now - begun) / 1e9, waited / 1e9, len(batch.slices)))
+        if self._report is not None and len(self.waits) % 100 == 0:
+            Path(self._report).write_text(json.dumps(self.waits))
+        sampled = (piece for piece in batch.slices if piece.sample)
+        return StepResult([SampledToken(piece.seq_id, 65 + (piece.start & 15)) for piece in sampled])
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class PlainTokenizer:
+    """Token t is the character chr(32 + t)."""
+
+    bos_id: int | None = None
+    eos_ids = (1,)
+    vocab_size = VOCAB
+    has_chat = False
+    byte_ids: frozenset[int] = frozenset()
+    longest_token = 1
+
+    def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
+        return [(ord(c) - 32) % 95 + 2 for c in text]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        return "".join(chr(32 + i) for i in ids)
+
+
+def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo]:
+    """As `process.engine.load`."""
+    given = json.loads(os.environ[OPTIONS])
+    executor = PacedExecutor(given["step_s"], given.get("report"))
+    manager = KVCacheManager(
+        executor.layout.num_pages, 1024, KeyChain("paced", PAGE_TOKENS), options=CacheOptions(prefix_cache=False)
+    )
+    scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=MAX_SEQUENCES, slice_tokens=32)
+    core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=MAX_CONTEXT)
+    info = ModelInfo(
+        model_id="paced", backend="none", kernels="paced", dtype="float32", kv_dtype="float32", quantization=None,
+        max_context_tokens=MAX_CONTEXT, vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
+        fingerprint="0", eos_token_ids=(1,), bos_token_id=None, chat=False,
+    )  # fmt: skip
+    return core, info
+
+
+def load_tokenizer(settings: Settings | None = None) -> PlainTokenizer:
+    """As `serve.front.load_tokenizer`."""
+    return PlainTokenizer()
