@@ -41,8 +41,8 @@ def load_tokenizer(settings: Settings | None = None) -> Tokenizer:
 
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = [chr(97 + i) for i in range(26)]
-    words = [f"\u2581word{i}" for i in range(VOCAB - 2 - len(letters))]
-    pieces = ["<pad>", "<eos>", *letters, *words, "\u2581", *bytes_]
+    words = [f"\u2581word{i}" for i in range(VOCAB - 3 - len(letters))]
+    pieces = ["<pad>", "<eos>", "\u2581", *letters, *words, *bytes_]
     backend = tokenizers.Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, fuse_unk=True)
     )
