@@ -125,7 +125,7 @@ async def test_an_engine_that_broke_is_told():
         assert (await running.client.get("/ready")).status_code == 503
 
 
-async def test_stopping_lets_streams_end_and_cuts_those_that_do_not():
+async def test_stopping_lets_streams_end_and_cuts_those_that_do_not(caplog):
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(serving(make_engine(step_s=0.002)))
         done = asyncio.ensure_future(running.completion(max_tokens=60))
@@ -141,6 +141,7 @@ async def test_stopping_lets_streams_end_and_cuts_those_that_do_not():
         with pytest.raises(httpx.HTTPError):
             await cut
         assert not running.server.context.open and not running.server._state.tasks
+    assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
 
 
 async def test_web_pages_may_call_where_they_are_named():

@@ -127,13 +127,14 @@ class HttpServer:
             connection.shutdown()  # ends those that are idle, and WebSockets
         left_s = max(0.0, end - time.monotonic())
         if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
-            for task in list(self._state.tasks):
-                task.cancel()
-            await _until(lambda: not self._state.tasks, CANCEL_S)
+            # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
             for connection in list(self._state.connections):
                 if connection.transport is not None:
                     connection.transport.abort()
-            await _until(lambda: not self._state.connections, CANCEL_S)
+            if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
+                for task in list(self._state.tasks):
+                    task.cancel()
+                await _until(lambda: not self._state.tasks, CANCEL_S)
         host = http_host(self._settings)
         if self._listener is not None and host.startswith("unix:"):
             with suppress(FileNotFoundError):
