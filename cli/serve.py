@@ -1,7 +1,7 @@
-"""`wicore serve`: load an engine and answer gRPC until a signal.
+"""`wicore serve`: load an engine and answer gRPC and HTTP until a signal.
 
-Invariant: standard output carries one line, `ready on ADDRESS` when it serves, or what --print-config prints; the log
-goes to standard error.
+Invariant: standard output carries two lines, `ready on ADDRESS` and `HTTP on URL`, when it serves, or what
+--print-config prints; the log goes to standard error.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def command(
     threads: Annotated[int | None, _ENGINE(show_default="0", help="CPU threads of one step; 0: all cores.")] = None,
     host: Annotated[str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on, or unix:/path.")] = None,
     port: Annotated[int | None, _NETWORK(show_default="50051", help="gRPC port; 0 takes a free one.")] = None,
+    http_port: Annotated[
+        str | None, _NETWORK(show_default="8000", help="HTTP port; 0 takes a free one, none is no HTTP.")
+    ] = None,
+    http_host: Annotated[str | None, _NETWORK(show_default="--host", help="Address to listen on for HTTP.")] = None,
+    cors_origins: Annotated[str | None, _NETWORK(help="Origins of web pages that may call, comma-separated.")] = None,
     api_key: Annotated[
         str | None, _NETWORK(help="Key that calls must present; better set WICORE_SERVER__API_KEY.")
     ] = None,
@@ -49,6 +54,8 @@ def command(
     ] = None,
     grace: Annotated[float | None, _LIMITS(show_default="30", help="Seconds to finish requests after SIGTERM.")] = None,
     max_message_mb: Annotated[int | None, _LIMITS(help="Largest request, MiB.")] = None,
+    requests_per_minute: Annotated[int | None, _LIMITS(help="Generations of one tenant.")] = None,
+    tokens_per_minute: Annotated[int | None, _LIMITS(help="Tokens of one tenant, prompt and output.")] = None,
     max_sequences: Annotated[
         int | None, _LIMITS(show_default="64", help="Sequences that run at the same time.")
     ] = None,
@@ -69,7 +76,7 @@ def command(
         bool, _OUTPUT("--print-config", help="Print every setting with its meaning and where its value came from.")
     ] = False,
 ) -> int:
-    """Serve an engine over gRPC.
+    """Serve an engine over gRPC and HTTP.
 
     Settings come from flags, then WICORE_* variables, then the recipe. SIGTERM lets running requests finish.
 
@@ -87,6 +94,9 @@ def command(
         "executor.threads": Flag("--threads", threads),
         "server.host": Flag("--host", host),
         "server.port": Flag("--port", port),
+        "server.http_port": Flag("--http-port", http_port),
+        "server.http_host": Flag("--http-host", http_host),
+        "server.cors_origins": Flag("--cors-origins", cors_origins),
         "server.api_key": Flag("--api-key", api_key),
         "server.keys_file": Flag("--keys-file", keys_file),
         "server.tls_cert": Flag("--tls-cert", tls_cert),
@@ -95,6 +105,8 @@ def command(
         "server.reflection": Flag("--reflection", reflection),
         "server.grace_s": Flag("--grace", grace),
         "server.max_message_mb": Flag("--max-message-mb", max_message_mb),
+        "server.requests_per_minute": Flag("--requests-per-minute", requests_per_minute),
+        "server.tokens_per_minute": Flag("--tokens-per-minute", tokens_per_minute),
         "scheduler.max_sequences": Flag("--max-sequences", max_sequences),
         "scheduler.max_batch_tokens": Flag("--max-batch-tokens", max_batch_tokens),
         "scheduler.max_waiting": Flag("--max-waiting", max_waiting),
@@ -131,8 +143,13 @@ def serve(settings: Any) -> int:
     from wicore_trt.access import log
 
     log.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    from wicore_trt.access.admission import Admission
+    from wicore_trt.access.listening import check_server
     from wicore_trt.process.supervisor import Supervisor
 
+    # What is wrong with keys, certificates or addresses is said before any process starts.
+    Admission.of(settings.server)
+    check_server(settings.server)
     max_context = None
     if settings.engine is not None:
         from wicore_trt.engine.directory import open_engine
@@ -144,7 +161,7 @@ def serve(settings: Any) -> int:
             if not Path(settings.engine).is_dir():
                 raise  # says what is missing, before the port is bound
 
-    def announce(address: str) -> None:
-        print(f"ready on {address}", flush=True)
+    def announce(address: str, url: str | None) -> None:
+        print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)
 
     return Supervisor(settings, max_context=max_context, announce=announce).run()

@@ -60,7 +60,7 @@ def build() -> None:
 def serve() -> tuple[subprocess.Popen[str], str]:
     """Start the server on a free port; returns it and its address once it is ready."""
     step("Serve")
-    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--log-level", "warning"]
+    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--http-port", "none", "--log-level", "warning"]
     print("$ wicore", *command[len(WICORE) :], flush=True)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

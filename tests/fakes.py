@@ -300,6 +300,12 @@ class FakeTokenizer:
     def decode(self, ids, *, skip_special: bool = True) -> str:
         return "".join(chr(32 + t) for t in ids if not (skip_special and t == EOS))
 
+    def token_text(self, token: int) -> str | None:
+        return None
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<eos>" if token == EOS else chr(32 + token).encode()
+
     def apply_chat(self, messages, *, add_generation_prompt: bool = True, max_tokens=None) -> list[int]:
         return self.encode("".join(str(m["content"]) for m in messages))
 

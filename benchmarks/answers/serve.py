@@ -58,7 +58,17 @@ class Server:
     begun: float = 0.0
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(self.engine), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "wicore_trt.cli.main",
+            "serve",
+            str(self.engine),
+            "--port",
+            "0",
+            "--http-port",
+            "none",
+        ]
         command += ["--device", self.device, "--max-sequences", str(SEQUENCES)]
         command += ["--max-batch-tokens", str(BATCH_TOKENS), *self.flags]
         env = {**os.environ, "WICORE_EXECUTOR__BATCH_INVARIANT": "true", **self.settings}

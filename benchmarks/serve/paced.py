@@ -107,6 +107,9 @@ class PlainTokenizer:
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         return [(ord(c) - 32) % 95 + 2 for c in text]
 
+    def token_text(self, token: int) -> str:
+        return chr(32 + token)
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         return "".join(chr(32 + i) for i in ids)
 

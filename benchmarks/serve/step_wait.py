@@ -41,7 +41,7 @@ def serve_in_one_process() -> None:
         core, info = load_engine()
         return TextEngine(LocalEngine(core, max_waiting=4096), load_tokenizer(), info)  # type: ignore[arg-type]
 
-    run_server(ServerSettings(port=0), engine, lambda address: print(address, flush=True))
+    run_server(ServerSettings(port=0, http_port=None), engine, lambda address, url: print(address, flush=True))
 
 
 def serve_in_processes() -> None:
@@ -49,10 +49,10 @@ def serve_in_processes() -> None:
     from wicore_trt.config import SchedulerSettings, ServerSettings, Settings
     from wicore_trt.process.supervisor import Parts, Supervisor
 
-    settings = Settings(server=ServerSettings(port=0), scheduler=SchedulerSettings(max_waiting=4096))
+    settings = Settings(server=ServerSettings(port=0, http_port=None), scheduler=SchedulerSettings(max_waiting=4096))
     here = "benchmarks.serve.paced"
     parts = Parts(load_engine=f"{here}:load_engine", load_tokenizer=f"{here}:load_tokenizer")
-    Supervisor(settings, parts=parts, announce=lambda address: print(address, flush=True)).run()
+    Supervisor(settings, parts=parts, announce=lambda address, url: print(address, flush=True)).run()
 
 
 async def read_streams(address: str, streams: int) -> None:
@@ -74,9 +74,9 @@ async def read_streams(address: str, streams: int) -> None:
         await asyncio.gather(*(read() for _ in range(streams)))
 
 
-def child(*arguments: str, **more: Any) -> subprocess.Popen[str]:
-    """This module in another process."""
-    return subprocess.Popen([sys.executable, "-m", __spec__.name, *arguments], text=True, **more)
+def child(*arguments: str, module: str = __spec__.name, **more: Any) -> subprocess.Popen[str]:
+    """This or another module in another process."""
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], text=True, **more)
 
 
 def measure(how: str, streams: int, step_s: float, seconds: float) -> dict[str, float]:

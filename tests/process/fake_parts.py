@@ -59,9 +59,11 @@ def load_tokenizer(settings: Settings) -> FakeTokenizer:
 def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
     log.configure(json_lines=given.get("json", False))
-    settings = Settings(server=ServerSettings(**{"port": 0, "grace_s": 5.0, **given.get("server", {})}))
+    settings = Settings(
+        server=ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
+    )
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
-    tell = lambda kind: lambda address: print(kind, address, flush=True)  # noqa: E731
+    tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
     try:
         return Supervisor(
             settings, max_context=MAX_CONTEXT, parts=parts, bound=tell("bound"), announce=tell("ready on")

@@ -45,9 +45,11 @@ def main(options: dict) -> int:
         return engine
 
     log.configure(json_lines=options.get("json", False))
-    settings = ServerSettings(**{"port": 0, **options.get("server", {})})
+    settings = ServerSettings(**{"port": 0, "http_port": None, **options.get("server", {})})
     try:
-        return run_server(settings, lambda: on_daemon_thread(load), bound=lambda address: print(address, flush=True))
+        return run_server(
+            settings, lambda: on_daemon_thread(load), bound=lambda address, url: print(url or address, flush=True)
+        )
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

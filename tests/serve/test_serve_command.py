@@ -100,7 +100,7 @@ def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path
 
 
 def test_a_directory_that_is_no_engine_ends_with_code_4(tmp_path):
-    done = wicore("serve", str(tmp_path), "--port", "0")
+    done = wicore("serve", str(tmp_path), "--port", "0", "--http-port", "0")
     assert done.returncode == 4, done.stderr
     assert done.stdout == "", "it never served"
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr

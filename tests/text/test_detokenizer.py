@@ -34,6 +34,9 @@ class Letters:
 
     byte_ids: frozenset[int] = frozenset()
 
+    def token_text(self, token: int) -> str | None:
+        return None
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("abc"[t] for t in ids)
 
@@ -79,6 +82,27 @@ def test_decoder_that_strips_the_first_space(tokens: list[int]) -> None:
     assert tokenizer.decode(tokens).startswith("world hello world")
 
 
+def test_what_is_known_of_a_token_is_what_decoding_gives() -> None:
+    """In any company, and nothing where that matters."""
+    known = {t: TOKENIZER.token_text(t) for t in range(VOCAB + 4)}
+    assert known[FIRST_BYTE + 65] is None and known[EOS] == "" and sum(text is not None for text in known.values()) > 3
+    for first, text in known.items():
+        for second, other in known.items():
+            if text is not None and other is not None:
+                assert TOKENIZER.decode([first, second]) == text + other
+    inner = backend()
+    inner.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    stripping = Tokenizer(inner, bos_id=None, eos_ids=(EOS,))
+    assert {stripping.token_text(t) for t in range(VOCAB)} == {None}
+
+
+def test_the_bytes_of_tokens_put_together_are_the_text() -> None:
+    grin = [FIRST_BYTE + b for b in "😀".encode()]
+    ids = [*tokenizers_ids("hello world"), *grin, *tokenizers_ids("hello")]
+    assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == TOKENIZER.decode(ids) != ""
+    assert TOKENIZER.token_bytes(EOS).decode() == TOKENIZER.decode([EOS], skip_special=False) != ""
+
+
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     ids = tokenizers_ids("hello world")
     detokenizer = IncrementalDetokenizer(TOKENIZER)
@@ -104,6 +128,9 @@ def test_cost_per_token_does_not_grow() -> None:
     class Counting:
         byte_ids = TOKENIZER.byte_ids
         decoded = 0
+
+        def token_text(self, token: int) -> str | None:
+            return None
 
         def decode(self, ids: Sequence[int]) -> str:
             self.decoded += len(ids)

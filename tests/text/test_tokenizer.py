@@ -256,7 +256,7 @@ def turns_of_another_thread(work) -> int:
 def test_real_tokenizer(engine_270m: Path) -> None:
     tokenizer = Tokenizer.from_dir(engine_270m)
     assert (tokenizer.bos_id, tokenizer.vocab_size, tokenizer.has_chat) == (2, 262144, False)
-    assert 1 in tokenizer.eos_ids and len(tokenizer.byte_ids) == 256
+    assert 1 in tokenizer.eos_ids and len(tokenizer.byte_ids) == 256 and tokenizer.token_text(9259) == "Hello"
     text = "Hello world,  naïve\n\n🙂 日本語 \U000e0041\U0001f9ff ᚠᛇᚻ 𓀀𓂀"
     ids = tokenizer.encode(text)
     assert ids[:3] == [2, 9259, 1902] and tokenizer.byte_ids.intersection(ids)

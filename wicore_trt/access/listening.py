@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import Door
 
@@ -61,6 +62,21 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
     return TlsFiles(chain, secret, roots, context)
 
 
+def http_host(settings: ServerSettings) -> str:
+    """Where HTTP listens."""
+    if settings.http_host is not None:
+        return settings.http_host
+    return f"{settings.host}.http" if settings.host.startswith("unix:") else settings.host
+
+
+def check_server(settings: ServerSettings) -> None:
+    """Raise ConfigError for bad TLS files, EnvironmentUnfitError for addresses that cannot be used."""
+    read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    check_free(settings.host, settings.port)
+    if settings.http_port is not None:
+        check_free(http_host(settings), settings.http_port, "--http-port")
+
+
 def address_of(host: str, port: int) -> str:
     """Address of a host and port; `unix:/path` hosts are addresses already."""
     if host.startswith("unix:"):
@@ -68,8 +84,8 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_free(host: str, port: int) -> None:
-    """Raise EnvironmentUnfitError when the address is in use, unknown or forbidden."""
+def check_free(host: str, port: int, flag: str = "--port") -> None:
+    """Raise EnvironmentUnfitError when the address is in use, unknown or forbidden. `flag` chooses the port."""
     if host.startswith("unix:"):
         _check_socket_path(Path(host.removeprefix("unix:")))
         return
@@ -88,7 +104,7 @@ def check_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise EnvironmentUnfitError(
-                    f"Port {port} on {host} is in use.", fix="Stop the other process or choose another --port."
+                    f"Port {port} on {host} is in use.", fix=f"Stop the other process or choose another {flag}."
                 ) from None
             failures.append(error)
     if len(failures) == len(found):

@@ -25,6 +25,9 @@ from wicore_trt.process.child import Child, Fork, error_of, how_it_ended
 
 log = logging.getLogger(__name__)
 
+Told = Callable[[str, "str | None"], None]
+"""What is told the address of gRPC and the URL of HTTP, where that is served."""
+
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for the front
 to close after its grace time."""
@@ -43,7 +46,8 @@ class Parts:
 
 
 class Supervisor:
-    """One server. `announce` is told the address when it serves for the first time, `bound` when the port is taken."""
+    """One server. `announce` is told the addresses when it serves for the first time, `bound` when the ports are
+    taken."""
 
     def __init__(
         self,
@@ -51,8 +55,8 @@ class Supervisor:
         *,
         max_context: int | None = None,
         parts: Parts | None = None,
-        announce: Callable[[str], None] = lambda address: None,
-        bound: Callable[[str], None] = lambda address: None,
+        announce: Told = lambda address, url: None,
+        bound: Told = lambda address, url: None,
     ) -> None:
         self._settings = settings_to_json(settings)
         self._grace_s = settings.server.grace_s
@@ -141,14 +145,14 @@ class Supervisor:
             case "bound":
                 if not self._was_bound:
                     self._was_bound = True
-                    self._bound(message["address"])
+                    self._bound(message["address"], message["url"])
                 # The next front listens where this one does, also where the system chose the port.
                 self._settings = json.dumps(_merged(json.loads(self._settings), {"server": message["ports"]}))
             case "serving":
                 self._front.served = True
                 if not self._announced:
                     self._announced = True
-                    self._announce(message["address"])
+                    self._announce(message["address"], message["url"])
             case "failed":
                 self._front.said = error_of(message)
 

@@ -129,13 +129,13 @@ class Front:
         self._remote = RemoteEngine(self._changed)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_message)
 
-    def bound(self, address: str) -> None:
-        port = address.rpartition(":")[2]
-        ports = {} if address.startswith("unix:") else {"port": int(port)}
-        self._control.send("bound", address=address, ports=ports)
+    def bound(self, address: str, url: str | None) -> None:
+        named = {"port": address, "http_port": url or "unix:"}
+        ports = {k: int(at.rpartition(":")[2]) for k, at in named.items() if not at.startswith("unix:")}
+        self._control.send("bound", address=address, url=url, ports=ports)
 
-    def announce(self, address: str) -> None:
-        self._control.send("serving", address=address)
+    def announce(self, address: str, url: str | None) -> None:
+        self._control.send("serving", address=address, url=url)
 
     def _changed(self) -> None:
         assert self._remote is not None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EngineDeadError
-from wicore_trt.serve.server import GrpcServer
+from wicore_trt.serve.servers import Servers
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Told = Callable[[str, "str | None"], None]
+"""What is told the address of gRPC and the URL of HTTP, where that is served."""
 
-DEATH_POLL_S, LIFE_POLL_S = 0.25, 0.02
+POLL_S = 0.02
 CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they were cancelled
 FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
@@ -37,17 +39,17 @@ FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 def run_server(
     settings: ServerSettings,
     engine_factory: Callable[[], Awaitable[TextEngine]],
-    announce: Callable[[str], None] = lambda address: None,
+    announce: Told = lambda address, url: None,
     max_context: int | None = None,
-    bound: Callable[[str], None] = lambda address: None,
+    bound: Told = lambda address, url: None,
     watch: Callable[[asyncio.Event], None] = lambda stop: None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
-    `engine_factory` loads an engine. `announce` is told the address when it serves, `bound` when the port is taken, and
-    `watch`, first of all, an event that ends the server when it is set. The largest message follows from `max_context`,
-    the engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before
-    serving, EngineDeadError when an engine that does not recover breaks while serving.
+    `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken,
+    and `watch`, first of all, an event that ends the server when it is set. The largest message follows from
+    `max_context`, the engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory
+    raises before serving, EngineDeadError when an engine that does not recover breaks while serving.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch))
@@ -65,18 +67,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(
     settings: ServerSettings,
     engine_factory: Callable[[], Awaitable[TextEngine]],
-    announce: Callable[[str], None],
+    announce: Told,
     max_context: int | None,
-    bound: Callable[[str], None],
+    bound: Told,
     watch: Callable[[asyncio.Event], None],
 ) -> int:
     stop = _stop_on_signals()
     watch(stop)
-    server = GrpcServer(settings, max_context)
+    server = Servers(settings, max_context)
     try:
-        address = await server.start()
-        bound(address)
-        log.info("loading the engine for %s", address)
+        address, url = await server.start()
+        bound(address, url)
+        log.info("loading the engine for %s and %s", address, url)
         _warn_of_strangers(settings)
         started = time.monotonic()
         engine = await _unless(stop, asyncio.ensure_future(engine_factory()))
@@ -84,10 +86,10 @@ async def _serve(
             log.info("stopped while loading")
             return 0
         await engine.start()
-        server.service.attach(engine)
+        server.attach(engine)
         await server.set_serving()
         log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
-        announce(address)
+        announce(address, url)
         while (death := await _unless(stop, asyncio.ensure_future(_death(engine)))) is not None:
             if not engine.engine.recovers:
                 await server.set_draining()
@@ -102,17 +104,17 @@ async def _serve(
         await server.stop(FLUSH_S)
 
 
-async def _drain(server: GrpcServer, engine: TextEngine, grace_s: float) -> int:
+async def _drain(server: Servers, engine: TextEngine, grace_s: float) -> int:
     """Let requests finish within `grace_s` seconds, cancel the rest; returns the exit code."""
-    log.info("draining %d streams for up to %g s", server.service.streams_open, grace_s)
+    log.info("draining %d streams for up to %g s", server.streams_open, grace_s)
     end = time.monotonic() + grace_s
     await server.set_draining()
     clean = False
     with suppress(TimeoutError):
         clean = await asyncio.wait_for(engine.drain(grace_s), grace_s + CANCEL_S)
         # Streams still open wait for readers that have not taken their output yet.
-        await asyncio.wait_for(server.service.idle.wait(), max(end - time.monotonic(), FLUSH_S))
-    clean = clean and server.service.idle.is_set()
+        await asyncio.wait_for(server.until_idle(), max(end - time.monotonic(), FLUSH_S))
+    clean = clean and server.idle
     await server.stop(FLUSH_S)
     await engine.close(CANCEL_S)
     if engine.dead is not None and not engine.engine.recovers:
@@ -155,14 +157,14 @@ async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:
 async def _death(engine: TextEngine) -> str:
     """Wait until the engine breaks; returns why."""
     while engine.dead is None:
-        await asyncio.sleep(DEATH_POLL_S)
+        await asyncio.sleep(POLL_S)
     return engine.dead
 
 
 async def _life(engine: TextEngine) -> bool:
     """Wait until the engine, or the next one, takes requests."""
     while engine.dead is not None:
-        await asyncio.sleep(LIFE_POLL_S)
+        await asyncio.sleep(POLL_S)
     return True
 
 
@@ -171,11 +173,11 @@ def _dead(why: str) -> EngineDeadError:
 
 
 def _warn_of_strangers(settings: ServerSettings) -> None:
-    if settings.host.startswith(("unix:", "127.", "localhost", "::1")):
+    hosts = {settings.host, settings.http_host or settings.host}
+    known = [host for host in sorted(hosts) if not host.startswith(("unix:", "127.", "localhost", "::1"))]
+    if not known:
         return
     if not (settings.api_key or settings.keys_file or settings.tls_client_ca):
-        log.warning(
-            "everybody who reaches %s may use this server: set server.api_key or server.keys_file", settings.host
-        )
+        log.warning("everybody who reaches %s may use this server: set server.api_key or server.keys_file", known[0])
     elif not settings.tls_cert:
         log.warning("API keys travel in clear text: set server.tls_cert and server.tls_key")

@@ -88,7 +88,7 @@ def _text(where: str, content: object) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _IMAGE_PARTS:
+        if isinstance(kind, str) and kind in _IMAGE_PARTS:
             raise _invalid(f"{where}[{index}]: {kind} parts are not supported yet.")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise _invalid(f'{where}[{index}] must be {{"type": "text", "text": ...}}.')

@@ -19,12 +19,14 @@ class IncrementalDetokenizer:
     Byte-fallback tokens are held back until their run ends, because one invalid byte turns a whole run into U+FFFD.
     Any other token's text is final at once; it is decoded behind the token before it, so that decoders that
     strip the first space of a text (SentencePiece) strip only that of the first token. So each token is decoded a
-    constant number of times, however long the output.
+    constant number of times, however long the output. Where the tokenizer knows a token's text in any company, nothing
+    is decoded at all.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
         self._tokenizer = tokenizer
         self._byte_ids = tokenizer.byte_ids
+        self._token_text = tokenizer.token_text
         self._context: list[int] = []  # the last token that became text
         self._pending: list[int] = []  # the run of bytes after it
         self._stops = _StopStrings(stop, include_stop) if stop else None
@@ -50,6 +52,12 @@ class IncrementalDetokenizer:
         return self._stops.push(text, may_stop) + self._stops.flush() if self._stops else text
 
     def _step(self, token: int) -> str:
+        if not self._pending:
+            known = self._token_text(token)
+            if known is not None:
+                if known:
+                    self._context = [token]
+                return known
         # Twice, because a decoder may strip the first space of a text. Skipped special tokens do not end a run of
         # bytes, and ids beyond the vocabulary do not either.
         if not self._decode([token, token]):

@@ -33,6 +33,12 @@ FILES = (
     "chat_template.json",
 )
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
+_JOINING = re.compile(
+    r"Sequence\(decoders=\["
+    r'(Replace\(pattern=String\("[^"\\]*"\), content="[^"\\]*"\), )?'
+    r"ByteFallback\(\), Fuse\(\)\]\)"
+)
+"""Decoders that join texts of tokens and change nothing but each token by itself, and runs of bytes; Gemma's is one."""
 _REBUILD = "Build the engine again from a source that has its tokenizer files."
 
 
@@ -64,6 +70,9 @@ class Tokenizer:
         self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
+        self._joins = _JOINING.fullmatch(str(backend.decoder)) is not None
+        self._token_text: dict[int, str] = {}
+        self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -118,6 +127,30 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError("Token ids must be integers in [0, 2^32).", field="token_ids") from error
+
+    def token_text(self, token: int) -> str | None:
+        """What `decode` makes of this token wherever it stands, "" for a special one. None where that depends on the
+        tokens around it: for byte-fallback tokens, and for decoders that do more than to join the tokens' texts."""
+        if not self._joins or token in self.byte_ids:
+            return None
+        found = self._token_text.get(token)
+        if found is None:
+            found = self._token_text[token] = self.decode([token])
+        return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for inside of a text, special tokens included. Of a byte-fallback token its byte, so
+        that the bytes of an output's tokens, put together, are its text."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            if token in self.byte_ids:
+                found = bytes.fromhex(str(self._backend.id_to_token(token))[3:5])  # <0xE2>
+            else:
+                # Twice, because a decoder may strip the first space of a text.
+                before = self.decode([token], skip_special=False)
+                found = self.decode([token, token], skip_special=False)[len(before) :].encode()
+            self._token_bytes[token] = found
+        return found
 
     def apply_chat(
         self,

@@ -1,0 +1,253 @@
+"""Every error has one shape: statuses, fields that are refused, ignored or misspelled, bodies that are none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from web import error_of
+
+from wicore_trt.errors import (
+    AuthenticationError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineFormatError,
+    EnvironmentUnfitError,
+    InvalidRequestError,
+    NotFoundError,
+    QueueFullError,
+    RateLimitError,
+    RequestCancelledError,
+    UnavailableError,
+    WicoreError,
+)  # fmt: skip
+from wicore_trt.http import fields
+from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody
+from wicore_trt.http.errors import STATUSES, error_headers, error_object, status_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON = {"content-type": "application/json"}
+SAMPLES = [None, True, 2, 0.25, "x", ["x"], {"x": 1}]
+
+
+def refused() -> list[tuple[str, object]]:
+    """Every refused field with values that ask for something."""
+    return [
+        (name, value)
+        for name, neutral in fields.REFUSED.items()
+        for value in SAMPLES[1:]
+        if not any(fields.alike(value, n) for n in neutral)
+    ]
+
+
+async def test_every_refused_field_is_named(running):
+    assert len(fields.REFUSED) > 40 and not fields.REFUSED.keys() & EVERY_FIELD
+    seen = set()
+    for name, value in refused():
+        if name in seen:
+            continue
+        seen.add(name)
+        for ask in (running.chat, running.completion):
+            found = await ask(**{name: value})
+            assert found.status_code == 400, (name, value, found.text)
+            assert error_of(found)["param"] == name
+    assert seen == set(fields.REFUSED)
+
+
+async def test_values_that_ask_for_nothing_are_taken(running):
+    body = {name: neutral[0] for name, neutral in fields.REFUSED.items() if neutral}
+    assert len(body) > 20
+    assert (await running.chat(**body)).status_code == 200
+    assert (await running.completion(**dict.fromkeys(fields.REFUSED))).status_code == 200
+
+
+async def test_harmless_fields_and_unknown_ones_are_taken(running):
+    body = dict.fromkeys(fields.HARMLESS, "x") | {"my_own_field": {"a": [1]}, "x-trace": 5}
+    assert not fields.HARMLESS & EVERY_FIELD and not fields.HARMLESS & fields.REFUSED.keys()
+    for ask in (running.chat, running.completion):
+        assert (await ask(**body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("top-p", "top_p"), ("stops", "stop")],
+)
+async def test_misspelled_fields_are_named(running, given, meant):
+    found = await running.chat(**{given: 1})
+    assert found.status_code == 400 and error_of(found)["param"] == given
+    assert f"Did you mean {meant}?" in error_of(found)["message"]
+
+
+async def test_fields_of_other_routes_are_refused(running):
+    found = await running.chat(echo=True)
+    assert found.status_code == 400 and error_of(found)["param"] == "echo"
+    assert (await running.chat(echo=False)).status_code == 200
+    found = await running.completion(top_logprobs=2)
+    assert found.status_code == 400 and error_of(found)["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 101}, "temperature"),
+        ({"temperature": 1e-7}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"n": 33}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"9" * 10: 1}}, "logit_bias"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"priority": 3}, "priority"),
+        ({"timeout": 0}, "timeout"),
+        ({"cache": {"ttl": 3}}, "cache.ttl"),
+        ({"cache": {"ttl_s": -1}}, "cache.ttl_s"),
+        ({"cache": {"priority": "urgent"}}, "cache.priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": [96, 97]}, "prompt"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+)
+async def test_bad_values_are_named(running, body, param):
+    found = await running.completion(**body)
+    assert found.status_code == 400, found.text
+    error = error_of(found)
+    assert error["param"] == param and error["type"] == "invalid_request_error" and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([{"role": "tool", "content": "x"}], "messages"),
+        ([{"role": "user"}], "messages"),
+        ([{"role": {}, "content": "x"}], "messages"),
+        ([{"role": "user", "content": [{"type": {}, "text": "x"}]}], "messages"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages"),
+        ([{"role": "user", "content": [["text"]]}], "messages"),
+        ([["user", "x"]], "messages[0]"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages"),
+    ],
+)
+async def test_bad_messages_are_named(running, messages, param):
+    found = await running.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    assert found.status_code == 400 and error_of(found)["param"] == param, found.text
+
+
+async def test_top_logprobs_need_logprobs(running):
+    found = await running.chat(top_logprobs=2)
+    assert found.status_code == 400 and error_of(found)["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff", b'{"prompt": "\xff"}', b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}', b'{"prompt": "a", "seed": NaN}', b'{"prompt": "a", "timeout": Infinity}',
+        b'{"prompt": "a", "timeout": 1e999}', b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", b"\0" * 100,
+        b'{"a": ' + b"[" * 20_000, b'{"a": ' * 20_000, b"[" * 1_000_000, b'{"a": [' + b"[]," * 60_000 + b"[]]}",
+        '{"prompt": "a"}'.encode("utf-16"), b"\xef\xbb\xbf" + b'{"prompt": "a"}', b'{"prompt": "a"} x',
+    ],
+)  # fmt: skip
+async def test_bodies_that_are_no_json_object(running, raw):
+    found = await running.client.post("/v1/completions", content=raw, headers=JSON)
+    assert found.status_code == 400 and error_of(found)["param"] in (None, "prompt"), found.text
+
+
+async def test_depth_that_is_no_fault_of_the_parser(running):
+    """Inside of an ignored field, a served one and a message."""
+    deep = json.loads("[" * 400 + "]" * 400)
+    assert (await running.completion(metadata=deep)).status_code == 200
+    for body in ({"stop": deep}, {"cache": deep}, {"logit_bias": {"1": deep}}, {"prompt": deep}):
+        assert (await running.completion(**body)).status_code == 400
+    found = await running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": deep}]})
+    assert found.status_code == 400
+
+
+async def test_routes_and_methods_that_are_not_there(running):
+    found = await running.client.get("/v2/models")
+    assert found.status_code == 404 and "/v2/models" in error_of(found)["message"]
+    found = await running.client.get("/v1/completions")
+    assert found.status_code == 405 and found.headers["allow"] == "POST" and error_of(found)
+    found = await running.client.request("DELETE", "/v1/models")
+    assert found.status_code == 405 and error_of(found)
+    assert (await running.client.get("/v1/completions/")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {},
+        {**JSON, "content-encoding": "gzip"},
+    ],
+)
+async def test_only_plain_json_is_read(running, headers):
+    found = await running.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert found.status_code == 415 and error_of(found)["type"] == "invalid_request_error"
+
+
+async def test_json_under_its_other_names(running):
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/problem+json"):
+        raw = b'{"prompt": "a", "max_tokens": 1}'
+        found = await running.client.post("/v1/completions", content=raw, headers={"content-type": kind})
+        assert found.status_code == 200
+
+
+async def test_request_ids_are_echoed(running):
+    for path in ("/health", "/nope", "/v1/models"):
+        found = await running.client.get(path, headers={"x-request-id": "mine-1"})
+        assert found.headers["x-request-id"] == "mine-1"
+    for bad in ("a b", "x" * 129, "\x7f"):
+        found = await running.client.get("/health", headers={"x-request-id": bad})
+        assert found.headers["x-request-id"] not in ("", bad)
+
+
+async def test_every_error_has_a_status():
+    def subclasses(cls):
+        return {cls, *(s for sub in cls.__subclasses__() for s in subclasses(sub))}
+
+    assert {cls.grpc_code for cls in subclasses(WicoreError)} - {"ALREADY_EXISTS"} <= set(STATUSES)
+    expected = {
+        InvalidRequestError("x", field="f"): 400, AuthenticationError("x"): 401, NotFoundError("x"): 404,
+        QueueFullError("x"): 429, RateLimitError("x"): 429, RequestCancelledError("x"): 499, WicoreError("x"): 500,
+        CheckpointError("x"): 500, EngineFormatError("x"): 500, EnvironmentUnfitError("x"): 500,
+        EngineDeadError("x"): 500, UnavailableError("x"): 503, DeadlineError("x"): 504, ConfigError("x"): 400,
+    }  # fmt: skip
+    assert {error: status_of(error) for error in expected} == expected
+    assert error_object(RateLimitError("x"))["error"]["code"] == "rate_limit"
+    assert len(error_object(WicoreError("x" * 9999))["error"]["message"]) <= 512
+
+
+async def test_when_to_come_back():
+    headers = dict(error_headers(QueueFullError("x", retry_after_s=0.2)))
+    assert headers == {b"retry-after": b"1", b"retry-after-ms": b"200"}
+    assert dict(error_headers(QueueFullError("x", retry_after_s=61.5)))[b"retry-after"] == b"62"
+    assert dict(error_headers(UnavailableError("x")))[b"retry-after"] == b"1"
+
+
+async def test_the_seam_for_new_fields_is_the_models():
+    """A field that a model gets is served: nothing else has to be changed but the list of refused ones."""
+    for model in (ChatBody, CompletionBody):
+        found = fields.Fields.of(model.model_fields, EVERY_FIELD)
+        assert found.served == set(model.model_fields) and not found.served & found.elsewhere

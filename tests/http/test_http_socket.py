@@ -1,0 +1,193 @@
+"""The WebSocket: generations beside each other, cancel, faults, keys, origins, clients that leave or read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import websockets
+from web import GREEDY, executor_of, expected, make_engine, serving, until
+
+from wicore_trt.http import protocol, socket
+
+KEY = "the-operators-own-key"
+
+
+def connect(running, **kwargs):
+    return websockets.connect(running.url.replace("http", "ws", 1) + "/v1/stream", **kwargs)
+
+
+def generate(name: str, **fields) -> str:
+    return json.dumps({"type": "generate", "id": name, "max_tokens": 20, **GREEDY, **fields})
+
+
+async def answers(connection, *names: str) -> dict[str, list[dict]]:
+    """Frames by id until each of these generations has ended."""
+    found: dict[str, list[dict]] = {name: [] for name in names}
+    while not all(frames and frames[-1]["type"] != "delta" for frames in found.values()):
+        frame = json.loads(await connection.recv())
+        found.setdefault(frame["id"], []).append(frame)
+    return found
+
+
+def text_of(frames: list[dict], index: int = 0) -> str:
+    return "".join(f["text"] for f in frames if f["type"] == "delta" and f["index"] == index)
+
+
+async def test_generations_beside_each_other():
+    async with serving() as running, connect(running) as connection:
+        for name in ("hello", "world", "again"):
+            await connection.send(generate(name, prompt=name))
+        await connection.send(generate("chat", messages=[{"role": "user", "content": "talk"}], n=2))
+        found = await answers(connection, "hello", "world", "again", "chat")
+        for name in ("hello", "world", "again"):
+            assert text_of(found[name]) == expected(name, 20)
+            *_, last, done = found[name]
+            assert last["finish_reason"] == "length" and last["stop_reason"] is None
+            assert done["type"] == "done" and done["usage"]["completion_tokens"] == 20
+        assert text_of(found["chat"], 0) == text_of(found["chat"], 1) == expected("talk", 20)
+        await connection.send(generate("hello", prompt="hello"))
+        assert text_of((await answers(connection, "hello"))["hello"]) == expected("hello", 20), "its id is free again"
+
+
+async def test_probabilities_come_with_the_text():
+    async with serving(make_engine(logprobs=True)) as running, connect(running) as connection:
+        await connection.send(generate("a", prompt="hello", logprobs=2))
+        frames = (await answers(connection, "a"))["a"]
+        tokens = [entry["token"] for f in frames if f["type"] == "delta" for entry in f["logprobs"] or ()]
+        assert "".join(tokens) == expected("hello", 20)
+
+
+async def test_one_is_cancelled_and_the_others_go_on():
+    async with serving(make_engine(step_s=0.005)) as running, connect(running) as connection:
+        await connection.send(generate("long", prompt="hello", max_tokens=1000))
+        await connection.send(generate("short", prompt="world", max_tokens=40))
+        assert json.loads(await connection.recv())["type"] == "delta"
+        await connection.send(json.dumps({"type": "cancel", "id": "long"}))
+        await connection.send(generate("never", prompt="hello", max_tokens=1000))
+        await connection.send(json.dumps({"type": "cancel", "id": "never"}))
+        found = await answers(connection, "long", "short", "never")
+        assert found["never"][-1]["error"]["type"] == "cancelled_error"
+        assert found["long"][-1]["error"]["type"] == "cancelled_error"
+        assert text_of(found["short"]) == expected("world", 40)
+        await until(lambda: running.engine.engine._loop.stats().requests_running == 0)
+        assert len(executor_of(running.engine).steps) < 900
+
+
+@pytest.mark.parametrize(
+    ("frame", "param"),
+    [
+        ("{", None),
+        ("[]", None),
+        ('{"type": "generate"}', "id"),
+        ('{"type": "generate", "id": 5}', "id"),
+        ('{"type": "generate", "id": ""}', "id"),
+        ('{"type": "jump", "id": "a"}', "type"),
+        ('{"type": "cancel", "id": "a"}', None),
+        ('{"type": "generate", "id": "a"}', "messages"),
+        ('{"type": "generate", "id": "a", "prompt": 5}', "prompt"),
+        ('{"type": "generate", "id": "a", "prompt": "x", "tools": [1]}', "tools"),
+        ('{"type": "generate", "id": "a", "prompt": "x", "echo": true}', "echo"),
+        ('{"type": "generate", "id": "a", "prompt": "x", "temprature": 1}', "temprature"),
+        (b"\xff\xfe", None),
+        ("", None),
+        ("[" * 30_000, None),
+    ],
+)
+async def test_bad_frames_are_answered_and_the_connection_stays(frame, param):
+    async with serving() as running, connect(running) as connection:
+        await connection.send(frame)
+        answer = json.loads(await connection.recv())
+        assert answer["type"] == "error" and answer["error"]["param"] == param
+        await connection.send(generate("good", prompt="hello"))
+        assert text_of((await answers(connection, "good"))["good"]) == expected("hello", 20)
+
+
+async def test_ids_and_numbers_of_generations_are_bounded(monkeypatch):
+    monkeypatch.setattr(socket, "MAX_OPEN", 2)
+    async with serving(make_engine(step_s=0.01)) as running, connect(running) as connection:
+        for name in ("a", "a", "b", "c"):
+            await connection.send(generate(name, prompt="hello", max_tokens=50))
+        refused = []
+        while len(refused) < 2:
+            frame = json.loads(await connection.recv())
+            refused += [(frame["id"], frame["error"]["message"])] if frame["type"] == "error" else []
+        assert refused[0][0] == "a" and "is open" in refused[0][1]
+        assert refused[1][0] == "c" and "at most 2" in refused[1][1]
+
+
+async def test_a_client_that_leaves_ends_its_generations():
+    async with serving(make_engine(step_s=0.005)) as running:
+        connection = await connect(running)
+        for name in "abc":
+            await connection.send(generate(name, prompt=name, max_tokens=1000))
+        await until(lambda: running.server.context.open.total() == 3)
+        connection.transport.abort()
+        await until(lambda: not running.server.context.open)
+        await until(lambda: running.server.context.admission.calls.taken == 0)
+        assert len(executor_of(running.engine).steps) < 900
+
+
+async def test_who_may_connect():
+    async with serving(api_key=KEY, cors_origins=("https://chat.example.org",)) as running:
+        host = running.url.removeprefix("http://")
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"x-api-key": KEY, "origin": "https://elsewhere.example.org"}, 403),
+            ({"x-api-key": KEY, "origin": f"http://{host}.example.org"}, 403),
+            ({"x-api-key": KEY, "origin": "null"}, 403),
+        ):
+            with pytest.raises(websockets.InvalidStatus) as caught:
+                await connect(running, additional_headers=headers)
+            response = caught.value.response
+            assert response.status_code == status and json.loads(response.body)["error"]["message"]
+            assert response.headers["x-request-id"]
+        for headers in ({}, {"origin": "https://chat.example.org"}, {"origin": f"http://{host}"}):
+            async with connect(running, additional_headers={"x-api-key": KEY, **headers}) as connection:
+                assert connection.response.headers["x-request-id"]
+        with pytest.raises(websockets.InvalidStatus):
+            url = running.url.replace("http", "ws", 1) + "/v1/elsewhere"
+            await websockets.connect(url, additional_headers={"x-api-key": KEY})
+
+
+async def test_frames_are_bounded(monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_FRAGMENTS", 10)
+    async with serving(max_message_mb=1) as running:
+        for message in ("x" * (2 << 20), [b"x"] * 50):
+            async with connect(running) as connection:
+                with pytest.raises(websockets.ConnectionClosed):
+                    await connection.send(message)
+                    await connection.recv()
+        async with connect(running) as connection:
+            await connection.send([generate("a", prompt="hello")[:20], generate("a", prompt="hello")[20:]])
+            assert text_of((await answers(connection, "a"))["a"]) == expected("hello", 20)
+        assert (await running.client.get("/health")).status_code == 200
+
+
+async def test_nothing_is_unpacked():
+    async with serving() as running, connect(running, compression="deflate") as connection:
+        assert not connection.protocol.extensions
+
+
+async def test_sockets_are_bounded(monkeypatch):
+    monkeypatch.setattr(socket, "MAX_SOCKETS", 2)
+    async with serving() as running, connect(running), connect(running):
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            await connect(running)
+        assert caught.value.response.status_code == 429
+
+
+async def test_stopping_tells_clients():
+    async with serving(make_engine(step_s=0.002)) as running, connect(running) as connection:
+        await connection.send(generate("a", prompt="hello", max_tokens=40))
+        await until(lambda: running.server.context.open)
+        stopping = asyncio.ensure_future(running.server.stop(60))
+        await asyncio.sleep(0)
+        await connection.send(generate("b", prompt="hello"))
+        found = await answers(connection, "a", "b")
+        assert text_of(found["a"]) == expected("hello", 40) and "shutting down" in found["b"][-1]["error"]["message"]
+        with pytest.raises(websockets.ConnectionClosed):
+            await connection.recv()
+        await stopping

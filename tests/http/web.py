@@ -1,0 +1,130 @@
+"""Helpers of the HTTP tests: a real HttpServer on a real socket, over the checked fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+
+from wicore_trt.config import ServerSettings
+from wicore_trt.core.port import LocalEngine
+from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.http.server import HttpServer
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
+from wicore_trt.text.chat import _turn
+from wicore_trt.types import TokenLogprob
+
+MAX_CONTEXT = 1024
+VOCAB = 97
+
+
+class WebTokenizer(FakeTokenizer):
+    """Takes any text, and checks conversations as the real one does."""
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        return [(ord(c) - 32) % VOCAB for c in text]
+
+    def apply_chat(self, messages, *, add_generation_prompt=True, max_tokens=None):
+        return self.encode("".join(_turn(i, m)["content"] for i, m in enumerate(messages)))
+
+
+TOKENIZER = WebTokenizer()
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def with_logprobs(execute):
+    """Steps that report probabilities: each alternative is the next id."""
+
+    def reporting(batch: StepBatch) -> StepResult:
+        result = execute(batch)
+        counts = {piece.seq_id: piece.params.logprobs for piece in batch.slices if piece.params is not None}
+        for i, sampled in enumerate(result.tokens):
+            if (count := counts[sampled.seq_id]) is None:
+                continue
+            top = tuple(((sampled.token_id + k) % VOCAB, -0.5 - k) for k in range(count))
+            result.tokens[i] = SampledToken(
+                sampled.seq_id, sampled.token_id, TokenLogprob(sampled.token_id, -0.5, top)
+            )  # fmt: skip
+        return result
+
+    return reporting
+
+
+def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, logprobs: bool = False, **kwargs) -> TextEngine:
+    """A TextEngine over a FakeExecutor with room for a few sequences of MAX_CONTEXT tokens."""
+    pages = {GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 256}
+    core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs})
+    core.executor.step_s = step_s
+    if logprobs:
+        core.executor.execute = with_logprobs(core.executor.execute)
+    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    return TextEngine(LocalEngine(core, max_waiting=max_waiting), TOKENIZER, info)
+
+
+def executor_of(engine: TextEngine):
+    return engine.engine._loop._core.executor
+
+
+def expected(prompt: str, count: int) -> str:
+    """Text that the fake model continues a prompt with."""
+    return TOKENIZER.decode(greedy(TOKENIZER.encode(prompt), count, ignore_eos=True))
+
+
+@dataclass
+class Running:
+    server: HttpServer
+    engine: TextEngine
+    url: str
+    client: httpx.AsyncClient
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    async def post(self, path: str, body: object, **kwargs) -> httpx.Response:
+        return await self.client.post(path, json=body, **kwargs)
+
+    async def completion(self, **body) -> httpx.Response:
+        return await self.post("/v1/completions", {"prompt": "hello", "max_tokens": 5, **GREEDY, **body})
+
+    async def chat(self, text: str = "hello", **body) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return await self.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, **GREEDY, **body})
+
+
+@asynccontextmanager
+async def serving(engine=None, *, attach: bool = True, headers=None, **settings) -> AsyncIterator[Running]:
+    """A started server, its engine and a client. Settings are those of ServerSettings; the port is a free one."""
+    engine = engine or make_engine()
+    server = HttpServer(ServerSettings(**{"http_port": 0, **settings}), MAX_CONTEXT)
+    url = await server.start()
+    if attach:
+        await engine.start()
+        server.attach(engine)
+    try:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
+            yield Running(server, engine, url, client)
+    finally:
+        await server.stop(0)
+        await engine.close()
+
+
+async def until(condition, timeout_s: float = 60.0) -> None:
+    """Wait until a condition holds; fails after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def error_of(response: httpx.Response) -> dict:
+    """The error of an answer, whose shape is checked."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert response.headers["x-request-id"]
+    return error

@@ -1,0 +1,144 @@
+"""What every request passes through: its id, its key, its place among the open calls, errors, the access line.
+
+Must not know what a route does. Invariants: nothing of a body is read before the key is known to be good; every answer
+has x-request-id and every error a body of one shape; no text of an unexpected exception reaches the client; a request
+writes one access line. What a client still sends behind an error is not waited for: its connection closes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from wicore_trt.access.calls import REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.keys import EVERYBODY, Identity
+from wicore_trt.access.log import Sparingly
+from wicore_trt.errors import AuthenticationError, WicoreError
+from wicore_trt.http.context import Context
+from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
+from wicore_trt.http.replies import json_reply
+from wicore_trt.http.table import OPEN, OPERATIONS
+
+log = logging.getLogger(__name__)
+
+LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generates)
+"""Paths whose access lines are INFO; the small ones are DEBUG."""
+EXPOSED = (
+    *("x-request-id", "retry-after", "retry-after-ms"),
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)
+
+
+class Front:
+    """An ASGI application around the routes."""
+
+    def __init__(self, context: Context, routes: Sequence[BaseRoute]) -> None:
+        self._context = context
+        self._router = Router(routes, redirect_slashes=False)
+        self._refused = Sparingly(log, logging.WARNING)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, path = Headers(scope=scope), scope["path"]
+        method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
+        who = EVERYBODY if path in OPEN else self._context.admission.keys.find(offered_key(headers.get))
+        call = Call.begin(f"{method} {path}", who or Identity(), headers.get(REQUEST_ID_HEADER, ""))
+        call.facts["peer"] = "{}:{}".format(*(scope.get("client") or ("unix", "")))
+        if who is not None and who.tenant:
+            call.facts["tenant"] = who.tenant
+        scope["state"]["call"] = call
+        scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
+        answer = Answer(call, scope, send)
+        try:
+            await self._answer(call, who, path, (scope, receive, answer))
+        except ClientGoneError:
+            answer.status = CLIENT_GONE
+        except WicoreError as error:
+            call.facts["error"] = str(error)
+            await answer.fail(error)
+        except HTTPException as error:
+            extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
+            known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
+            await answer.fail(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
+        except Exception:
+            log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
+            await answer.fail(WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+        except BaseException:
+            answer.status = CLIENT_GONE
+            raise
+        finally:
+            write_access_line(call, str(answer.status), logging.INFO if path in LOUD else logging.DEBUG)
+
+    async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
+        if who is None:
+            self._refused("refused a request without a valid API key", peer=call.facts["peer"])
+            raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
+        place = nullcontext() if path in OPEN else self._context.admission.calls.place(who.tenant)
+        with place:
+            await self._router(*asgi)
+
+
+class Answer:
+    """`send` of one request, which adds the headers that every answer has. Errors after it has begun break it off."""
+
+    def __init__(self, call: Call, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._id = (REQUEST_ID_HEADER.encode(), call.call_id.encode())
+        self._begun = False
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "http.response.start" or kind == "websocket.accept":
+            self._begun = True
+            self.status = message.get("status", 101)
+            message["headers"] = [*message.get("headers", ()), self._id]
+        await self._send(message)
+
+    async def fail(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Answer with an error."""
+        if self._begun:
+            self.status = status_of(error)
+            raise error
+        found = [*headers, *error_headers(error)]
+        if not self._scope["state"].get("read", False) and self._has_body():
+            found.append((b"connection", b"close"))
+        if self._scope["type"] == "websocket":
+            await self._deny(error, found)
+            return
+        await json_reply(error_bytes(error), status_of(error), found)(self._scope, _nothing, self)
+
+    def _has_body(self) -> bool:
+        headers = Headers(scope=self._scope)
+        return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+    async def _deny(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
+        """The answer to a WebSocket handshake that is refused."""
+        self.status = status_of(error)
+        found = [(b"content-type", b"application/json"), *headers, self._id]
+        await self._send({"type": "websocket.http.response.start", "status": self.status, "headers": found})
+        await self._send({"type": "websocket.http.response.body", "body": error_bytes(error), "more_body": False})
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def make_app(context: Context, routes: Sequence[BaseRoute], origins: Sequence[str]) -> ASGIApp:
+    """The application. Web pages of `origins` may call it."""
+    front = Front(context, routes)
+    if not origins:
+        return front
+    return CORSMiddleware(
+        front,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED,
+    )

@@ -1,0 +1,177 @@
+"""The bodies of requests as pydantic models.
+
+They check types and say in /openapi.json what may be sent; ranges are checked by the plain types that they become. Must
+not know engines. Invariant: null means that a field was not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from wicore_trt.types import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
+
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "model"]},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "minItems": 1,
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                            },
+                        },
+                    ]
+                },
+                "name": {"type": "string"},
+            },
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    """Fields that a model does not have are looked at by `http.fields`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    model: str | None = None
+    """The served model; another one is 404."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    include_usage: bool | None = None
+    """A last chunk with the counts of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """The counts so far in every chunk."""
+
+
+class Cache(BaseModel):
+    """What a client says about the future of its KV pages."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    session: str | None = None
+    """Names a conversation, whose pages stay pinned until it has been silent for `ttl_s`."""
+    priority: Annotated[str, Field(json_schema_extra={"enum": ["low", "normal", "high"]})] | None = None
+    """How the pages compete for the cache."""
+    ttl_s: float | None = None
+    """Seconds that the pages are kept at most after their last use."""
+
+
+class Sampling(Body):
+    """How tokens are chosen and when a sequence ends."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of one sequence."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """No end before so many tokens."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 is greedy; default 1."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the probability that is sampled from."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Number of tokens that are sampled from; 0 and -1 are all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Least probability, as a share of the most probable token's."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Above 1: against tokens of prompt and output."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Against tokens that the output has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """The same, for each time that it has them."""
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    """Equal seeds give equal tokens."""
+    logit_bias: dict[str, float] | None = None
+    """Added to the logits of token ids, -100 to 100."""
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Strings that end a sequence."""
+    stop_token_ids: list[Id] | None = None
+    """Tokens that end a sequence."""
+    include_stop_str_in_output: bool | None = None
+    """Leave the stop in the text."""
+    ignore_eos: bool | None = None
+    """Go on behind the end that the model gives."""
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """Of one tenant's requests lower ones run first."""
+    cache_salt: str | None = None
+    """Requests share cached work only under equal salts."""
+    cache: Cache | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds until the request is given up."""
+
+
+class Generation(Sampling):
+    """What chat and completions have in common."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    """Sequences for one prompt."""
+    stream: bool | None = None
+    """Send server-sent events."""
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    """The conversation; a system or developer message may come first."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of max_tokens, which it overrules."""
+    logprobs: bool | None = None
+    """Report the probabilities of the tokens."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives that are reported for each token."""
+
+
+class CompletionBody(Generation):
+    prompt: str | list[str] | list[Id] | list[list[Id]]
+    """A text or token ids, or a list of one of them."""
+    echo: bool | None = None
+    """Put the prompt in front of the text."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives that are reported for each token."""
+    add_special_tokens: bool | None = None
+    """Put BOS in front of a text; default true."""
+
+
+class InferenceBody(Sampling):
+    prompt: str
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Not supported yet."""
+
+
+class TokenizeBody(Body):
+    """Exactly one of prompt and messages."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    """Put BOS in front of a text; default true."""
+    add_generation_prompt: bool | None = None
+    """End a conversation with the opening of the model's turn; default true."""
+    return_token_strs: bool | None = None
+    """The text of each token too."""
+
+
+class DetokenizeBody(Body):
+    tokens: list[Id]
+    skip_special_tokens: bool | None = None
+    """Default true."""
+
+
+GENERATIONS = (ChatBody, CompletionBody, InferenceBody)
+EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fields)
+"""Fields that some generation route serves."""

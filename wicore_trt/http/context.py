@@ -1,0 +1,96 @@
+"""What the routes share: the engine when it is there, the limits, who is being served.
+
+Must not know routes. Invariants: `idle` is set while no generation is open; a generation is counted from before the
+engine has it until its last stream is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from wicore_trt.access.admission import Admission
+from wicore_trt.errors import NotFoundError, UnavailableError, shown
+from wicore_trt.http.intake import MANY_ITEMS, Room
+
+if TYPE_CHECKING:
+    from wicore_trt.core.text_engine import TextEngine
+
+
+class ModelNotFoundError(NotFoundError):
+    """Another model than the served one was asked for."""
+
+    field = "model"
+
+
+@dataclass(slots=True)
+class Context:
+    """One server's state. The engine is attached when it is ready."""
+
+    admission: Admission
+    max_body_bytes: int
+    keep_alive_s: float
+    room: Room = field(default_factory=Room)
+    draining: bool = False
+    open: Counter[str] = field(default_factory=Counter)  # generations by tenant
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = field(default_factory=time.time)  # seconds since 1970
+    _engine: TextEngine | None = None
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def attach(self, engine: TextEngine) -> None:
+        """Take requests from now on."""
+        self._engine = engine
+
+    @property
+    def state(self) -> str:
+        """starting, serving, draining, or broken: the engine has ended, and the next one may be on its way."""
+        if self.draining:
+            return "draining"
+        if self._engine is None:
+            return "starting"
+        return "serving" if self._engine.dead is None else "broken"
+
+    def engine(self) -> TextEngine:
+        """The engine. Raises UnavailableError while it is loading."""
+        if self._engine is None:
+            raise UnavailableError("The engine is still loading.", fix="Wait until /ready answers 200.")
+        return self._engine
+
+    def serving(self) -> TextEngine:
+        """The engine, for a new generation. Raises UnavailableError when the server starts or ends."""
+        if self.draining:
+            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
+        return self.engine()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFoundError for another model than the served one."""
+        served = self.engine().info.model_id
+        if name is not None and name != served:
+            raise ModelNotFoundError(f"Model {shown(name)} is not served here; {served!r} is.")
+
+    @contextmanager
+    def generation(self, tenant: str) -> Iterator[None]:
+        """Count a generation as open."""
+        self.open[tenant] += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.open[tenant] -= 1
+            if not self.open[tenant]:
+                del self.open[tenant]
+            if not self.open:
+                self.idle.set()
+
+    def most_items(self) -> int:
+        """Objects, lists and items that a body may have: a prompt of token ids has one for each."""
+        context = self._engine.info.max_context_tokens if self._engine is not None else 0
+        return MANY_ITEMS + 2 * context

@@ -1,0 +1,133 @@
+"""Bodies to plain requests.
+
+Pure functions; must not know engines or calls. Invariants: a field that was not given takes the default of the plain
+type, or of the API where that has another; errors name the field as the client wrote it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
+from wicore_trt.types import CacheHints, CachePriority, SamplingParams, TextRequest
+
+COMPLETION_TOKENS = 16
+"""What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
+MAX_PROMPTS = 1024
+IMAGES = ("image_url", "image", "input_image")
+IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning", "reasoning_content", "id", "cache_control"))
+"""What clients send back with the model's own messages."""
+_SAME = (
+    *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop_token_ids", "ignore_eos"),
+)
+"""Fields that the plain type has under the same name."""
+
+
+def sampling(body: Sampling, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    """Raises InvalidRequestError for values out of range."""
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    if body.stop is not None:
+        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.include_stop_str_in_output is not None:
+        given["include_stop"] = body.include_stop_str_in_output
+    if body.logit_bias:
+        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    if isinstance(body, Generation) and body.n is not None:
+        given["n"] = body.n
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(f"logit_bias has {shown(key)}, which is no token id.", field="logit_bias")
+    return int(key)
+
+
+def cache_hints(cache: Cache | None) -> CacheHints:
+    """Raises InvalidRequestError."""
+    if cache is None:
+        return CacheHints()
+    try:
+        priority = CachePriority(cache.priority or "normal")
+    except ValueError:
+        raise InvalidRequestError("cache.priority is low, normal or high.", field="cache.priority") from None
+    return CacheHints(cache.session or "", priority, cache.ttl_s)
+
+
+def _common(body: Sampling, tenant: str) -> dict[str, Any]:
+    return {
+        "request_id": uuid.uuid4().hex,
+        "tenant": tenant,
+        "timeout_s": body.timeout,
+        "priority": body.priority or 0,
+        "cache_salt": body.cache_salt or "",
+        "cache": cache_hints(body.cache),
+    }
+
+
+def chat_request(body: ChatBody, tenant: str) -> TextRequest:
+    """Raises InvalidRequestError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = sampling(body, logprobs, max_tokens)
+    return TextRequest(params=params, messages=messages(body.messages), **_common(body, tenant))
+
+
+def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
+    """One for each prompt. Raises InvalidRequestError."""
+    prompts = prompt_list(body.prompt)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.max_tokens is None and body.min_tokens is not None:
+        max_tokens = max(max_tokens, body.min_tokens)
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo with logprobs is not supported.", field="echo", fix="Leave one of them out.")
+    params = sampling(body, body.logprobs, max_tokens)
+    add_bos = body.add_special_tokens is not False
+    return [
+        TextRequest(
+            params=params,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
+            add_bos=add_bos,
+            **_common(body, tenant),
+        )
+        for prompt in prompts
+    ]
+
+
+def inference_request(body: InferenceBody, tenant: str) -> TextRequest:
+    """Raises InvalidRequestError."""
+    params = sampling(body, None, body.max_tokens)
+    return TextRequest(params=params, prompt=body.prompt, **_common(body, tenant))
+
+
+def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts of a completion request. Raises InvalidRequestError for none or too many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("The prompt is empty.", field="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} are taken.", field="prompt")
+    return prompt  # type: ignore[return-value]
+
+
+def messages(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], ...]:
+    """The turns as the chat template takes them, which checks the rest. Raises InvalidRequestError for images."""
+    for i, message in enumerate(given):
+        content = message.get("content")
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and part.get("type") in IMAGES:
+                field = f"messages[{i}].content[{j}]"
+                raise InvalidRequestError(f"{field}: images are not supported yet.", field=field)
+    return tuple({k: v for k, v in message.items() if k not in IGNORED_IN_MESSAGES} for message in given)

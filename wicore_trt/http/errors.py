@@ -1,0 +1,105 @@
+"""Exceptions to HTTP statuses and error bodies.
+
+The only place that knows how a WicoreError looks over HTTP; must not know routes or engines. Invariant: every error has
+the body {"error": {"message", "type", "param", "code"}} with a message of bounded length and no traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from wicore_trt.errors import InvalidRequestError, QueueFullError, UnavailableError, WicoreError, shortened
+
+MAX_MESSAGE_CHARS = 512
+UNAVAILABLE_RETRY_S = 1.0
+CLIENT_GONE = 499
+"""What the access line says of a call whose client left; nobody gets it as an answer."""
+
+
+class Status(NamedTuple):
+    """A status code and the `type` that goes with it."""
+
+    code: int
+    kind: str
+
+
+STATUSES = {
+    "INVALID_ARGUMENT": Status(400, "invalid_request_error"),
+    "UNAUTHENTICATED": Status(401, "authentication_error"),
+    "PERMISSION_DENIED": Status(403, "permission_error"),
+    "NOT_FOUND": Status(404, "not_found_error"),
+    "RESOURCE_EXHAUSTED": Status(429, "rate_limit_error"),
+    "CANCELLED": Status(CLIENT_GONE, "cancelled_error"),
+    "INTERNAL": Status(500, "server_error"),
+    "FAILED_PRECONDITION": Status(500, "server_error"),
+    "UNAVAILABLE": Status(503, "unavailable_error"),
+    "DEADLINE_EXCEEDED": Status(504, "timeout_error"),
+}
+"""By the gRPC status of an error, so that each error has one meaning for both."""
+PARAMS: dict[str | None, str | None] = {
+    "body": None,  # all of it
+    "include_stop": "include_stop_str_in_output",
+    "prompt_token_ids": "prompt",
+    "timeout_s": "timeout",
+    "session": "cache.session",
+    "ttl_s": "cache.ttl_s",
+}
+"""Names of the plain types' fields that requests give another name."""
+
+
+class HttpError(WicoreError):
+    """What only HTTP knows: a body that is too long, a method that is not there."""
+
+    def __init__(self, status: int, message: str, *, fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
+        self.status = status
+
+
+class ClientGoneError(Exception):
+    """The client left; nobody waits for an answer."""
+
+
+def status_of(error: WicoreError) -> int:
+    """The HTTP status of an error."""
+    return error.status if isinstance(error, HttpError) else STATUSES[error.grpc_code].code
+
+
+def code_of(error: WicoreError) -> str | None:
+    """A name for programs: RateLimitError -> rate_limit. Bad fields have `param` and need none."""
+    if isinstance(error, (HttpError, InvalidRequestError)):
+        return None
+    if type(error) is WicoreError:
+        return "internal"
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def error_object(error: WicoreError) -> dict[str, object]:
+    """The body of an error."""
+    kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code].kind
+    field = getattr(error, "field", None)
+    param = PARAMS.get(field, field)
+    message = shortened(str(error), MAX_MESSAGE_CHARS)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code_of(error)}}
+
+
+def error_bytes(error: WicoreError) -> bytes:
+    """The body of an error as it is sent."""
+    return msgspec.json.encode(error_object(error))
+
+
+def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:
+    """Headers that go with an error beside those of every answer."""
+    if status_of(error) == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, QueueFullError):
+        retry_s = error.retry_after_s
+    elif isinstance(error, UnavailableError):
+        retry_s = UNAVAILABLE_RETRY_S
+    else:
+        return []
+    seconds = max(1, int(-(-retry_s // 1)))
+    return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % max(1, round(retry_s * 1000)))]

@@ -1,0 +1,121 @@
+"""Which fields of a request are served, which are ignored and which are refused.
+
+The one table of it. Real clients send fields that change nothing for us, so those are accepted; a field that would have
+changed the answer is refused with its name, unless its value asks for nothing. Fields that nobody knows are accepted
+too, unless they look like a misspelling of a served one. Invariant: no field that this table knows to change an answer
+is dropped silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, shown
+
+HARMLESS = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "reasoning", "verbosity"),
+        *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
+        *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
+    )
+)
+"""Accepted and ignored: they say nothing about the tokens of the answer."""
+
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    # Structured output and tools: not served yet.
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    **dict.fromkeys(("structured_outputs", "structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    # Other media and other ways to an answer.
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    # Other prompts.
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    # Other sampling.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "typical_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_a": (0, 0.0),
+    "mirostat": (0,),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "samplers": (),
+    # Other machines.
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "lora_path": (),
+    "session_params": ({},),
+    "custom_logit_processor": (),
+}
+"""Refused with 400, but for null and for these values, which ask for nothing."""
+
+MISSPELLED = 0.8
+"""How much alike two names are that are meant to be the same, by difflib's ratio."""
+
+
+def alike(first: object, second: object) -> bool:
+    """Equal, and both of them flags or neither: in Python 1 is True."""
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of one route. `elsewhere` are served by other routes, so that who sends them here expects something;
+    `own` are values that ask for nothing where REFUSED knows no such field."""
+
+    served: frozenset[str]
+    elsewhere: frozenset[str]
+
+    @classmethod
+    def of(cls, served: Iterable[str], every: Iterable[str]) -> Fields:
+        """Of a route that serves `served` among routes that together serve `every`."""
+        return cls(frozenset(served), frozenset(every) - frozenset(served))
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for the first field that would have changed the answer."""
+        for name, value in body.items():
+            if name in self.served or name in HARMLESS or value is None:
+                continue
+            if name in REFUSED:
+                if not any(alike(value, neutral) for neutral in REFUSED[name]):
+                    raise InvalidRequestError(f"{name} is not supported.", field=name, fix="Leave it out.")
+            elif name in self.elsewhere:
+                if value is not False:
+                    raise InvalidRequestError(f"{name} is no field of this route.", field=name, fix="Leave it out.")
+            elif near := difflib.get_close_matches(name[:64], self.served, n=1, cutoff=MISSPELLED):
+                raise InvalidRequestError(
+                    f"{shown(name)} is no known field.", field=name[:64], fix=f"Did you mean {near[0]}?"
+                )

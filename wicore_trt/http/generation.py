@@ -1,0 +1,168 @@
+"""The generation requests of one call, from submission to the last output.
+
+Must not know shapes of answers or of bodies. Invariants: what was opened on the engine is closed by `aclose`, however
+the call ends; the engine never waits for a reader; a sequence that was cut off (deadline, cancelled) is an exception,
+not an end of the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from wicore_trt.access.admission import Meter
+from wicore_trt.access.calls import Call
+from wicore_trt.core.text_engine import encode_request
+from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError
+from wicore_trt.http.context import Context
+from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
+
+if TYPE_CHECKING:
+    from wicore_trt.core.text_engine import TextStream
+
+_CUT = {
+    FinishReason.DEADLINE: DeadlineError("The request's time was over before it finished."),
+    FinishReason.CANCELLED: RequestCancelledError("The request was cancelled."),
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Token counts of a call: each prompt once, the outputs of all sequences. `cached` is of the prompts."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+
+    def usage(self) -> dict[str, object]:
+        """As answers tell it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.output,
+            "total_tokens": self.prompt + self.output,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Generation:
+    """Requests on the engine and what comes of them. Sequence `i` of request `r` has index r * n + i."""
+
+    def __init__(self, context: Context, call: Call) -> None:
+        self._context, self._call = context, call
+        self._exit = AsyncExitStack()
+        self._streams: list[TextStream] = []
+        self._n = 1
+        self._meter: Meter
+        self._counted: set[str] = set()
+        self.totals = Totals()
+
+    @classmethod
+    async def start(
+        cls, context: Context, call: Call, requests: Sequence[TextRequest], *, count_first: bool = False
+    ) -> Generation:
+        """Submit the requests, all or none. With `count_first` the prompts' tokens are counted before.
+
+        Raises what `TextEngine.submit` raises, and RateLimitError.
+        """
+        made = cls(context, call)
+        try:
+            await made._submit(requests, count_first)
+        except BaseException:
+            await made.aclose()
+            raise
+        return made
+
+    async def _submit(self, requests: Sequence[TextRequest], count_first: bool) -> None:
+        engine, tenant = self._context.serving(), self._call.who.tenant
+        self._exit.enter_context(self._context.generation(tenant))
+        self._meter = self._exit.enter_context(self._context.admission.metered(tenant))
+        self._meter.reserve(requests)
+        self._n = requests[0].params.n
+        for request in requests:
+            if count_first and request.prompt_token_ids is None:
+                limit = engine.info.max_context_tokens
+                ids = await engine.work(tenant, partial(encode_request, engine.tokenizer, request, limit))
+                request = replace(request, prompt=None, messages=None, prompt_token_ids=ids)
+            if count_first:
+                self.totals.prompt += len(request.prompt_token_ids or ())
+                self._counted.add(request.request_id)
+            stream = await engine.submit(await engine.encode(request))
+            self._exit.push_async_callback(stream.aclose)
+            self._streams.append(stream)
+        self._meter.begin()
+
+    async def aclose(self) -> None:
+        """Abort what still runs and settle the account."""
+        await self._exit.aclose()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
+        """(index, output) as they come. Raises what broke the requests."""
+        call, totals, meter, first = self._call, self.totals, self._meter, True
+        reasons: set[FinishReason] = set()
+        try:
+            async for number, output in self._merged():
+                totals.output += len(output.token_ids)
+                meter.count(output)
+                if first and output.token_ids:
+                    first = False
+                    call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)
+                if output.finish_reason is not None:
+                    reasons.add(output.finish_reason)
+                    self._finish(output)
+                yield number * self._n + output.index, output
+        finally:
+            call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
+            call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
+
+    def _finish(self, output: TextOutput) -> None:
+        """Count the prompt of a sequence that ends. Raises when it was cut off."""
+        if output.finish_reason in _CUT:
+            raise _CUT[output.finish_reason]
+        usage = output.usage
+        if usage is None:
+            return
+        if output.request_id not in self._counted:
+            self._counted.add(output.request_id)
+            self.totals.prompt += usage.prompt_tokens
+        if output.index == 0:
+            self.totals.cached += usage.cached_tokens
+
+    async def completions(self) -> list[Completion]:
+        """All sequences when they have ended, by index."""
+        parts: dict[int, list[TextOutput]] = {}
+        async for index, output in self.outputs():
+            parts.setdefault(index, []).append(output)
+        return [Completion.of(parts[index]) for index in sorted(parts)]
+
+    async def _merged(self) -> AsyncIterator[tuple[int, TextOutput]]:
+        """(number of the request, output). Of several streams each has at most one output on its way."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(s)): (i, s) for i, s in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number, stream = waiting.pop(task)
+                    try:
+                        output = task.result()
+                    except StopAsyncIteration:
+                        continue
+                    waiting[asyncio.ensure_future(anext(stream))] = (number, stream)
+                    yield number, output
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+def check_count(items: Sequence[object], most: int, field: str) -> None:
+    """Raise InvalidRequestError for more than `most` items."""
+    if len(items) > most:
+        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)

@@ -1,0 +1,157 @@
+"""How the body of a request comes in: bounded, in time, parsed, checked.
+
+Must not know what a request does. Invariants: nothing is kept beyond the limit, and nothing is unpacked; a body that
+does not come ends its request; all bodies under way together, and a tenant's among them, are bounded; whatever bytes
+come, the answer is a model or a WicoreError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from wicore_trt.arithmetic import div_ceil
+from wicore_trt.core.shares import fits
+from wicore_trt.errors import InvalidRequestError, QueueFullError, shown
+from wicore_trt.http.errors import ClientGoneError, HttpError
+from wicore_trt.http.fields import Fields
+
+READ_S = 20.0
+"""A body that has not come by then is given up."""
+BLOCK = 1 << 16
+"""Bytes by which room for bodies is shared out."""
+ROOM = 256 << 20
+"""Bytes of all bodies that are being read."""
+MANY_ITEMS = 50_000
+"""Objects, lists and items that a body may have beside its texts; a text costs its own length in memory, an empty list
+25 times that. A prompt of token ids has one item for each, so that who serves long contexts takes more."""
+UNIONS = {
+    "prompt": "a text, a list of texts, token ids or a list of token ids",
+    "stop": "a text or a list of at most 16 texts",
+}
+"""Fields that take several types, and these in words."""
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Room:
+    """Memory for bodies under way, shared among tenants."""
+
+    def __init__(self, places: int = ROOM // BLOCK) -> None:
+        self._places = places
+        self._taken: Counter[str] = Counter()
+
+    def take(self, tenant: str, blocks: int) -> None:
+        """Raises QueueFullError when there is none for this tenant."""
+        own, taken = self._taken[tenant], self._taken.total()
+        if taken + blocks > self._places or (tenant and not fits(self._places, taken - own, own, blocks)):
+            raise QueueFullError("There is no room for more request bodies of yours now.")
+        self._taken[tenant] += blocks
+
+    def give(self, tenant: str, blocks: int) -> None:
+        """Give back."""
+        self._taken[tenant] -= blocks
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+
+def check_kind(headers: Headers) -> None:
+    """Raise HttpError for a body that is not plain JSON.
+
+    This is also what keeps web pages of strangers from posting here: a browser sends JSON only after asking.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise HttpError(415, "The body must be JSON.", fix="Send the header content-type: application/json.")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError(415, "Compressed bodies are not taken.", fix="Send the body as it is.")
+
+
+async def read_body(receive: Receive, headers: Headers, limit: int, room: Room, tenant: str) -> bytes:
+    """The body. Raises HttpError (too long, too slow, no JSON), QueueFullError, ClientGoneError."""
+    check_kind(headers)
+    too_long = HttpError(413, f"The body has more than {limit} bytes.", fix="Shorten it, or set server.max_message_mb.")
+    announced = headers.get("content-length", "0")
+    if not announced.isdecimal() or len(announced) > 18 or int(announced) > limit:
+        raise too_long
+    parts: list[bytes] = []
+    size = blocks = 0
+    try:
+        async with asyncio.timeout(READ_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part: bytes = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise too_long
+                more = div_ceil(size, BLOCK) - blocks
+                if more:
+                    room.take(tenant, more)
+                    blocks += more
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise HttpError(408, f"The body did not come within {READ_S:g} s.") from None
+    finally:
+        room.give(tenant, blocks)
+
+
+def decoded(raw: bytes | str, most_items: int) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequestError for anything else."""
+    if isinstance(raw, str):
+        raw = raw.encode()
+    if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
+        bare = _STRINGS.sub(b"", raw)
+        if sum(map(bare.count, (b",", b"[", b"{"))) > most_items:
+            raise _bad(f"it has more than {most_items} items")
+    try:
+        value = msgspec.json.decode(raw)
+    except RecursionError:
+        raise _bad("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise _bad("it is not UTF-8") from None
+    except ValueError as error:
+        raise _bad(str(error)) from None
+    if not isinstance(value, dict):
+        raise _bad("it is no JSON object")
+    return value
+
+
+def validated(model: type[Model], fields: Fields | None, value: Mapping[str, Any]) -> Model:
+    """The body as a model. Raises InvalidRequestError with the name of the first field that is wrong."""
+    if fields is not None:
+        fields.check(value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _fault(error) from None
+    except RecursionError:
+        raise _bad("it is nested too deeply") from None
+
+
+def _bad(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The body cannot be read: {why}.", field="body")
+
+
+def _fault(error: ValidationError) -> InvalidRequestError:
+    """The first fault, by its path."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    whole = str(first["loc"][0]) if first["loc"] else "body"
+    if whole in UNIONS:  # the path goes on with the name of an alternative, which no client knows
+        return InvalidRequestError(f"{whole} must be {UNIONS[whole]}, got {shown(first['input'])}.", field=whole)
+    path = whole + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])[:128]
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{path} is missing.", field=path)
+    return InvalidRequestError(f"{path}: {first['msg']}, got {shown(first['input'])}.", field=path)

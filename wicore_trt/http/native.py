@@ -1,0 +1,119 @@
+"""The product's own routes: tokens, one-shot inference, statistics, health.
+
+Must not know transports. Invariant: a tenant's answer tells of that tenant's requests alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from functools import partial
+
+from starlette.responses import Response
+
+from wicore_trt import __version__
+from wicore_trt.access.calls import Call
+from wicore_trt.errors import InvalidRequestError, UnavailableError
+from wicore_trt.http import convert
+from wicore_trt.http.bodies import DetokenizeBody, InferenceBody, TokenizeBody
+from wicore_trt.http.context import Context
+from wicore_trt.http.generation import Generation, check_count
+from wicore_trt.http.replies import Reply, json_reply, rate_headers
+
+
+async def health(context: Context, call: Call) -> Response:
+    """The process lives; says nothing of the engine."""
+    return json_reply({"status": "ok"})
+
+
+async def ready(context: Context, call: Call) -> Response:
+    """Requests are taken now."""
+    if context.state != "serving":
+        raise UnavailableError(f"The server is {context.state}.")
+    return json_reply({"status": "ready"})
+
+
+async def version(context: Context, call: Call) -> Response:
+    """The product's version."""
+    return json_reply({"version": __version__})
+
+
+async def status(context: Context, call: Call) -> Response:
+    """State, model and open requests; an operator hears of everybody's."""
+    tenant, state = call.who.tenant, context.state
+    model = None if state == "starting" else asdict(context.engine().info)
+    return json_reply(
+        {
+            "state": state,
+            "version": __version__,
+            "uptime_s": round(time.time() - context.began, 3),
+            "requests_open": context.open.total() if call.who.operator else context.open[tenant],
+            "model": model,
+        }
+    )
+
+
+async def stats(context: Context, call: Call) -> Response:
+    """Counters since start and gauges of the engine."""
+    engine, who = context.engine(), call.who
+    found = await engine.stats() if who.operator else await engine.stats_of(who.tenant)
+    return json_reply(asdict(found))
+
+
+async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:
+    """Token ids of a text or a conversation."""
+    engine = context.engine()
+    context.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Give exactly one of prompt and messages.", field="prompt")
+    limit = engine.info.max_context_tokens
+    if body.prompt is not None:
+        add_bos = body.add_special_tokens is not False
+        make = partial(engine.tokenizer.encode, body.prompt, add_bos=add_bos, max_tokens=limit)
+    else:
+        turns = convert.messages(body.messages or ())
+        opening = body.add_generation_prompt is not False
+        make = partial(engine.tokenizer.apply_chat, turns, add_generation_prompt=opening, max_tokens=limit)
+    tokens = await engine.work(call.who.tenant, make)
+    answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+    if body.return_token_strs:
+        text_of = engine.tokenizer.token_bytes
+        answer["token_strs"] = await engine.work(
+            call.who.tenant, lambda: [text_of(token).decode(errors="replace") for token in tokens]
+        )
+    return json_reply(answer)
+
+
+async def detokenize(context: Context, call: Call, body: DetokenizeBody) -> Reply:
+    """The text of token ids."""
+    engine = context.engine()
+    context.check_model(body.model)
+    check_count(body.tokens, engine.info.max_context_tokens, "tokens")
+    worst = max(body.tokens, default=0)
+    if worst >= engine.info.vocab_size:
+        raise InvalidRequestError(
+            f"Token id {worst} is outside the vocabulary of {engine.info.vocab_size}.", field="tokens"
+        )
+    skip = body.skip_special_tokens is not False
+    decode = partial(engine.tokenizer.decode, body.tokens, skip_special=skip)
+    return json_reply({"prompt": await engine.work(call.who.tenant, decode)})
+
+
+async def inference(context: Context, call: Call, body: InferenceBody) -> Reply:
+    """Continue one prompt, in one answer."""
+    context.serving()
+    context.check_model(body.model)
+    request = convert.inference_request(body, call.who.tenant)
+    generation = await Generation.start(context, call, [request])
+    try:
+        [done] = await generation.completions()
+    finally:
+        await generation.aclose()
+    answer = {
+        "id": request.request_id,
+        "content": done.text,
+        "token_count": generation.totals.output,
+        "latency_ms": round((time.monotonic() - call.started) * 1000, 1),
+        "finish_reason": done.finish_reason.value,
+    }
+    return json_reply(answer, headers=rate_headers(context, call))

@@ -1,0 +1,121 @@
+"""The routes of OpenAI's API: chat, completions, models.
+
+Translates between bodies and generations and owns nothing else. Invariant: a generation that was started is closed, by
+the response that streams it or here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from wicore_trt.access.calls import Call
+from wicore_trt.errors import WicoreError
+from wicore_trt.http import convert
+from wicore_trt.http.bodies import ChatBody, CompletionBody
+from wicore_trt.http.bodies import Generation as GenerationBody
+from wicore_trt.http.context import Context
+from wicore_trt.http.generation import Generation
+from wicore_trt.http.replies import Reply, json_reply, rate_headers
+from wicore_trt.http.shapes import ChatShape, CompletionShape, Shape
+from wicore_trt.http.sse import EventStream
+from wicore_trt.types import TextRequest
+
+log = logging.getLogger(__name__)
+
+
+async def models(context: Context, call: Call) -> Response:
+    """The served model, as a list."""
+    return json_reply({"object": "list", "data": [_model(context)]})
+
+
+async def model(context: Context, call: Call, name: str) -> Response:
+    """The served model."""
+    context.check_model(name)
+    return json_reply(_model(context))
+
+
+def _model(context: Context) -> dict[str, object]:
+    info = context.engine().info
+    return {
+        "id": info.model_id,
+        "object": "model",
+        "created": int(context.began),
+        "owned_by": "wicore-trt",
+        "max_model_len": info.max_context_tokens,
+    }
+
+
+async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
+    """Answer a conversation."""
+    engine = context.serving()
+    context.check_model(body.model)
+    request = convert.chat_request(body, call.who.tenant)
+    shape = ChatShape(engine.info.model_id, engine.tokenizer, **_wishes(body))
+    return await _answer(context, call, body, [request], shape)
+
+
+async def completions(context: Context, call: Call, body: CompletionBody) -> Reply:
+    """Continue prompts."""
+    engine = context.serving()
+    context.check_model(body.model)
+    requests = convert.completion_requests(body, call.who.tenant)
+    prompts: Sequence[str] = ()
+    if body.echo:
+        prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
+    shape = CompletionShape(engine.info.model_id, engine.tokenizer, prompts=prompts, **_wishes(body))
+    return await _answer(context, call, body, requests, shape)
+
+
+def _echoes(context: Context, requests: Sequence[TextRequest]) -> list[str]:
+    """The text of each sequence's prompt."""
+    decode = context.engine().tokenizer.decode
+    texts = [r.prompt if r.prompt is not None else decode(r.prompt_token_ids or ()) for r in requests]
+    return [text for text, request in zip(texts, requests, strict=True) for _ in range(request.params.n)]
+
+
+def _wishes(body: GenerationBody) -> dict[str, Any]:
+    found: dict[str, Any] = {"include_stop": bool(body.include_stop_str_in_output)}
+    if body.stream_options is not None:
+        found["usage"] = bool(body.stream_options.include_usage)
+        found["continuous"] = bool(body.stream_options.continuous_usage_stats)
+    return found
+
+
+async def _answer(
+    context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
+) -> Reply:
+    continuous = bool(body.stream and body.stream_options and body.stream_options.continuous_usage_stats)
+    generation = await Generation.start(context, call, requests, count_first=continuous)
+    headers = rate_headers(context, call)
+    if body.stream:
+
+        def failed(raised: Exception) -> WicoreError:
+            log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
+            return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
+
+        return EventStream(events(generation, shape), generation.aclose, failed, context.keep_alive_s, headers)
+    try:
+        raw = shape.answer(await generation.completions(), generation.totals)
+    finally:
+        await generation.aclose()
+    return json_reply(raw, headers=rate_headers(context, call))
+
+
+async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
+    """The chunks of a generation."""
+    opened: set[int] = set()
+    totals = generation.totals
+    async for index, output in generation.outputs():
+        chunk = shape.chunk(index, output, totals)
+        if index not in opened:
+            opened.add(index)
+            chunk = shape.opening(index, totals) + chunk
+        if chunk:
+            yield chunk
+    last = shape.closing(totals)
+    if last:
+        yield last

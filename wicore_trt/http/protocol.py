@@ -1,0 +1,140 @@
+"""uvicorn's protocols with the limits that they lack.
+
+Must not know applications. Invariants: a connection whose request line and headers do not come in time, or are too
+long, ends; a reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS; bytes that are no
+HTTP get an error of the one shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+
+from wicore_trt.access.calls import REQUEST_ID_HEADER
+from wicore_trt.http.errors import HttpError, error_bytes
+
+HEAD_S = 20.0
+"""A request line and its headers that have not come by then are given up."""
+MAX_HEAD = 64 << 10
+"""Bytes of a request line and its headers."""
+MAX_HEADERS = 256
+STALL_S = 120.0
+"""Seconds for which a client may take nothing of what waits for it."""
+MAX_CONNECTIONS = 4096
+MAX_FRAGMENTS = 1024
+"""Frames of one WebSocket message."""
+
+uvicorn_log = logging.getLogger("uvicorn.error")
+
+
+class GuardedHttp(HttpToolsProtocol):
+    """One connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._late: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._in_head, self._head = True, 0
+        self._refusal = HttpError(400, "The request is not valid HTTP.")
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        self._late = self.loop.call_later(HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel("_late")
+        self._cancel("_stalled")
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head += len(data)
+            if self._late is None:
+                self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        super().data_received(data)
+        if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
+            self._too_long()
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._size = True, 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            self._too_long()
+            raise ValueError("too many headers")  # the parser then gives up with an error of its own
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head = False, 0
+        self._cancel("_late")
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self._stalled or self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel("_stalled")
+
+    def handle_websocket_upgrade(self) -> None:
+        self._cancel("_late")
+        super().handle_websocket_upgrade()
+
+    def send_400_response(self, msg: str) -> None:
+        body = error_bytes(self._refusal)
+        fields = (
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"%b: %b" % (REQUEST_ID_HEADER.encode(), uuid.uuid4().hex.encode()),
+            b"connection: close",
+        )
+        self.transport.write(STATUS_LINE[self._refusal.status] + b"\r\n".join(fields) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        if self._size > MAX_HEAD:
+            self._too_long()
+            raise ValueError("too long a head")
+
+    def _too_long(self) -> None:
+        self._refusal = HttpError(431, "The request line or the headers are too long.")
+
+    def _cancel(self, name: str) -> None:
+        timer: asyncio.TimerHandle | None = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
+
+
+class GuardedWebSocket(WebSocketsSansIOProtocol):
+    """One connection that has become a WebSocket."""
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self.transport.abort()  # closing would wait until the client has read everything
+
+    def handle_cont(self, event: Frame) -> Any:
+        if len(self.frames) >= MAX_FRAGMENTS:
+            self.conn.fail(1009, "too many fragments")
+            self.handle_parser_exception()
+            return
+        super().handle_cont(event)

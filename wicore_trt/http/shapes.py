@@ -1,0 +1,175 @@
+"""Answers and chunks in OpenAI's shapes.
+
+Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
+texts of a sequence's chunks, put together, are its text; a chunk is made of ready bytes and one encoded text, because a
+front makes one for every token.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from wicore_trt.http.generation import Totals
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
+
+encode = msgspec.json.Encoder().encode
+
+
+class Shape(ABC):
+    """One answer: its head, and how a choice looks."""
+
+    prefix = ""
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        usage: bool = False,
+        continuous: bool = False,
+        include_stop: bool = False,
+    ) -> None:
+        """`usage`: chunks say that the counts follow; `continuous`: they have them."""
+        self._include_stop = include_stop
+        self._tokenizer = tokenizer
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        head = encode({"object": self.chunk_kind, **self._head})
+        self._open = b"data: " + head[:-1] + b',"choices":[{"index":'
+        self._usage, self._continuous = usage, continuous
+        self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
+        self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
+
+    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+        """The whole answer."""
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return encode({"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()})
+
+    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        """The chunk of an output, b"" where there is nothing to say."""
+        text, reason = output.text, output.finish_reason
+        if not (text or reason or output.logprobs or self._continuous):
+            return b""
+        logprobs = encode(self._logprobs(index, output)) if output.logprobs else b"null"
+        end = b"null"
+        if reason is not None:
+            end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
+        parts = (self._open, b"%d," % index, self._body(text), b',"logprobs":', logprobs, b',"finish_reason":', end)
+        return b"".join((*parts, b"}]", self._counts(totals) if self._continuous else self._tail))
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        """What comes before a sequence's first chunk."""
+        return b""
+
+    def closing(self, totals: Totals) -> bytes:
+        """The last chunk, which has the counts, where they are wanted."""
+        return self._empty + encode(totals.usage()) + b"}\n\n" if self._usage else b""
+
+    def _counts(self, totals: Totals) -> bytes:
+        return b',"usage":' + encode(totals.usage()) + b"}\n\n"
+
+    def _shown(self, output: TextOutput | Completion) -> Sequence[TokenLogprob]:
+        """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
+        by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
+        return output.logprobs[:-1] if by_token and not self._include_stop else output.logprobs
+
+    @abstractmethod
+    def _body(self, text: str) -> bytes:
+        """What carries the text of a chunk."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, output: TextOutput) -> dict[str, Any]:
+        """Probabilities of a chunk."""
+
+    @abstractmethod
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A sequence of the whole answer."""
+
+
+class ChatShape(Shape):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        role = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
+        return self._open + role + (self._counts(totals) if self._continuous else self._tail)
+
+    def _body(self, text: str) -> bytes:
+        return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
+
+    def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
+        return {"content": [self._token(entry) for entry in self._shown(output)], "refusal": None}
+
+    def _token(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._pair(token, logprob) for token, logprob in entry.top]
+        return {**self._pair(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _pair(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(index, completion) if completion.logprobs else None,
+            "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
+        }
+
+
+class CompletionShape(Shape):
+    """`prompts` are the texts that go in front, one for each sequence, where they are wanted."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, *args: Any, prompts: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prompts = prompts
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        if not self._prompts:
+            return b""
+        echo = b'%d,"text":%b,"logprobs":null,"finish_reason":null}]' % (index, encode(self._prompts[index]))
+        return self._open + echo + (self._counts(totals) if self._continuous else self._tail)
+
+    def _body(self, text: str) -> bytes:
+        return b'"text":' + encode(text)
+
+    def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
+        tokens, offsets, alternatives = [], [], []
+        offset = self._offsets.get(index, len(self._prompts[index]) if self._prompts else 0)
+        shown = self._shown(output)
+        for entry in shown:
+            tokens.append(self._text(entry.token_id))
+            offsets.append(offset)
+            offset += len(tokens[-1])
+            best_last = reversed(entry.top)  # several bytes may have one text
+            alternatives.append({self._text(token): logprob for token, logprob in best_last})
+        self._offsets[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for entry in shown],
+            "top_logprobs": alternatives,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": (self._prompts[index] if self._prompts else "") + completion.text,
+            "logprobs": self._logprobs(index, completion) if completion.logprobs else None,
+            "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
+        }

@@ -1,0 +1,198 @@
+"""The WebSocket /v1/stream: several generations on one connection, as JSON frames.
+
+    in   {"type": "generate", "id": ID, ...}   the fields of /v1/chat/completions, or with `prompt` of /v1/completions
+         {"type": "cancel", "id": ID}
+    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}
+         {"type": "done", "id", "usage"}
+         {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
+
+Must not know uvicorn. Invariants: a generation ends with exactly one frame, done or error; an id is free again when
+that was sent; when the connection ends all its generations end; a web page of another origin cannot connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from wicore_trt.access.calls import Call, write_access_line
+from wicore_trt.core.shares import Gate
+from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
+from wicore_trt.http import convert
+from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody
+from wicore_trt.http.context import Context
+from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
+from wicore_trt.http.fields import Fields
+from wicore_trt.http.generation import Generation
+from wicore_trt.http.intake import decoded, validated
+from wicore_trt.http.shapes import ChatShape, encode
+from wicore_trt.types import TextOutput, TextRequest
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/stream"
+MAX_SOCKETS = 256
+MAX_OPEN = 64
+"""Generations of one connection at the same time, on top of the limits that all calls have."""
+MAX_FRAME = 4 << 20
+"""Bytes of one frame; longer prompts go by POST."""
+MAX_ID = 128
+FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody, CompletionBody)}
+
+
+class FrameShape(ChatShape):
+    """The frames of one generation."""
+
+    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool) -> None:
+        super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
+        self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
+
+    def frame(self, index: int, output: TextOutput) -> bytes:
+        """The frame of an output, b"" where there is nothing to say."""
+        if not (output.text or output.finish_reason or output.logprobs):
+            return b""
+        logprobs = encode(self._logprobs(index, output)["content"]) if output.logprobs else b"null"
+        end = b"null"
+        if output.finish_reason is not None:
+            end = b'"%b","stop_reason":%b' % (output.finish_reason.value.encode(), encode(output.stop_reason))
+        text = encode(output.text)
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, text, logprobs, end)
+
+
+def check_origin(headers: Headers, origins: Sequence[str]) -> None:
+    """Raise HttpError for a web page of another origin: browsers ask nobody before they open a WebSocket."""
+    origin = headers.get("origin")
+    if origin is None or origin in origins or "*" in origins:
+        return
+    if urlsplit(origin).netloc != headers.get("host"):
+        raise HttpError(403, "Web pages of this origin may not connect.", fix="Set server.cors_origins.")
+
+
+class StreamSocket:
+    """The route as an ASGI application."""
+
+    def __init__(self, context: Context, origins: Sequence[str]) -> None:
+        self._context, self._origins = context, origins
+        self._sockets = Gate(MAX_SOCKETS, "WebSockets")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call: Call = scope["state"]["call"]
+        check_origin(Headers(scope=scope), self._origins)
+        with self._sockets.place(call.who.tenant):
+            await receive()  # websocket.connect
+            await send({"type": "websocket.accept"})
+            connection = Connection(self._context, call, send)
+            try:
+                while (message := await receive())["type"] != "websocket.disconnect":
+                    await connection.take(message.get("text") or message.get("bytes") or b"")
+            finally:
+                await connection.close()
+
+
+class Connection:
+    """One client's generations, by their ids."""
+
+    def __init__(self, context: Context, call: Call, send: Send) -> None:
+        self._context, self._call, self._send = context, call, send
+        self._open: dict[str, asyncio.Task[None]] = {}
+
+    async def take(self, raw: str | bytes) -> None:
+        """Do what a frame says. Faults go to the client."""
+        frame_id: str | None = None
+        try:
+            frame = decoded(raw, self._context.most_items())
+            frame_id = self._id(frame.pop("id", None))
+            kind = frame.pop("type", None)
+            if kind == "cancel":
+                if frame_id not in self._open:
+                    raise NotFoundError("No generation has this id.")
+                self._open[frame_id].cancel()
+            elif kind == "generate":
+                self._begin(frame_id, frame)
+                await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
+            else:
+                raise InvalidRequestError("type is generate or cancel.", field="type")
+        except WicoreError as error:
+            await self._fail(frame_id, error)
+
+    def _id(self, value: object) -> str:
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
+            raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
+        return value
+
+    def _begin(self, frame_id: str, frame: dict[str, Any]) -> None:
+        if frame_id in self._open:
+            raise InvalidRequestError("A generation with this id is open.", field="id")
+        if len(self._open) >= MAX_OPEN:
+            raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
+        kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
+        body = validated(kind, FIELDS[kind], frame)
+        task = asyncio.ensure_future(self._generate(frame_id, body))
+        self._open[frame_id] = task
+
+    async def _generate(self, frame_id: str, body: ChatBody | CompletionBody) -> None:
+        call = Call.begin(f"STREAM {PATH}", self._call.who, self._call.call_id)
+        call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
+        status = CLIENT_GONE
+        try:
+            with self._context.admission.calls.place(call.who.tenant):
+                await self._relay(frame_id, body, call)
+            status = 200
+        except asyncio.CancelledError:
+            await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
+        except WicoreError as error:
+            status = status_of(error)
+            call.facts["error"] = str(error)
+            await self._fail(frame_id, error)
+        except OSError:
+            pass  # the connection is gone
+        except Exception:
+            status = 500
+            log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
+            await self._fail(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
+        finally:
+            del self._open[frame_id]
+            write_access_line(call, str(status), logging.INFO)
+
+    async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
+        engine = self._context.serving()
+        self._context.check_model(body.model)
+        shape = FrameShape(frame_id, engine, include_stop=bool(body.include_stop_str_in_output))
+        generation = await Generation.start(self._context, call, self._requests(body, call.who.tenant))
+        try:
+            async for index, output in generation.outputs():
+                frame = shape.frame(index, output)
+                if frame:
+                    await self._send({"type": "websocket.send", "text": frame.decode()})
+        finally:
+            await generation.aclose()
+        await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
+
+    def _requests(self, body: ChatBody | CompletionBody, tenant: str) -> list[TextRequest]:
+        if isinstance(body, ChatBody):
+            return [convert.chat_request(body, tenant)]
+        if body.echo:
+            raise InvalidRequestError("echo is not supported here.", field="echo")
+        return convert.completion_requests(body, tenant)
+
+    async def _fail(self, frame_id: str | None, error: WicoreError) -> None:
+        await self._say({"type": "error", "id": frame_id, **error_object(error)})
+
+    async def _say(self, frame: dict[str, object]) -> None:
+        with suppress(OSError):  # the connection is gone
+            await self._send({"type": "websocket.send", "text": encode(frame).decode()})
+
+    async def close(self) -> None:
+        """End all generations."""
+        tasks = list(self._open.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
