@@ -236,10 +236,10 @@ class PrefixLoader:
 
     def step(self, pages: SequencePages, computed: int) -> NextMove:
         """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
-        load = pages.load
+        load, manager = pages.load, self._manager
         assert load is not None
-        size = self._manager.page_tokens
-        if load.failures != self._manager.failures:
+        size = manager.page_tokens
+        if load.failures != manager.failures:
             return DROP  # what has come may have been condemned meanwhile
         if pages.parked is not None:
             return DROP if load.failed else JUMP if load.complete else WAIT
@@ -251,10 +251,13 @@ class PrefixLoader:
             begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
-        load.floor = computed // size
+        load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
-        # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
-        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if load.failed else begun.idle_s)
+        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
+        over = load.failed or load.finished
+        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
+        if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
+            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
