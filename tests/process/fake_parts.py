@@ -51,7 +51,8 @@ def load_engine(settings: Settings):
 
 
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
-    leave_number("front")
+    leave_number("template")
+    os.register_at_fork(after_in_child=lambda: leave_number("front"))
     return FakeTokenizer()
 
 

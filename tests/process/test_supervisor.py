@@ -64,7 +64,7 @@ class Server:
 
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
-            while self.alive("engine") or self.alive("front"):
+            while any(map(self.alive, ("engine", "template", "front"))):
                 await asyncio.sleep(0.02)
 
     async def end(self) -> tuple[int, str]:
@@ -136,7 +136,7 @@ async def test_what_is_killed_is_started_again_and_only_its_streams_end(tmp_path
                     outcomes.append(True)
 
         clients = [asyncio.ensure_future(client(i)) for i in range(8)]
-        for name in ("front", "engine", "front", "engine"):
+        for name in rng.sample(("front", "engine", "template", "front", "engine"), 5):
             await asyncio.sleep(rng.uniform(0.1, 0.4))
             [pid] = server.alive(name)
             os.kill(pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ async def test_what_is_killed_is_started_again_and_only_its_streams_end(tmp_path
         assert True in outcomes and {o for o in outcomes if o is not True} <= set(ENDED), outcomes
         server.process.send_signal(signal.SIGTERM)
         code, log = await server.end()
-        assert code == 0 and log.count("starting it again") == 4, log
+        assert code == 0 and 5 <= log.count("starting it again") <= 6, log
 
 
 async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):

@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from wicore_trt import errors
@@ -32,6 +34,11 @@ sys.exit(import_module(module).main(int(fd)))
 """
 
 
+def die_with_parent() -> None:
+    """Have this process killed when the one that made it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Control:
     """One end of the socket pair between supervisor and child."""
 
@@ -47,7 +54,7 @@ class Control:
     def of_child(cls, fd: int) -> Control:
         """The child's end, by the number that it was started with. The child ends with its supervisor from now on."""
         os.set_inheritable(fd, False)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -91,30 +98,49 @@ def error_of(message: dict[str, Any]) -> WicoreError:
 class Child:
     """A running process of `module`, whose `main(fd)` gets the number of its control socket."""
 
-    def __init__(self, name: str, module: str) -> None:
-        self.name = name
+    def __init__(self, module: str) -> None:
         self.control, theirs = Control.pair()
         fd = theirs.fileno()
         # A session of its own: what a terminal sends to all processes of the foreground reaches the supervisor alone.
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
         )  # fmt: skip
         theirs.close()
-
-    def end(self, timeout_s: float) -> int:
-        """Wait for its end, kill it after so long; returns the exit code, negative for a signal."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-        finally:
-            self.control.close()
+        self.pid = self._process.pid
 
     def kill(self) -> None:
-        self.process.kill()
-        self.end(0)
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end, kill it after so long; returns the exit code, negative for a signal."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class Fork:
+    """A process that a template made of itself. `pid` is None until the template has told it."""
+
+    def __init__(self) -> None:
+        self.control, self.theirs = Control.pair()
+        self.pid: int | None = None
+        self.code: Future[int] = Future()
+
+    def kill(self) -> None:
+        if self.pid is not None and not self.code.done():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        """As that of a child. The template tells the exit code."""
+        try:
+            return self.code.result(timeout_s)
+        except TimeoutError:
+            self.kill()
+            return -signal.SIGKILL
 
 
 def how_it_ended(code: int) -> str:

@@ -1,7 +1,8 @@
 """Starts the engine's process and the front's, joins them, and starts again what ends.
 
-It must not know messages, models or devices, and imports nothing that could bring it down. Invariants: while it runs
-there is one engine and one front, or the next one is being started; when it has ended nothing of them is left; a second
+The front is forked from a template that has loaded what every front needs, so that the next one is there at once. It
+must not know messages, models or devices, and imports nothing that could bring it down. Invariants: while it runs there
+is one engine and one front, or the next one is being started; when it has ended nothing of them is left; a second
 signal ends everything at once.
 """
 
@@ -20,15 +21,16 @@ from typing import Any
 
 from wicore_trt.config import Settings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
-from wicore_trt.process.child import Child, error_of, how_it_ended
+from wicore_trt.process.child import Child, Fork, error_of, how_it_ended
 
 log = logging.getLogger(__name__)
 
 Told = Callable[[str, "str | None"], None]
 """What is told the address of gRPC and the URL of HTTP, where that is served."""
 
-STOP_S = 5.0
-"""For the engine to end its step when it is told to stop, and for the front to close after its grace time."""
+KILL_S, STOP_S = 1.0, 5.0
+"""For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for the front
+to close after its grace time."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
 """A process that ended by itself so soon after its start, so many times in a row, is started again after a pause."""
 
@@ -61,12 +63,8 @@ class Supervisor:
         self._max_context = max_context
         self._parts = parts or Parts()
         self._announce, self._bound = announce, bound
-        self._engine = _Place("engine", self._parts.engine)
-        self._front = _Place("front", self._parts.front)
-        self._was_bound = False
-        self._announced = False
-        self._engine_ready = False
-        self._stopping = False
+        self._engine, self._front, self._template = _Place(), _Place(), _Place()
+        self._was_bound = self._announced = self._engine_ready = self._stopping = False
         self._end: asyncio.Future[int] | None = None
 
     def run(self) -> int:
@@ -82,35 +80,47 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            self._start_front()
+            self._start_template()
             self._start_engine()
             return await self._end
         finally:
             self._stopping = True
-            for place in (self._front, self._engine):
-                place.kill()
+            for place in (self._front, self._template, self._engine):
+                place.close()
 
     # --- processes -----------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
         self._engine_ready = False
-        child = self._engine.start(self._heard_engine, self._engine_ended)
+        child = Child(self._parts.engine)
+        self._engine.put(child, self._heard_engine, self._engine_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
+    def _start_template(self) -> None:
+        child = Child(self._parts.front)
+        self._template.put(child, self._heard_template, self._template_ended)
+        child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
+        self._start_front()
+
     def _start_front(self) -> None:
-        child = self._front.start(self._heard_front, self._front_ended)
-        child.control.send(
-            "start", settings=self._settings, loader=self._parts.load_tokenizer, max_context=self._max_context
-        )
+        """Have the template make a front, unless there is none, or the former front has not quite ended."""
+        template = self._template.process
+        if template is None or self._front.process is not None:
+            return
+        fork = Fork()
+        self._front.put(fork, self._heard_front, self._front_ended)
+        template.control.send("fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context)
+        fork.theirs.close()
         self._join()
 
     def _join(self) -> None:
         """Give both a socket to each other."""
-        if self._engine_ready and self._engine.child is not None and self._front.child is not None:
+        engine, front = self._engine.process, self._front.process
+        if self._engine_ready and engine is not None and front is not None:
             one, other = socket.socketpair()
             with one, other:
-                self._engine.child.control.send("link", [one.fileno()])
-                self._front.child.control.send("link", [other.fileno()])
+                engine.control.send("link", [one.fileno()])
+                front.control.send("link", [other.fileno()])
 
     def _heard_engine(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -121,6 +131,14 @@ class Supervisor:
                 self._engine.said = error_of(message)
             case "broke":
                 self._engine.said = EngineDeadError(f"The engine stopped: {message['why']}.")
+
+    def _heard_template(self, message: dict[str, Any]) -> None:
+        front = self._front.process
+        match message["kind"]:
+            case "forked" if isinstance(front, Fork):
+                front.pid = message["pid"]
+            case "exited" if isinstance(front, Fork) and front.pid == message["pid"]:
+                front.code.set_result(message["code"])
 
     def _heard_front(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -135,8 +153,6 @@ class Supervisor:
                 if not self._announced:
                     self._announced = True
                     self._announce(message["address"], message["url"])
-            case "lost":  # it, not the engine, dropped the link
-                self._join()
             case "failed":
                 self._front.said = error_of(message)
 
@@ -144,7 +160,7 @@ class Supervisor:
         said, was_ready, self._engine_ready = self._engine.said, self._engine_ready, False
         if self._stopping:
             return
-        if said is not None and not was_ready and (not self._announced or not isinstance(said, EngineDeadError)):
+        if said is not None and not was_ready:
             self._finish(said)  # it cannot be loaded, and will not next time
             return
         log.error("the engine ended (%s); starting it again", said or how_it_ended(code))
@@ -159,6 +175,15 @@ class Supervisor:
             return
         log.error("the front ended (%s); starting it again", said or how_it_ended(code))
         self._later(self._front.pause(code), self._start_front)
+
+    def _template_ended(self, code: int) -> None:
+        front = self._front.process
+        if isinstance(front, Fork) and not front.code.done():
+            front.code.set_result(code)  # fronts end with their template
+        if self._stopping:
+            return
+        log.error("the template of fronts ended (%s); starting it again", how_it_ended(code))
+        self._later(self._template.pause(code), self._start_template)
 
     def _later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:
@@ -178,11 +203,15 @@ class Supervisor:
         else:
             self._end.set_result(outcome)
 
+    def _kill_all(self) -> None:
+        for place in (self._front, self._template, self._engine):
+            if place.process is not None:
+                place.process.kill()
+
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping:
             log.warning("second signal: exit at once")
-            for place in (self._front, self._engine):
-                place.kill()
+            self._kill_all()
             logging.shutdown()
             os._exit(128 + number)
         log.info("%s received", number.name)
@@ -190,16 +219,15 @@ class Supervisor:
         asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Let the front finish its requests, then end both."""
-        front, engine = self._front.child, self._engine.child
+        """Let the front finish its requests, then end all."""
+        front, engine = self._front.process, self._engine.process
         code = 0
-        if front is not None:
+        if front is not None and self._announced:
             front.control.send("drain")
-            if self._announced:
-                code = await asyncio.to_thread(front.end, self._grace_s + 2 * STOP_S)
+            code = await asyncio.to_thread(front.wait, self._grace_s + 2 * STOP_S)
         if engine is not None and self._engine_ready:
             engine.control.send("stop", timeout_s=STOP_S)
-            await asyncio.to_thread(engine.end, 2 * STOP_S)
+            await asyncio.to_thread(engine.wait, 2 * STOP_S)
         self._finish(0 if code == 0 else 1)
 
 
@@ -211,29 +239,26 @@ def _merged(tree: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 class _Place:
     """Where one process runs, or the next one will."""
 
-    def __init__(self, name: str, module: str) -> None:
-        self.name, self._module = name, module
-        self.child: Child | None = None
+    def __init__(self) -> None:
+        self.process: Child | Fork | None = None
         self.said: WicoreError | None = None  # why it ends
         self.served = False
         self._began = 0.0
         self._quick = 0
 
-    def start(self, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> Child:
-        """Start a process; `heard` gets its messages and `ended` its exit code, on the event loop."""
-        self._began, self.said = time.monotonic(), None
-        child = self.child = Child(self.name, self._module)
-        loop = asyncio.get_running_loop()
-        number = child.control.fileno()
+    def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
+        """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
+        self.process, self.said, self._began = process, None, time.monotonic()
+        loop, number = asyncio.get_running_loop(), process.control.fileno()
 
         async def reap() -> None:
-            code = await asyncio.to_thread(child.end, STOP_S)
-            if self.child is child:
-                self.child = None
-                ended(code)
+            code = await asyncio.to_thread(process.wait, STOP_S)
+            process.control.close()
+            self.process = None
+            ended(code)
 
         def on_message() -> None:
-            received = child.control.receive()
+            received = process.control.receive()
             if received is None:
                 loop.remove_reader(number)
                 asyncio.ensure_future(reap())
@@ -243,15 +268,16 @@ class _Place:
             heard(received[0])
 
         loop.add_reader(number, on_message)
-        return child
+
+    def close(self) -> None:
+        """End the process, and hear no more of it."""
+        if self.process is not None:
+            asyncio.get_running_loop().remove_reader(self.process.control.fileno())
+            self.process.kill()
+            self.process.wait(KILL_S)
 
     def pause(self, code: int) -> float:
         """Seconds to wait before the next start: none, unless it keeps ending by itself."""
         own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
         self._quick = self._quick + 1 if own and time.monotonic() - self._began < QUICK_S else 0
         return SLOW_S if self._quick > PATIENCE else 0.0
-
-    def kill(self) -> None:
-        child, self.child = self.child, None
-        if child is not None and child.process.poll() is None:
-            child.kill()

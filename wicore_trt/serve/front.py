@@ -1,16 +1,20 @@
 """The process that clients talk to: tokenizes, serves, and hands requests to the engine's process.
 
-It must not know the engine's devices, and loads no array library. Invariant: it serves again when a new engine comes,
-without a new start of its own.
+A template loads modules and tokenizer, which takes seconds, and makes each front by forking itself. It must not know
+the engine's devices. Invariants: the template runs one thread and no event loop; a front serves again when a new engine
+comes, without a new start of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import select
 import signal
 import socket
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,47 +43,85 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def main(fd: int) -> int:
-    """The life of the process; `fd` is its control socket. Returns the exit code."""
+    """The life of the template; `fd` is its control socket. It has one thread and opens nothing, so that a fork of it
+    is a whole process. Returns the exit code."""
     control = Control.of_child(fd)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides
-    first = control.receive()
-    if first is None:
+    received = control.receive()
+    if received is None:
         return 0
-    start = first[0]
-    settings = settings_from_json(start["settings"])
-    log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())  # before gRPC is imported
+    start = received[0]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import_module("wicore_trt.serve.lifecycle")
+    try:
+        tokenizer = named(start["loader"])(settings_from_json(start["settings"]))
+    except Exception as error:  # each front says so when the engine, whose error says more, has been loaded
+        tokenizer = error
+    gc.collect()
+    gc.freeze()
+    poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
+    poll.register(control.fileno(), select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in forks:
+                poll.unregister(ready)
+                os.close(ready)
+                pid, status = os.waitpid(forks.pop(ready), 0)
+                control.send("exited", pid=pid, code=os.waitstatus_to_exitcode(status))
+                continue
+            received = control.receive()
+            if received is None:
+                return 0
+            message, [given] = received
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                os._exit(serve(Control.of_child(given), message, tokenizer))
+            os.close(given)
+            watched = os.pidfd_open(pid)
+            forks[watched] = pid
+            poll.register(watched, select.POLLIN)
+            control.send("forked", pid=pid)
+
+
+def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Exception) -> int:
+    """The life of a front. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
-    front = Front(control, settings, start)
+    settings = settings_from_json(start["settings"])
+    log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    front = Front(control, tokenizer)
     try:
         code = run_server(settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch)
     except WicoreError as error:
         control.send_error(error)
         code = error.exit_code
+    except BaseException:
+        log.exception("the front broke")
+        code = 1
     logging.shutdown()
-    os._exit(code)  # nothing that hangs holds up the end
+    return code  # nothing that hangs holds up the end
 
 
 class Front:
     """What the lifecycle of a server needs where the engine is another process's."""
 
-    def __init__(self, control: Control, settings: Settings, start: dict[str, Any]) -> None:
-        self._control, self._settings, self._start = control, settings, start
+    def __init__(self, control: Control, tokenizer: Tokenizer | Exception) -> None:
+        self._control, self._tokenizer = control, tokenizer
         self._remote: RemoteEngine | None = None
         self._came = asyncio.Event()
         self._stop: asyncio.Event | None = None
 
     async def engine(self) -> TextEngine:
         """The engine, when there is one."""
-        from wicore_trt.core.offload import on_daemon_thread
         from wicore_trt.core.text_engine import TextEngine
 
-        loading = on_daemon_thread(lambda: named(self._start["loader"])(self._settings))
-        await self._came.wait()  # where both fail, the engine's error says more
-        tokenizer = await loading
+        await self._came.wait()
         assert self._remote is not None and self._remote.info is not None
-        return TextEngine(self._remote, tokenizer, self._remote.info)
+        if isinstance(self._tokenizer, Exception):
+            raise self._tokenizer
+        return TextEngine(self._remote, self._tokenizer, self._remote.info)
 
     def watch(self, stop: asyncio.Event) -> None:
         """Listen to the supervisor; `stop` is set when it says so."""
