@@ -42,7 +42,12 @@ def rests(running) -> bool:
     stats = loop.stats()
     context = running.server.context
     taken = context.admission.calls.taken
-    return not context.open and not taken and stats.requests_running == stats.requests_waiting == 0
+    return (
+        not context.open
+        and not taken
+        and not context.room.taken
+        and stats.requests_running == stats.requests_waiting == 0
+    )
 
 
 @pytest.mark.parametrize("body", [{}, {"stream": True}, {"prompt": ["a", "b", "c"], "n": 2, "stream": True}])
@@ -166,7 +171,6 @@ async def test_bodies_are_bounded_while_they_come():
                     await asyncio.sleep(0)
             assert sent < 64 << 20
         await until(lambda: rests(running))
-        assert not running.server.context.room._taken
 
 
 async def test_bodies_that_do_not_come(monkeypatch):
@@ -179,14 +183,32 @@ async def test_bodies_that_do_not_come(monkeypatch):
 
 
 async def test_all_bodies_together_are_bounded():
-    room = intake.Room(16)
-    room.take("a", 8)
-    with pytest.raises(WicoreError):
-        room.take("a", 1)
-    room.take("b", 4)
-    room.give("a", 8)
-    room.take("b", 1)
-    assert room._taken == {"b": 5}
+    room, block = intake.Room(16), intake.BLOCK
+    with room.hold("b") as other:
+        with room.hold("a") as hold:
+            hold.grow(8 * block - 1)
+            hold.grow(8 * block)
+            with pytest.raises(WicoreError):
+                hold.grow(8 * block + 1)
+            other.grow(4 * block)
+            with pytest.raises(WicoreError):
+                other.grow(5 * block)
+        other.grow(5 * block)
+        assert room.taken == 5
+    assert not room.taken and not room._taken
+
+
+async def test_a_body_has_its_room_until_it_is_answered():
+    async with serving(make_engine(step_s=0.01)) as running:
+        call = asyncio.ensure_future(running.completion(max_tokens=50))
+        await until(lambda: running.server.context.open)
+        assert running.server.context.room.taken == 1
+        await call
+        await until(lambda: rests(running))
+        monkey = intake.Room(1)
+        running.server.context.room = monkey
+        found = await running.completion(prompt="x" * intake.BLOCK)
+        assert found.status_code == 429 and found.headers["retry-after"]
 
 
 @pytest.mark.parametrize(
