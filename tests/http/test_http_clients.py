@@ -63,6 +63,35 @@ async def test_a_client_that_leaves_ends_its_request(body):
         assert len(executor_of(running.engine).steps) < 900, "the engine did not go on to the end"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_behind_a_second_request(stream, caplog):
+    """The first of two requests on the connection is being answered; the second waits for it."""
+    async with serving(make_engine(step_s=0.005)) as running:
+        async with connection(running) as (_, writer):
+            writer.write(request_bytes(stream=stream) + request_bytes())
+            await until(lambda: len(executor_of(running.engine).steps) > 5)
+        await until(lambda: rests(running))
+        assert len(executor_of(running.engine).steps) < 900
+    assert "Traceback" not in caplog.text
+
+
+async def test_bytes_behind_a_request_do_not_end_it(monkeypatch):
+    """Some clients send an empty line after a body."""
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    async with serving(make_engine(step_s=0.005)) as running, connection(running) as (reader, writer):
+        writer.write(request_bytes(stream=True, max_tokens=100) + b"\r\n")
+        await until(lambda: executor_of(running.engine).steps)
+        writer.write(b"GET /heal")
+        answer = b""
+        while b"[DONE]" not in answer:
+            part = await reader.read(65536)
+            assert part, "the connection was closed"
+            answer += part
+        with suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+
+
 async def test_a_client_that_leaves_while_it_waits_in_the_queue():
     async with serving(make_engine(step_s=0.005, max_sequences=1)) as running:
         first = asyncio.ensure_future(running.completion(max_tokens=200))
@@ -264,10 +293,14 @@ async def test_connections_have_an_end(monkeypatch):
 
 async def test_requests_in_a_row_and_in_a_pipe():
     async with serving() as running, connection(running) as (reader, writer):
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
         answer = b""
-        while answer.count(b'{"status":"ok"}') < 20:
+        while answer.count(b'{"status":"ok"}') < 10:
             answer += await reader.read(65536)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+        with suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
 
 
 async def test_open_calls_are_bounded(monkeypatch):

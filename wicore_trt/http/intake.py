@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,14 +33,16 @@ BLOCK = 1 << 16
 ROOM = 256 << 20
 """Bytes of all bodies that are here: being read, waiting for a thread that tokenizes, or part of an open request."""
 MANY_ITEMS = 50_000
-"""Objects, lists and items that a body may have beside its texts; a text costs its own length in memory, an empty list
+"""Objects, lists, items and texts that a body may have; a text costs its own length in memory, an empty list
 25 times that. A prompt of token ids has one item for each, so that who serves long contexts takes more."""
 UNIONS = {
     "prompt": "a text, a list of texts, token ids or a list of token ids",
     "stop": "a text or a list of at most 16 texts",
 }
 """Fields that take several types, and these in words."""
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_ITEMS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{]', re.DOTALL)
+"""Strings, whose commas are text, and what begins or parts items. Possessive, and a string that never ends goes to the
+end of the body: so whatever comes is read once."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -133,8 +136,8 @@ def decoded(raw: bytes | str, most_items: int) -> dict[str, Any]:
     if isinstance(raw, str):
         raw = raw.encode()
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
-        bare = _STRINGS.sub(b"", raw)
-        if sum(map(bare.count, (b",", b"[", b"{"))) > most_items:
+        items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
+        if items > most_items:
             raise _bad(f"it has more than {most_items} items")
     try:
         value = msgspec.json.decode(raw)
