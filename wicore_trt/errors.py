@@ -32,7 +32,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
-    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "prometheus_client"), "serve"),
 }
 """Module to the extra of this package that brings it."""
 
@@ -104,6 +104,12 @@ class AuthenticationError(WicoreError):
     """No valid API key was presented."""
 
     grpc_code = "UNAUTHENTICATED"
+
+
+class ForbiddenError(WicoreError):
+    """The key is valid, and its owner may not do this."""
+
+    grpc_code = "PERMISSION_DENIED"
 
 
 class CheckpointError(WicoreError):

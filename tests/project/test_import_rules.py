@@ -62,7 +62,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
     "serve.servers": (*ROOT_MODULES, "core", "access", "serve", "http"),  # starts both
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
-    "http": (*ROOT_MODULES, "core", "access", "http", "text"),
+    "metrics": (*ROOT_MODULES, "core.times", "access.counts", "metrics"),
+    "http": (*ROOT_MODULES, "core", "access", "http", "metrics", "text"),
 }
 
 

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from serving import TOKENIZER, failure, make_engine, request, rest_of, serving, stats_now, steps_of, until
 
 from wicore_trt.core.text_engine import Tally, TextStream
+from wicore_trt.core.times import Times
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.types import FinishReason, TextRequest, TokenLogprob, TokenOutput, Usage
 
@@ -146,6 +147,7 @@ class FloodEngine:
         self.count, self.top = count, tuple((t, -1.0) for t in range(alternatives))
         self.pushed = 0
         self.stream: TextStream | None = None
+        self.times = Times()
 
     async def start(self) -> None: ...
 

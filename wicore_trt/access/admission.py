@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from wicore_trt.access.counts import CallCounts
 from wicore_trt.access.keys import KeyRing
 from wicore_trt.access.rates import Grant, Rates
 from wicore_trt.arithmetic import div_ceil
@@ -29,11 +30,12 @@ BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Keys, places and rates."""
+    """Keys, places and rates, and how many calls ended how."""
 
     keys: KeyRing
     calls: Gate
     rates: Rates
+    counts: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Admission:

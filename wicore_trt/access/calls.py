@@ -35,6 +35,7 @@ class Call:
     who: Identity
     started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
     facts: dict[str, object] = field(default_factory=dict)
+    code: str = ""  # how it ended
 
     @classmethod
     def begin(cls, method: str, who: Identity, offered_id: str) -> Call:
@@ -58,5 +59,6 @@ def checked_id(request_id: str) -> str:
 
 def write_access_line(call: Call, code: str, level: int) -> None:
     """The line of a finished call; `code` is how it ended."""
+    call.code = code
     facts = {"id": call.call_id, **call.facts, "total_ms": round((time.monotonic() - call.started) * 1000, 1)}
     access_log.log(level, "%s %s", call.method, code, extra={"facts": {"method": call.method, "code": code} | facts})

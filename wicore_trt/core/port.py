@@ -7,6 +7,7 @@ Invariant: a request that `add` took gets its final output through the sink, als
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -29,6 +30,8 @@ class EnginePort(ABC):
 
     recovers = False
     prefix = ""
+    pid: int | None = None
+    """The process that the engine runs in, where it is known."""
 
     @property
     @abstractmethod
@@ -79,7 +82,7 @@ class LocalEngine(EnginePort):
         return self._loop.dead
 
     async def start(self, sink: Sink) -> None:
-        self._sink, self._asyncio = sink, asyncio.get_running_loop()
+        self._sink, self._asyncio, self.pid = sink, asyncio.get_running_loop(), os.getpid()
         self._loop.start()
 
     async def add(self, request: GenerateRequest) -> None:

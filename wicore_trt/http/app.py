@@ -24,7 +24,7 @@ from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
 from wicore_trt.http.replies import json_reply
-from wicore_trt.http.table import OPEN, OPERATIONS
+from wicore_trt.http.table import OPEN, OPERATIONS, served_path
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,12 @@ class Front:
             raise
         finally:
             write_access_line(call, str(answer.status), logging.INFO if path in LOUD else logging.DEBUG)
+            self._context.admission.counts.ended_http(method, served_path(path), answer.status)
 
     async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
         if who is None:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
+            self._context.admission.counts.refused["http"] += 1
             raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
         place = nullcontext() if path in OPEN else self._context.admission.calls.place(who.tenant)
         with place:

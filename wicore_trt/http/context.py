@@ -58,6 +58,11 @@ class Context:
             return "starting"
         return "serving" if self._engine.dead is None else "broken"
 
+    @property
+    def attached(self) -> TextEngine | None:
+        """The engine, when it is there."""
+        return self._engine
+
     def engine(self) -> TextEngine:
         """The engine. Raises UnavailableError while it is loading."""
         if self._engine is None:

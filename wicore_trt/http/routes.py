@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from wicore_trt.access.calls import Call
 from wicore_trt.http.context import Context
 from wicore_trt.http.intake import decoded, read_body, validated
+from wicore_trt.http.metrics import metrics
 from wicore_trt.http.openapi import document
 from wicore_trt.http.replies import Reply, json_reply
 from wicore_trt.http.socket import PATH, StreamSocket
@@ -49,10 +50,11 @@ async def openapi(context: Context, call: Call) -> Reply:
     return json_reply(document())
 
 
-OPENAPI = Operation("/openapi.json", openapi)
+OPENAPI, METRICS = Operation("/openapi.json", openapi), Operation("/metrics", metrics)
 
 
 def routes(context: Context, origins: Sequence[str] = ()) -> list[BaseRoute]:
     """The table as Starlette takes it, and the WebSocket."""
-    found: list[BaseRoute] = [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in (*OPERATIONS, OPENAPI)]
+    served = (*OPERATIONS, OPENAPI, METRICS)
+    found: list[BaseRoute] = [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in served]
     return [*found, WebSocketRoute(PATH, StreamSocket(context, origins))]

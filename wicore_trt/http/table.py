@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
+from wicore_trt.access.counts import OTHER
 from wicore_trt.http import bodies, native, openai
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.replies import Reply
@@ -67,3 +68,13 @@ OPERATIONS = (
     Operation("/health", native.health),
     Operation("/ready", native.ready),
 )
+
+_PATHS = frozenset((*(o.path for o in OPERATIONS), "/openapi.json", "/metrics", "/v1/stream"))
+_MODEL = "/v1/models/"
+
+
+def served_path(path: str) -> str:
+    """The path as a bounded name: one of the table, else OTHER."""
+    if path.startswith(_MODEL):
+        return f"{_MODEL}{{name}}"
+    return path if path in _PATHS else OTHER

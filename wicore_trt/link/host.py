@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import threading
 from concurrent.futures import Future
@@ -72,7 +73,7 @@ class EngineHost:
             prefix = f"{next(self._numbers)}/"
             link = self._links[prefix] = _Link(self, prefix, sock)
             link.channel.open()
-            link.send(Welcome(prefix, self._info))
+            link.send(Welcome(prefix, self._info, os.getpid()))
             done.set_result(None)
 
         self.loop.call_soon_threadsafe(begin)

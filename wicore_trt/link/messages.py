@@ -102,10 +102,11 @@ ToEngine = Add | Abort | AskStats | Follow | More | Unfollow
 
 
 class Welcome(Struct, tag=0, array_like=True):
-    """The first message. Ids of requests of this link begin with `prefix`."""
+    """The first message. Ids of requests of this link begin with `prefix`; `pid` is the engine's process."""
 
     prefix: str
     info: ModelInfo
+    pid: int
 
 
 class Outputs(Struct, tag=1, array_like=True):

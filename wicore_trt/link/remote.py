@@ -146,7 +146,7 @@ class RemoteEngine(EnginePort):
                 self._down = message.why
                 self._changed()
             case Welcome():
-                self.info, self.prefix, self._down = message.info, message.prefix, None
+                self.info, self.prefix, self.pid, self._down = message.info, message.prefix, message.pid, None
                 self._changed()
 
     def _refused(self, call: int, error: WicoreError) -> None:
@@ -165,7 +165,7 @@ class RemoteEngine(EnginePort):
 
     def _lost(self) -> None:
         """The channel has ended, and with it all that its engine had of us."""
-        self._channel, self._down = None, self._down or ENDED
+        self._channel, self.pid, self._down = None, None, self._down or ENDED
         error = EngineDeadError(f"The engine stopped: {self._down}.")
         for reply in list(self._pending.values()):
             if not reply.done():

@@ -61,6 +61,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, admission: Admission) -> None:
         self._keys = admission.keys
         self._calls = admission.calls
+        self._counts = admission.counts
         self._checks = Gate(MAX_CHECKS, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
         self._brief = BriefRequests()
@@ -83,7 +84,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             call = Call.begin(method, who, offered)
-            await guarded(call, lambda: self._answer(call, handler, context), context)
+            try:
+                await guarded(call, lambda: self._answer(call, handler, context), context)
+            finally:
+                self._counts.ended_grpc(method, call.code)
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
@@ -130,6 +134,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def _refuse(self, _: object, context: grpc.aio.ServicerContext) -> None:
         self._refused("refused a call without a valid API key", peer=context.peer())
+        self._counts.refused["grpc"] += 1
         error = AuthenticationError(
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )

@@ -1,0 +1,64 @@
+"""GET /metrics: asks the engine, the books of this process and the system, and answers as Prometheus reads it.
+
+Must not know names of metrics. Invariants: operators alone get it; an engine that does not answer holds up no scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from wicore_trt import __version__
+from wicore_trt.access.calls import Call
+from wicore_trt.core.times import Times
+from wicore_trt.errors import ForbiddenError, WicoreError
+from wicore_trt.http.context import Context
+from wicore_trt.http.replies import Reply
+from wicore_trt.metrics.exposition import Snapshot, exposition
+from wicore_trt.metrics.machine import gpu_use, process_use
+from wicore_trt.types import EngineStats
+
+ANSWER_S = 2.0
+"""How long the engine may take to tell its statistics; a scrape has some ten seconds."""
+
+
+async def metrics(context: Context, call: Call) -> Reply:
+    """Everything, for an operator."""
+    if not call.who.operator:
+        raise ForbiddenError("The metrics tell of every tenant.", fix="Use an operator's key.")
+    found = await snapshot(context)
+
+    async def reply(scope: Scope, receive: Receive, send: Send) -> None:
+        raw, content_type = exposition(found, Headers(scope=scope).get("accept", ""))
+        await Response(raw, headers={"content-type": content_type})(scope, receive, send)
+
+    return reply
+
+
+async def snapshot(context: Context) -> Snapshot:
+    """What there is to tell now."""
+    engine = context.attached
+    stats: EngineStats | None = None
+    if engine is not None and engine.dead is None:
+        with suppress(TimeoutError, WicoreError):
+            async with asyncio.timeout(ANSWER_S):
+                stats = await engine.stats()
+    engine_pid = engine.engine.pid if engine is not None else None
+    pids = {"front": os.getpid()} | ({"engine": engine_pid} if engine_pid not in (None, os.getpid()) else {})
+    return Snapshot(
+        version=__version__,
+        state=context.state,
+        calls=context.admission.counts,
+        open_requests=engine.live if engine is not None else 0,
+        model=engine.info if engine is not None else None,
+        engine=stats,
+        times=engine.times if engine is not None else Times(),
+        finished=engine.finished() if engine is not None else {},
+        processes={name: process_use(pid) for name, pid in pids.items() if pid is not None},
+        gpus=await asyncio.to_thread(gpu_use),
+    )

@@ -1,0 +1,245 @@
+"""What a server tells of itself, as Prometheus reads it.
+
+A snapshot of plain data goes in, families of samples come out. Names are stable: `wicore_` is ours, `vllm:` are the
+names that routers and dashboards look for, given where they mean the same. It must not know how the data was come by.
+Invariant: of an engine that does not answer nothing is told, rather than something old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from wicore_trt.access.counts import CallCounts
+from wicore_trt.core.times import Histogram, Times
+from wicore_trt.metrics.machine import GpuUse, ProcessUse
+from wicore_trt.types import EngineStats, ModelInfo, TierStats
+
+STATES = ("starting", "serving", "draining", "broken")
+VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything at one moment. `finished` are sequences by reason, `processes` go by "front" and "engine"."""
+
+    version: str
+    state: str
+    calls: CallCounts
+    open_requests: int = 0
+    model: ModelInfo | None = None
+    engine: EngineStats | None = None
+    times: Times = field(default_factory=Times)
+    finished: Mapping[str, int] = field(default_factory=dict)
+    processes: Mapping[str, ProcessUse | None] = field(default_factory=dict)
+    gpus: Sequence[GpuUse] = ()
+
+
+def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
+    """The text of a scrape and its content type, in the form that the scraper accepts."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(snapshot))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """All of it."""
+    yield from _server(snapshot)
+    yield from _latencies(snapshot)
+    if snapshot.engine is not None:
+        yield from _engine(snapshot.engine)
+        yield from _tiers(snapshot.engine.kv.tiers)
+        if snapshot.model is not None:
+            yield from _vllm(snapshot, snapshot.engine, snapshot.model.model_id)
+    yield from _machine(snapshot)
+
+
+class _Once(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        return families(self._snapshot)
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, about, value=value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(name, about, value=value)
+
+
+def _by(kind: type[Metric], name: str, about: str, labels: Sequence[str], rows: Iterable[Sequence[object]]) -> Metric:
+    """A family whose rows are the values of its labels and the number behind them."""
+    made = kind(name, about, labels=list(labels))  # type: ignore[call-arg]
+    for *values, number in rows:
+        made.add_metric([str(value) for value in values], number)  # type: ignore[attr-defined]
+    return made
+
+
+def _histogram(name: str, about: str, found: Histogram, labels: Mapping[str, str] | None = None) -> Metric:
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, found.bounds), "+Inf"), list(found.counts), strict=True):
+        total += count
+        buckets.append((bound, total))
+    made = HistogramMetricFamily(name, about, labels=list(labels or ()))
+    made.add_metric(list((labels or {}).values()), buckets, found.total)
+    return made
+
+
+def _server(s: Snapshot) -> Iterator[Metric]:
+    model = s.model
+    facts = {"version": s.version, "model": model.model_id if model else "", "backend": model.backend if model else ""}
+    facts |= {"kernels": model.kernels if model else "", "dtype": model.dtype if model else ""}
+    facts |= {"kv_dtype": model.kv_dtype if model else "", "quantization": (model.quantization or "") if model else ""}
+    about = "Version of the server and what it serves; always 1."
+    yield _by(GaugeMetricFamily, "wicore_build_info", about, tuple(facts), [(*facts.values(), 1)])
+    about = "1 for the state that the server is in, 0 for the others."
+    yield _by(GaugeMetricFamily, "wicore_state", about, ["state"], [(x, int(x == s.state)) for x in STATES])
+    yield _gauge("wicore_engine_up", "1 when the engine answered this scrape.", int(s.engine is not None))
+    yield _gauge(
+        "wicore_requests_open", "Generations that clients wait for or read, over HTTP and gRPC.", s.open_requests
+    )
+    about = "Ended HTTP requests; 499 is a client that left."
+    yield _by(CounterMetricFamily, "wicore_http_requests", about, ["method", "path", "status"],
+              [(*key, count) for key, count in sorted(s.calls.http.items())])  # fmt: skip
+    about = "Ended gRPC calls of the inference service."
+    yield _by(CounterMetricFamily, "wicore_grpc_calls", about, ["method", "code"],
+              [(*key, count) for key, count in sorted(s.calls.grpc.items())])  # fmt: skip
+    about = "Calls without a valid API key."
+    yield _by(CounterMetricFamily, "wicore_keys_refused", about, ["transport"],
+              [(way, s.calls.refused[way]) for way in ("grpc", "http")])  # fmt: skip
+    about = "Sequences that ended, as their clients were told."
+    yield _by(CounterMetricFamily, "wicore_requests_finished", about, ["reason"],
+              [(reason, s.finished.get(reason, 0)) for reason in VLLM_REASONS])  # fmt: skip
+
+
+def _latencies(s: Snapshot) -> Iterator[Metric]:
+    t = s.times
+    yield _histogram(
+        "wicore_time_to_first_token_seconds", "From a request to the first output of each sequence.", t.first
+    )
+    yield _histogram("wicore_inter_token_latency_seconds", "Between two outputs of one sequence.", t.gap)
+    yield _histogram("wicore_request_seconds", "From a request to the end of each of its sequences.", t.whole)
+    yield _histogram("wicore_request_prompt_tokens", "Prompt tokens of ended sequences.", t.prompt)
+    yield _histogram("wicore_request_generation_tokens", "Output tokens of ended sequences.", t.generated)
+
+
+def _engine(e: EngineStats) -> Iterator[Metric]:
+    yield _gauge("wicore_engine_uptime_seconds", "Since the engine was loaded.", e.uptime_s)
+    yield _gauge("wicore_requests_running", "Sequences in the batch.", e.requests_running)
+    yield _gauge(
+        "wicore_requests_waiting", "Sequences that wait for their first step or their turn.", e.requests_waiting
+    )
+    yield _counter("wicore_prompt_tokens", "Prompt tokens of requests that the engine took, once for each sequence.",
+                   e.prompt_tokens)  # fmt: skip
+    yield _counter("wicore_cached_prompt_tokens", "Prompt tokens that were not computed, because the KV cache had them.",
+                   e.cached_prompt_tokens)  # fmt: skip
+    yield _counter("wicore_generated_tokens", "Tokens that the engine generated.", e.generated_tokens)
+    yield _counter("wicore_steps", "Steps of the engine.", e.steps)
+    yield _counter("wicore_step_seconds", "Time spent in steps.", e.step_seconds)
+    yield _counter("wicore_preemptions", "Sequences that gave their place back and went on later.", e.preemptions)
+    about = "Device pages of a layer group: used by sequences, cached for prefixes, and all that there are."
+    pages = [(p.group, state, n) for p in e.pools for state, n in
+             (("used", p.used_pages), ("cached", p.cached_pages), ("total", p.total_pages))]  # fmt: skip
+    yield _by(GaugeMetricFamily, "wicore_device_pages", about, ["group", "state"], pages)
+    about = "Prompts whose cached pages were loaded, computed anew, or both."
+    decisions = sorted(e.kv.decisions.items())
+    yield _by(CounterMetricFamily, "wicore_kv_decisions", about, ["decision"], decisions)
+    yield _counter("wicore_kv_parked", "Preempted sequences whose pages went to host memory.", e.kv.parked)
+    yield _counter("wicore_kv_resumed", "Preempted sequences that went on from there.", e.kv.resumed)
+
+
+def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
+    def gauge(name: str, about: str, value: str) -> Metric:
+        return _by(
+            GaugeMetricFamily, f"wicore_kv_{name}", about, ["tier"], [(t.tier, getattr(t, value)) for t in tiers]
+        )
+
+    def counter(name: str, about: str) -> Metric:
+        return _by(
+            CounterMetricFamily, f"wicore_kv_{name}", about, ["tier"], [(t.tier, getattr(t, name)) for t in tiers]
+        )
+
+    def causes(name: str, about: str) -> Metric:
+        rows = [(t.tier, cause, n) for t in tiers for cause, n in sorted(getattr(t, name).items())]
+        return _by(CounterMetricFamily, f"wicore_kv_{name}", about, ["tier", "cause"], rows)
+
+    yield gauge("capacity_bytes", "Bytes that a tier of the KV cache has.", "capacity_bytes")
+    yield gauge("used_bytes", "Bytes that hold pages.", "used_bytes")
+    yield gauge("pinned_bytes", "Bytes that cannot be given up now: running sequences, sessions.", "pinned_bytes")
+    yield gauge("queue_depth", "Transfers under way.", "queue_depth")
+    rows = [(t.tier, group, n) for t in tiers for group, n in sorted(t.pages.items())]
+    yield _by(GaugeMetricFamily, "wicore_kv_pages", "Pages that a tier holds.", ["tier", "group"], rows)
+    yield counter("hit_tokens", "Prompt tokens that a tier saved; each counts for the nearest one.")
+    yield counter("read_bytes", "Bytes that were read towards the device.")
+    yield counter("read_seconds", "Time that these reads took.")
+    yield counter("write_bytes", "Bytes that were written into the tier.")
+    yield counter("write_seconds", "Time that these writes took.")
+    yield causes("evictions", "Pages that left a tier.")
+    yield causes("failures", "Pages that could not be moved or did not verify.")
+
+
+def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
+    """The same under the names of vLLM, whose label `model_name` each has."""
+    label = {"model_name": name}
+
+    def one(kind: type[Metric], metric: str, about: str, value: float) -> Metric:
+        return _by(kind, f"vllm:{metric}", about, tuple(label), [(name, value)])
+
+    yield one(GaugeMetricFamily, "num_requests_running", "As wicore_requests_running.", e.requests_running)
+    yield one(GaugeMetricFamily, "num_requests_waiting", "As wicore_requests_waiting.", e.requests_waiting)
+    device = next((t for t in e.kv.tiers if t.tier == "device"), None)
+    if device is not None and device.capacity_bytes:
+        usage = device.pinned_bytes / device.capacity_bytes
+        yield one(GaugeMetricFamily, "kv_cache_usage_perc", "Share of the device's KV memory in use, 0 to 1.", usage)
+    yield one(CounterMetricFamily, "prefix_cache_queries", "As wicore_prompt_tokens.", e.prompt_tokens)
+    yield one(CounterMetricFamily, "prefix_cache_hits", "As wicore_cached_prompt_tokens.", e.cached_prompt_tokens)
+    yield one(CounterMetricFamily, "prompt_tokens", "As wicore_prompt_tokens.", e.prompt_tokens)
+    yield one(CounterMetricFamily, "prompt_tokens_cached", "As wicore_cached_prompt_tokens.", e.cached_prompt_tokens)
+    yield one(CounterMetricFamily, "generation_tokens", "As wicore_generated_tokens.", e.generated_tokens)
+    yield one(CounterMetricFamily, "num_preemptions", "As wicore_preemptions.", e.preemptions)
+    ended: dict[str, int] = dict.fromkeys(VLLM_REASONS.values(), 0)
+    for reason, theirs in VLLM_REASONS.items():
+        ended[theirs] += s.finished.get(reason, 0)
+    yield _by(CounterMetricFamily, "vllm:request_success", "As wicore_requests_finished.",
+              [*label, "finished_reason"], [(name, *entry) for entry in ended.items()])  # fmt: skip
+    same = {
+        "time_to_first_token_seconds": ("time_to_first_token_seconds", s.times.first),
+        "inter_token_latency_seconds": ("inter_token_latency_seconds", s.times.gap),
+        "e2e_request_latency_seconds": ("request_seconds", s.times.whole),
+        "request_prompt_tokens": ("request_prompt_tokens", s.times.prompt),
+        "request_generation_tokens": ("request_generation_tokens", s.times.generated),
+    }
+    for theirs, (ours, found) in same.items():
+        yield _histogram(f"vllm:{theirs}", f"As wicore_{ours}.", found, label)
+
+
+def _machine(s: Snapshot) -> Iterator[Metric]:
+    known = [(name, use) for name, use in s.processes.items() if use is not None]
+    about = "CPU time of a process, all threads."
+    rows: list[tuple[object, ...]] = [(name, use.cpu_seconds) for name, use in known]
+    yield _by(CounterMetricFamily, "wicore_process_cpu_seconds", about, ["process"], rows)
+    rows = [(name, use.resident_bytes) for name, use in known]
+    yield _by(GaugeMetricFamily, "wicore_process_resident_bytes", "Memory of a process.", ["process"], rows)
+    rows = [(name, use.open_files) for name, use in known if use.open_files is not None]
+    yield _by(GaugeMetricFamily, "wicore_process_open_files", "Files and sockets of a process.", ["process"], rows)
+    if not s.gpus:
+        return
+
+    def gpu(name: str, about: str, value: str) -> Metric:
+        found = [(g.index, g.uuid, g.name, getattr(g, value)) for g in s.gpus if getattr(g, value) is not None]
+        return _by(GaugeMetricFamily, f"wicore_gpu_{name}", about, ["gpu", "uuid", "name"], found)
+
+    yield gpu("memory_used_bytes", "Memory of a GPU in use, by all processes.", "used_bytes")
+    yield gpu("memory_total_bytes", "Memory of a GPU.", "total_bytes")
+    yield gpu("utilization", "Share of the last moment in which a kernel ran, 0 to 1.", "utilization")
+    yield gpu("power_watts", "What a GPU draws.", "power_watts")
+    yield gpu("temperature_celsius", "How warm a GPU is.", "temperature_celsius")
