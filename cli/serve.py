@@ -49,6 +49,9 @@ def command(
     tls_cert: Annotated[str | None, _NETWORK(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[str | None, _NETWORK(help="Private key, PEM.")] = None,
     tls_client_ca: Annotated[str | None, _NETWORK(help="CA that client certificates must come from, PEM.")] = None,
+    insecure: Annotated[
+        bool | None, _NETWORK("--insecure/--secure", show_default="false", help="Let others in without keys or TLS.")
+    ] = None,
     reflection: Annotated[
         bool | None, _NETWORK("--reflection/--no-reflection", show_default="true", help="gRPC reflection.")
     ] = None,
@@ -102,6 +105,7 @@ def command(
         "server.tls_cert": Flag("--tls-cert", tls_cert),
         "server.tls_key": Flag("--tls-key", tls_key),
         "server.tls_client_ca": Flag("--tls-client-ca", tls_client_ca),
+        "server.insecure": Flag("--insecure", insecure),
         "server.reflection": Flag("--reflection", reflection),
         "server.grace_s": Flag("--grace", grace),
         "server.max_message_mb": Flag("--max-message-mb", max_message_mb),
@@ -128,7 +132,7 @@ def command(
 
         fix = f"Build it: wicore build --recipe {quoted(recipe)}"
         raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
-    return serve(loaded.settings)
+    return serve(loaded.settings, lambda: resolve_settings(recipe, overrides).settings)
 
 
 def _names_recipe(text: str) -> bool:
@@ -136,8 +140,8 @@ def _names_recipe(text: str) -> bool:
     return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
 
 
-def serve(settings: Any) -> int:
-    """Run the server with these Settings; returns the exit code."""
+def serve(settings: Any, reread: Any = None) -> int:
+    """Run the server with these Settings, which `reread` reads again; returns the exit code."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log
@@ -164,4 +168,4 @@ def serve(settings: Any) -> int:
     def announce(address: str, url: str | None) -> None:
         print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)
 
-    return Supervisor(settings, max_context=max_context, announce=announce).run()
+    return Supervisor(settings, max_context=max_context, announce=announce, reread=reread).run()

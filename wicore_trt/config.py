@@ -148,7 +148,7 @@ class SchedulerSettings:
 @settings(config=_STRICT, frozen=True)
 class ServerSettings:
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 listens on every interface; then set api_key or keys_file, and TLS."""
+    """Address to listen on. 0.0.0.0 listens on every interface, and needs api_key or keys_file, and TLS."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """gRPC port; 0 takes a free one and prints it."""
     http_port: PortOrNone = 8000
@@ -179,6 +179,8 @@ class ServerSettings:
     """Private key of the certificate, a PEM file."""
     tls_client_ca: str | None = None
     """CA that client certificates must be signed by, a PEM file; clients without one are refused."""
+    insecure: bool = False
+    """Listen where other machines reach the server also without keys or TLS, such as behind a proxy that has both."""
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
     max_message_mb: Positive | None = None

@@ -2,7 +2,7 @@
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
 `load_s`, `fail_at` (the step that breaks an engine), `load_fails`, and `pids`, a folder where each process leaves its
-number.
+number. `recipe` names a file of settings that the server reads, and reads again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import ServerSettings, Settings
+from wicore_trt.config import ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.process.supervisor import Parts, Supervisor
@@ -64,9 +64,16 @@ def main(given: dict) -> int:
     )
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
+    recipe = given.get("recipe")
+    overrides = {"server.grace_s": 5.0, "server.port": 0, "server.http_port": "none"}
+    overrides |= {f"server.{key}": value for key, value in given.get("server", {}).items()}
+
+    def read() -> Settings:
+        return resolve_settings(recipe, overrides, {}).settings if recipe is not None else settings
+
     try:
         return Supervisor(
-            settings, max_context=MAX_CONTEXT, parts=parts, bound=tell("bound"), announce=tell("ready on")
+            read(), max_context=MAX_CONTEXT, parts=parts, bound=tell("bound"), announce=tell("ready on"), reread=read
         ).run()
     except WicoreError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -207,19 +207,8 @@ async def test_a_log_that_nobody_reads_hangs_nothing_and_says_what_it_lost():
         done.stderr.close()
 
 
-async def test_a_hangup_drains_like_sigterm():
-    async with process(step_s=0.01) as server:
-        await server.until_serving()
-        call = server.stub.Generate(request("hi", 50))
-        await call.read()
-        server.process.send_signal(signal.SIGHUP)
-        assert (await rest_of(call))[-1].finish.usage.completion_tokens == 50
-        code, log = await server.end()
-        assert code == 0 and "SIGHUP received" in log
-
-
 async def test_a_server_that_everybody_reaches_without_a_key_says_so():
-    async with process(server={"host": "0.0.0.0"}) as server:
+    async with process(server={"host": "0.0.0.0", "insecure": True}) as server:
         await server.until_serving()
         server.process.terminate()
         assert "set server.api_key or server.keys_file" in (await server.end())[1]

@@ -16,7 +16,7 @@ from serving import SERVICE, expected, failure, make_engine, request, serving
 
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.serve.credentials import server_credentials
+from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.server import GrpcServer
@@ -217,4 +217,4 @@ async def test_tls_and_mutual_tls(tls):
 def test_bad_tls_files_are_found_before_listening(tls, cert, key, ca):
     paths = {**tls[0], "nowhere": "/nonexistent/file.pem", None: None}
     with pytest.raises(ConfigError):
-        server_credentials(paths[cert], paths[key], paths[ca])
+        Certificates(paths[cert], paths[key], paths[ca])

@@ -46,6 +46,11 @@ class Admission:
             Rates(settings.requests_per_minute, settings.tokens_per_minute),
         )
 
+    def change(self, settings: ServerSettings) -> None:
+        """Other keys and rates from now on. Raises ConfigError, and changes nothing, for a bad keys file."""
+        self.keys.replace(KeyRing.load(settings.api_key, settings.keys_file))
+        self.rates.change(settings.requests_per_minute, settings.tokens_per_minute)
+
     @contextmanager
     def metered(self, tenant: str) -> Iterator[Meter]:
         """The tokens of one call, settled when it ends."""

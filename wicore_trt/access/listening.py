@@ -7,6 +7,7 @@ not know services. Invariant: what passes here can be bound and can shake hands,
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import ssl
@@ -69,8 +70,38 @@ def http_host(settings: ServerSettings) -> str:
     return f"{settings.host}.http" if settings.host.startswith("unix:") else settings.host
 
 
+def is_local(host: str) -> bool:
+    """Whether this machine alone reaches an address. Names count as others', but localhost."""
+    if host.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(settings: ServerSettings) -> None:
+    """Raise ConfigError where other machines reach the server and it has no keys, or no TLS that hides them."""
+    hosts = dict.fromkeys((settings.host, *([http_host(settings)] if settings.http_port is not None else [])))
+    reached = [host for host in hosts if not is_local(host)]
+    if not reached or settings.insecure:
+        return
+    instead = "or --insecure where something in front of it does that"
+    if settings.api_key is None and settings.keys_file is None and settings.tls_client_ca is None:
+        raise ConfigError(
+            f"Everybody who reaches {reached[0]} could use this server: it has no API keys.",
+            fix=f"Set WICORE_SERVER__API_KEY or --keys-file, and --tls-cert and --tls-key; {instead}.",
+        )
+    if settings.tls_cert is None:
+        raise ConfigError(
+            f"API keys and texts would travel to {reached[0]} in clear text: there is no TLS.",
+            fix=f"Give --tls-cert and --tls-key, {instead}.",
+        )
+
+
 def check_server(settings: ServerSettings) -> None:
-    """Raise ConfigError for bad TLS files, EnvironmentUnfitError for addresses that cannot be used."""
+    """Raise ConfigError for bad TLS files and an open door, EnvironmentUnfitError for addresses that cannot be used."""
+    check_exposure(settings)
     read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     check_free(settings.host, settings.port)
     if settings.http_port is not None:

@@ -175,6 +175,11 @@ def _stderr() -> Callable[[bytes], None]:
     return write
 
 
+def set_level(level: str) -> None:
+    """Log from this level on: debug, info, warning or error."""
+    logging.getLogger("wicore_trt").setLevel(level.upper())
+
+
 def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
     """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
     set-up. To be called before grpc is imported: its core writes to stderr itself, and waits for whoever reads it."""

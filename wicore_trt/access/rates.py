@@ -38,6 +38,12 @@ class Bucket:
         """Seconds until `units` are there, 0 when they are."""
         return max(0.0, units - self.level) / self._per_s
 
+    def change(self, per_minute: int) -> None:
+        """Hold and fill as much from now on; debts stay."""
+        level = self.level
+        self.capacity, self._per_s = per_minute, per_minute / MINUTE_S
+        self._level = min(level, float(per_minute))
+
     def add(self, units: float) -> None:
         """Put units in, or take them out."""
         self._level = min(float(self.capacity), self.level + units)
@@ -102,6 +108,16 @@ class Rates:
             assert bucket is not None
             bucket.add(-units)
         return Grant(self._bucket(tenant, "tokens"), wanted.get("tokens", 0))
+
+    def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
+        """Other limits from now on; what tenants have taken counts."""
+        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        for (tenant, kind), bucket in list(self._buckets.items()):
+            limit = self._limits[kind]
+            if limit is None:
+                del self._buckets[tenant, kind]
+            else:
+                bucket.change(limit)
 
     def allowances(self, tenant: str) -> dict[str, Allowance]:
         """What is left of each limit, by "requests" and "tokens"."""

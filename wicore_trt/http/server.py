@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -50,8 +51,9 @@ class HttpServer:
         limit = message_limit(max_context, settings.max_message_mb)
         self.context = Context(admission or Admission.of(settings), limit, settings.sse_keep_alive_s)
         self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._app = self._make_app(settings.cors_origins)
         self._config = Config(
-            make_app(self.context, routes(self.context, settings.cors_origins), settings.cors_origins),
+            self._answer,
             http=GuardedHttp,
             ws=GuardedWebSocket,
             lifespan="off",
@@ -67,6 +69,20 @@ class HttpServer:
         self._state = ServerState()
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
+
+    def _make_app(self, origins: Sequence[str]) -> ASGIApp:
+        return make_app(self.context, routes(self.context, origins), origins)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Other origins and another certificate for who comes from now on. Raises ConfigError, and changes nothing, for
+        files that do not fit."""
+        if self._tls is not None and settings.tls_cert is not None and settings.tls_key is not None:
+            read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+            self._tls.context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+        self._app = self._make_app(settings.cors_origins)
 
     def _protocol(self) -> asyncio.Protocol:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())

@@ -104,9 +104,7 @@ def _server(s: Snapshot) -> Iterator[Metric]:
     about = "1 for the state that the server is in, 0 for the others."
     yield _by(GaugeMetricFamily, "wicore_state", about, ["state"], [(x, int(x == s.state)) for x in STATES])
     yield _gauge("wicore_engine_up", "1 when the engine answered this scrape.", int(s.engine is not None))
-    yield _gauge(
-        "wicore_requests_open", "Generations that clients wait for or read, over HTTP and gRPC.", s.open_requests
-    )
+    yield _gauge("wicore_requests_open", "Generations in progress, over HTTP and gRPC.", s.open_requests)
     about = "Ended HTTP requests; 499 is a client that left."
     yield _by(CounterMetricFamily, "wicore_http_requests", about, ["method", "path", "status"],
               [(*key, count) for key, count in sorted(s.calls.http.items())])  # fmt: skip
@@ -123,9 +121,7 @@ def _server(s: Snapshot) -> Iterator[Metric]:
 
 def _latencies(s: Snapshot) -> Iterator[Metric]:
     t = s.times
-    yield _histogram(
-        "wicore_time_to_first_token_seconds", "From a request to the first output of each sequence.", t.first
-    )
+    yield _histogram("wicore_time_to_first_token_seconds", "From a request to a sequence's first output.", t.first)
     yield _histogram("wicore_inter_token_latency_seconds", "Between two outputs of one sequence.", t.gap)
     yield _histogram("wicore_request_seconds", "From a request to the end of each of its sequences.", t.whole)
     yield _histogram("wicore_request_prompt_tokens", "Prompt tokens of ended sequences.", t.prompt)
@@ -135,12 +131,10 @@ def _latencies(s: Snapshot) -> Iterator[Metric]:
 def _engine(e: EngineStats) -> Iterator[Metric]:
     yield _gauge("wicore_engine_uptime_seconds", "Since the engine was loaded.", e.uptime_s)
     yield _gauge("wicore_requests_running", "Sequences in the batch.", e.requests_running)
-    yield _gauge(
-        "wicore_requests_waiting", "Sequences that wait for their first step or their turn.", e.requests_waiting
-    )
+    yield _gauge("wicore_requests_waiting", "Sequences that wait for a place in the batch.", e.requests_waiting)
     yield _counter("wicore_prompt_tokens", "Prompt tokens of requests that the engine took, once for each sequence.",
                    e.prompt_tokens)  # fmt: skip
-    yield _counter("wicore_cached_prompt_tokens", "Prompt tokens that were not computed, because the KV cache had them.",
+    yield _counter("wicore_cached_prompt_tokens", "Prompt tokens that came from the KV cache, not computed.",
                    e.cached_prompt_tokens)  # fmt: skip
     yield _counter("wicore_generated_tokens", "Tokens that the engine generated.", e.generated_tokens)
     yield _counter("wicore_steps", "Steps of the engine.", e.steps)

@@ -78,6 +78,8 @@ def _listen(control: Control, host: EngineHost) -> None:
         message, fds = received
         if message["kind"] == "link":
             host.attach(socket.socket(fileno=fds[0]))
+        elif message["kind"] == "level":
+            log_lines.set_level(message["level"])
         elif message["kind"] == "stop":
             host.stop(message["timeout_s"])
             return

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from wicore_trt.access.log import set_level
 from wicore_trt.config import Settings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
 from wicore_trt.process.child import Child, Fork, error_of, how_it_ended
+from wicore_trt.process.reload import checked, has_terminal
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Parts:
 
 class Supervisor:
     """One server. `announce` is told the addresses when it serves for the first time, `bound` when the ports are
-    taken."""
+    taken. `reread` reads the settings again from where they were written."""
 
     def __init__(
         self,
@@ -57,8 +59,12 @@ class Supervisor:
         parts: Parts | None = None,
         announce: Told = lambda address, url: None,
         bound: Told = lambda address, url: None,
+        reread: Callable[[], Settings] | None = None,
     ) -> None:
+        self._given, self._reread = settings, reread or (lambda: settings)
+        self._ports: dict[str, int] = {}
         self._settings = settings_to_json(settings)
+        self._had_terminal = has_terminal()
         self._grace_s = settings.server.grace_s
         self._max_context = max_context
         self._parts = parts or Parts()
@@ -77,8 +83,9 @@ class Supervisor:
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         self._end = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
             self._start_template()
             self._start_engine()
@@ -147,12 +154,15 @@ class Supervisor:
                     self._was_bound = True
                     self._bound(message["address"], message["url"])
                 # The next front listens where this one does, also where the system chose the port.
-                self._settings = json.dumps(_merged(json.loads(self._settings), {"server": message["ports"]}))
+                self._ports = message["ports"]
+                self._keep(self._given)
             case "serving":
                 self._front.served = True
                 if not self._announced:
                     self._announced = True
                     self._announce(message["address"], message["url"])
+            case "reload":
+                self._reload()
             case "failed":
                 self._front.said = error_of(message)
 
@@ -191,6 +201,42 @@ class Supervisor:
                 start()
 
         asyncio.get_running_loop().call_later(seconds, begin)
+
+    # --- settings that change ------------------------------------------------------------------------------------
+
+    def _on_hangup(self) -> None:
+        """Read the settings again; but a closed terminal ends what was started in it."""
+        if self._had_terminal and not has_terminal():
+            self._on_signal(signal.SIGHUP)
+        elif not self._stopping:
+            self._reload()
+
+    def _keep(self, settings: Settings) -> None:
+        self._given = settings
+        self._settings = json.dumps(_merged(json.loads(settings_to_json(settings)), {"server": self._ports}))
+
+    def _reload(self) -> None:
+        """Take what the files say now where it can change, and tell the front and the engine."""
+        told: dict[str, Any] = {"changed": (), "restart": (), "error": None}
+        try:
+            change = checked(self._given, self._reread)
+        except WicoreError as error:
+            told["error"] = str(error)
+            log.error("the settings stay as they are: %s", error)
+        else:
+            told |= {"changed": change.changed, "restart": change.restart}
+            self._keep(change.settings)
+            level = change.settings.log.level
+            log.info(
+                "settings, keys and certificates were read again; changed: %s", ", ".join(change.changed) or "none"
+            )
+            set_level(level)
+            if change.restart:
+                log.warning("these settings need a restart: %s", ", ".join(change.restart))
+            if self._engine.process is not None:
+                self._engine.process.control.send("level", level=level)
+        if self._front.process is not None:
+            self._front.process.control.send("settings", settings=self._settings, **told)
 
     # --- the end -------------------------------------------------------------------------------------------------
 

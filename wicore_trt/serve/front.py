@@ -27,6 +27,7 @@ from wicore_trt.process.engine import named
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
+    from wicore_trt.serve.servers import Servers
     from wicore_trt.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class Front:
         self._remote: RemoteEngine | None = None
         self._came = asyncio.Event()
         self._stop: asyncio.Event | None = None
+        self._servers: Servers | None = None
+        self._asked: list[asyncio.Future[dict[str, Any]]] = []  # who waits for settings that are read again
 
     async def engine(self) -> TextEngine:
         """The engine, when there is one."""
@@ -123,9 +126,9 @@ class Front:
             raise self._tokenizer
         return TextEngine(self._remote, self._tokenizer, self._remote.info)
 
-    def watch(self, stop: asyncio.Event) -> None:
+    def watch(self, stop: asyncio.Event, servers: Servers) -> None:
         """Listen to the supervisor; `stop` is set when it says so."""
-        self._stop = stop
+        self._stop, self._servers = stop, servers
         self._remote = RemoteEngine(self._changed)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_message)
 
@@ -152,3 +155,22 @@ class Front:
             self._remote.connect(socket.socket(fileno=fds[0]))
         elif message["kind"] == "drain":
             self._stop.set()
+        elif message["kind"] == "settings":
+            self._change(message)
+
+    def _change(self, message: dict[str, Any]) -> None:
+        """The settings were read again; or they are wrong, and the former ones stay."""
+        assert self._servers is not None
+        told = {key: message[key] for key in ("changed", "restart", "error")}
+        if told["error"] is None:
+            settings = settings_from_json(message["settings"])
+            log_lines.set_level(settings.log.level)
+            try:
+                self._servers.change(settings.server)
+            except WicoreError as error:  # a file that was good a moment ago
+                log.error("keys and certificates are kept: %s", error)
+                told["error"] = str(error)
+        asked, self._asked = self._asked, []
+        for future in asked:
+            if not future.done():
+                future.set_result(told)

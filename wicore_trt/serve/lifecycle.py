@@ -2,7 +2,7 @@
 
 Order: bind the port (a used port fails in milliseconds, not after the engine was loaded), load and start the engine,
 report SERVING; while an engine of another process has ended and the next one has not come, report NOT_SERVING; on
-SIGTERM, SIGINT or SIGHUP report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. Must
+SIGTERM or SIGINT report NOT_SERVING, refuse new requests, let running ones finish, cancel the rest, close. Must
 not know messages or models. Invariant: the process ends within the grace time plus a few seconds,
 and a second signal ends it at once.
 """
@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from wicore_trt.access.listening import check_exposure, http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EngineDeadError
 from wicore_trt.serve.servers import Servers
@@ -42,12 +43,12 @@ def run_server(
     announce: Told = lambda address, url: None,
     max_context: int | None = None,
     bound: Told = lambda address, url: None,
-    watch: Callable[[asyncio.Event], None] = lambda stop: None,
+    watch: Callable[[asyncio.Event, Servers], None] = lambda stop, servers: None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
     `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken,
-    and `watch`, first of all, an event that ends the server when it is set. The largest message follows from
+    and `watch`, before that, the servers and an event that ends them when it is set. The largest message follows from
     `max_context`, the engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory
     raises before serving, EngineDeadError when an engine that does not recover breaks while serving.
     """
@@ -70,11 +71,12 @@ async def _serve(
     announce: Told,
     max_context: int | None,
     bound: Told,
-    watch: Callable[[asyncio.Event], None],
+    watch: Callable[[asyncio.Event, Servers], None],
 ) -> int:
+    check_exposure(settings)
     stop = _stop_on_signals()
-    watch(stop)
     server = Servers(settings, max_context)
+    watch(stop, server)
     try:
         address, url = await server.start()
         bound(address, url)
@@ -127,7 +129,7 @@ async def _drain(server: Servers, engine: TextEngine, grace_s: float) -> int:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGTERM, SIGINT or SIGHUP sets. A second one ends the process there and then."""
+    """An event that the first SIGTERM or SIGINT sets. A second one ends the process there and then."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -138,7 +140,7 @@ def _stop_on_signals() -> asyncio.Event:
         log.info("%s received", number.name)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return stop
 
@@ -173,8 +175,7 @@ def _dead(why: str) -> EngineDeadError:
 
 
 def _warn_of_strangers(settings: ServerSettings) -> None:
-    hosts = {settings.host, settings.http_host or settings.host}
-    known = [host for host in sorted(hosts) if not host.startswith(("unix:", "127.", "localhost", "::1"))]
+    known = [host for host in sorted({settings.host, http_host(settings)}) if not is_local(host)]
     if not known:
         return
     if not (settings.api_key or settings.keys_file or settings.tls_client_ca):

@@ -16,7 +16,7 @@ from wicore_trt.access.admission import Admission, message_limit
 from wicore_trt.access.listening import address_of, check_free
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.serve.credentials import server_credentials
+from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 from wicore_trt.serve.health import Health
 from wicore_trt.serve.interceptors import CallInterceptor
@@ -86,8 +86,13 @@ class GrpcServer:
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
         self._health = Health(HEALTH_NAMES)
         self._interceptor = CallInterceptor(admission)
-        self._credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._credentials = self._certificates.credentials()
         self._listeners = Listeners(self._fresh, self._bind)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Another certificate for who comes from now on. Raises ConfigError for files that do not fit."""
+        self._certificates.change(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _fresh(self) -> grpc.aio.Server:
         """A server of all services that does not listen yet."""

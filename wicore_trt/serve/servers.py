@@ -22,7 +22,7 @@ class Servers:
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
-        admission = Admission.of(settings)
+        admission = self._admission = Admission.of(settings)
         self._grpc = GrpcServer(settings, max_context, admission)
         self._http = HttpServer(settings, max_context, admission) if settings.http_port is not None else None
 
@@ -36,6 +36,13 @@ class Servers:
         self._grpc.service.attach(engine)
         if self._http is not None:
             self._http.attach(engine)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Other keys, rates, origins and certificates from now on. Raises ConfigError."""
+        self._grpc.change(settings)
+        if self._http is not None:
+            self._http.change(settings)
+        self._admission.change(settings)
 
     @property
     def streams_open(self) -> int:

@@ -1,0 +1,33 @@
+"""What may listen where other machines reach it."""
+
+from __future__ import annotations
+
+import pytest
+
+from wicore_trt.access.listening import check_exposure
+from wicore_trt.config import ServerSettings
+from wicore_trt.errors import ConfigError
+
+KEY, TLS = {"api_key": "k" * 20}, {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "unix:/tmp/socket"])
+def test_this_machine_alone_needs_nothing(host):
+    check_exposure(ServerSettings(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+@pytest.mark.parametrize("field", ["host", "http_host"])
+def test_others_need_keys_and_tls(host, field):
+    at = {field: host}
+    for missing, found in {"no API keys": TLS, "no TLS": KEY, "has no API": {}}.items():
+        with pytest.raises(ConfigError, match=missing) as raised:
+            check_exposure(ServerSettings(**at, **found))
+        assert "--insecure" in raised.value.fix
+        check_exposure(ServerSettings(**at, **found, insecure=True))
+    check_exposure(ServerSettings(**at, **KEY, **TLS))
+    check_exposure(ServerSettings(**at, **TLS, tls_client_ca="ca.pem"))
+
+
+def test_http_that_is_not_served_exposes_nothing():
+    check_exposure(ServerSettings(http_host="0.0.0.0", http_port=None))

@@ -1,0 +1,74 @@
+"""What changes in a running server when its settings are read again, and what waits for the next start.
+
+Plain data and the checks of files; it must not know processes. Invariant: settings that `checked` returns can be
+applied by every process without failing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wicore_trt.access.admission import Admission
+from wicore_trt.access.listening import read_tls
+from wicore_trt.config import KEYS, Settings
+from wicore_trt.errors import ConfigError
+
+LIVE = frozenset(
+    (
+        *("server.keys_file", "server.api_key", "server.requests_per_minute", "server.tokens_per_minute"),
+        *("server.cors_origins", "server.tls_cert", "server.tls_key", "log.level"),
+    )
+)
+"""Settings that change while the server runs. Of the files that these name the contents are read again, too."""
+TERMINAL = "/dev/tty"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Settings to apply, the keys that differ from the former ones, and those that differ but need a restart."""
+
+    settings: Settings
+    changed: tuple[str, ...]
+    restart: tuple[str, ...]
+
+
+def checked(running: Settings, read: Callable[[], Settings]) -> Change:
+    """The change from what runs to what is written now. Raises ConfigError for settings or files that are wrong; then
+    nothing changes."""
+    wanted = read()
+    differ = [key for key in KEYS if value(wanted, key) != value(running, key)]
+    changed = tuple(key for key in differ if key in LIVE)
+    restart = [key for key in differ if key not in LIVE]
+    server = replace(running.server, **{_leaf(k): value(wanted, k) for k in changed if k.startswith("server.")})
+    if (server.tls_cert is None) != (running.server.tls_cert is None):
+        raise ConfigError("TLS cannot be switched on or off while the server runs.", fix="Start it again.")
+    Admission.of(server)
+    read_tls(server.tls_cert, server.tls_key, server.tls_client_ca)
+    if (server.api_key, server.keys_file) == (None, None) != (running.server.api_key, running.server.keys_file):
+        raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
+    log = replace(running.log, level=wanted.log.level)
+    return Change(replace(running, server=server, log=log), changed, tuple(restart))
+
+
+def value(settings: Settings, key: str) -> Any:
+    """The value behind a dotted key."""
+    found: Any = settings
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal; not any more once that was closed."""
+    try:
+        os.close(os.open(TERMINAL, os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
