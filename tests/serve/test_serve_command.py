@@ -87,7 +87,7 @@ def value_of(settings, key):
         (["serve", ".", "--port", "70000"], 3, "--port: "),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
         (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "/no.pem is missing"),
-        (["serve", ".", "--host", "192.0.2.1"], 4, "Cannot listen on 192.0.2.1"),
+        (["serve", ".", "--host", "192.0.2.1", "--insecure"], 4, "Cannot listen on 192.0.2.1"),
         (["serve"], 2, "ENGINE"),
     ],
 )

@@ -1,0 +1,49 @@
+"""docs/metrics.md names every metric with its labels. `python tests/http/test_metrics_table.py` writes its table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fakes import FAKE_INFO
+
+from wicore_trt.access.counts import CallCounts
+from wicore_trt.metrics.exposition import Snapshot, families
+from wicore_trt.metrics.machine import GpuUse, ProcessUse
+from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+HEAD = "| name | kind | labels | meaning |\n|---|---|---|---|\n"
+
+
+def full() -> Snapshot:
+    """A snapshot in which every family has a sample."""
+    calls = CallCounts()
+    calls.ended_http("GET", "/health", 200)
+    calls.ended_grpc("Generate", "OK")
+    tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
+    pools = (PoolStats("local", 1, 1, 1, 1),)
+    engine = EngineStats(1.0, 0, 0, {}, 0, 0, 0, pools=pools, kv=KVStats((tier,), {"load": 1}))
+    info = replace(FAKE_INFO, model_id="m")
+    front = {"front": ProcessUse(1.0, 1, 1)}
+    return Snapshot(
+        "1", "serving", calls, 0, info, engine, processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]
+    )
+
+
+def table() -> str:
+    rows = []
+    for family in families(full()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert family.samples, name
+        labels = ", ".join(sorted({label for sample in family.samples for label in sample.labels} - {"le"}))
+        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |\n")
+    return HEAD + "".join(rows)
+
+
+def test_the_page_has_every_metric():
+    assert PAGE.read_text().endswith(table()), "run: python tests/http/test_metrics_table.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + table())
