@@ -178,6 +178,7 @@ async def test_a_client_that_reads_nothing_is_not_answered_without_end():
                 b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
             )
             silent.setblocking(False)
+            assert b" 101 " in await loop.sock_recv(silent, 4096)
             ping, bad = b"\x89\xfd" + bytes(4) + b"p" * 125, b"\x81\x81" + bytes(4) + b"{"
             frames, sent = (ping * 50 + bad) * 50, 0
             with suppress(TimeoutError):
