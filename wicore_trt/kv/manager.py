@@ -279,7 +279,7 @@ class KVCacheManager:
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
         if pages.load is not None:
-            pages.load.floor = full
+            pages.load.floor = self.pages_for(end)
         if finite:
             self._trust(pages)
         # what a request that starts at the last full page looks at stays, not only what the next token does

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Told = Callable[[str, "str | None"], None]
 """What is told the address of gRPC and the URL of HTTP, where that is served."""
 
-DEATH_POLL_S, LIFE_POLL_S = 0.25, 0.02
+POLL_S = 0.02
 CANCEL_S = 5.0  # for an engine to end its step and for streams to see that they were cancelled
 FLUSH_S = 0.5  # for the last bytes of small calls when the port closes
 
@@ -157,14 +157,14 @@ async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:
 async def _death(engine: TextEngine) -> str:
     """Wait until the engine breaks; returns why."""
     while engine.dead is None:
-        await asyncio.sleep(DEATH_POLL_S)
+        await asyncio.sleep(POLL_S)
     return engine.dead
 
 
 async def _life(engine: TextEngine) -> bool:
     """Wait until the engine, or the next one, takes requests."""
     while engine.dead is not None:
-        await asyncio.sleep(LIFE_POLL_S)
+        await asyncio.sleep(POLL_S)
     return True
 
 
