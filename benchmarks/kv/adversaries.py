@@ -114,7 +114,7 @@ def answers_that_lie(rng: random.Random, capacity: int) -> Iterator[Prompt]:
     pages, open_talks = _Pages(), list[Chain]()
     for phase in range(1 << 30):
         for _ in range(rng.randint(400, 4000)):
-            known = open_talks and rng.random() < 0.5
+            known = bool(open_talks) and rng.random() < 0.5
             chain = open_talks.pop(rng.randrange(len(open_talks))) if known else ()
             chain += pages.chain(rng.randint(2, 10))
             short = rng.random() < 0.5
@@ -188,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     args = parser.parse_args(argv)
     policies, shares = args.policy or POLICIES, [float(text) for text in args.shares.split(",")]
-    print(f"| traffic (LRU's hit rate; {', '.join(policies)} over LRU) | " + " | ".join(f"{s:.0%}" for s in shares) + " |")
+    print(
+        f"| traffic (LRU's hit rate; {', '.join(policies)} over LRU) | " + " | ".join(f"{s:.0%}" for s in shares) + " |"
+    )
     print("|---" * (len(shares) + 1) + "|", flush=True)
     worst = dict.fromkeys(policies, float("inf"))
     for name in args.adversary or ADVERSARIES:

@@ -6,7 +6,7 @@ is learnt; the constants are pseudo-counts and bin widths relative to the capaci
 
 The class of a page: how often it was used (the page itself), whether it ends its request, how many pages that request
 brought anew (a long new prompt is rarely continued, a short extension of a known chain often is), whether its answer
-was short, and, as a finer distinction, how long the chain had been idle before the request and how long the request was.
+was short, and, as a finer distinction, how long the chain had been idle before the request and how long that was.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CostPolicy(ChainPolicy):
         super().__init__(capacity, ghosts=ghost_limit(capacity))
         self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
-        self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
+        self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1), delay=2.0 * capacity)
         self._guard = None if victim_cache else LRUGuard(capacity, self._worth, self._value)
         self._groups: dict[Group, None] = {}
         self._values = [0.0]
@@ -80,8 +80,13 @@ class CostPolicy(ChainPolicy):
             self._values.append(self._values[-1] + self._page_cost(len(self._values) - 1))
         return self._values[pages]
 
+    @property
+    def lru_decides(self) -> bool:
+        """Whether the guard does not believe the learnt order."""
+        return self._guard is not None and self._guard.use_lru
+
     def _learnt(self) -> bool:
-        return self._model.ready and not (self._guard is not None and self._guard.use_lru)
+        return self._model.ready and not self.lru_decides
 
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for _, run in groupby(path[:seen], key=_GROUP_OF):
