@@ -188,9 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     args = parser.parse_args(argv)
     policies, shares = args.policy or POLICIES, [float(text) for text in args.shares.split(",")]
-    print(
-        f"| traffic (LRU's hit rate; {', '.join(policies)} over LRU) | " + " | ".join(f"{s:.0%}" for s in shares) + " |"
-    )
+    title = f"traffic (LRU's hit rate; {', '.join(policies)} over LRU)"
+    print(f"| {title} | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
     print("|---" * (len(shares) + 1) + "|", flush=True)
     worst = dict.fromkeys(policies, float("inf"))
     for name in args.adversary or ADVERSARIES:
