@@ -29,21 +29,27 @@ Adversary = Callable[[random.Random, int], Iterator[Prompt]]
 """adversary(rng, capacity): endless prompts, each with the length of its answer."""
 
 
+def _recent(rng: random.Random, chains: Sequence[Chain]) -> int:
+    """How many were used since: log-uniform."""
+    return int(len(chains) ** rng.random()) - 1
+
+
 def _answer(rng: random.Random) -> int:
     return int(rng.lognormvariate(5, 1.3))
 
 
-def chat(rng: random.Random, pages: _Pages, more: float = 0.6) -> Iterator[Prompt]:
-    """Conversations under five system prompts, forty open at a time; the one longest idle is often abandoned."""
+def chat(rng: random.Random, pages: _Pages) -> Iterator[Prompt]:
+    """Conversations under five system prompts, up to 1,500 open; the longer one has been idle, the less likely it goes
+    on, but any may: the distance is log-uniform."""
     systems = [pages.chain(3) for _ in range(5)]
     talks: list[Chain] = []
     while True:
-        if talks and rng.random() < more:
-            chain = talks.pop(min(len(talks) - 1, int(rng.expovariate(1 / 15)))) + pages.chain(rng.randint(1, 2))
+        if talks and rng.random() < 0.6:
+            chain = talks.pop(_recent(rng, talks)) + pages.chain(rng.randint(1, 2))
         else:
             chain = rng.choice(systems) + pages.chain(int(12 ** rng.random()))
         talks.insert(0, chain)
-        del talks[40:]
+        del talks[1500:]
         yield chain, _answer(rng)
 
 
@@ -105,8 +111,8 @@ def long_and_short(rng: random.Random, capacity: int) -> Iterator[Prompt]:
                 again.insert(0, chain)
             yield chain, 300 if long else 20
             if again and rng.random() < 0.5:
-                yield again.pop(min(len(again) - 1, int(rng.expovariate(1 / 10)))), 100
-            del again[100:]
+                yield again.pop(_recent(rng, again)), 100
+            del again[1500:]
 
 
 def answers_that_lie(rng: random.Random, capacity: int) -> Iterator[Prompt]:
@@ -115,12 +121,12 @@ def answers_that_lie(rng: random.Random, capacity: int) -> Iterator[Prompt]:
     for phase in range(1 << 30):
         for _ in range(rng.randint(400, 4000)):
             known = bool(open_talks) and rng.random() < 0.5
-            chain = open_talks.pop(rng.randrange(len(open_talks))) if known else ()
+            chain = open_talks.pop(_recent(rng, open_talks)) if known else ()
             chain += pages.chain(rng.randint(2, 10))
             short = rng.random() < 0.5
             if short == (phase % 2 == 0):
-                open_talks.append(chain)
-            del open_talks[: max(0, len(open_talks) - 60)]
+                open_talks.insert(0, chain)
+            del open_talks[1500:]
             yield chain, 10 if short else 400
 
 
@@ -131,8 +137,7 @@ def after_the_trial(rng: random.Random, capacity: int) -> Iterator[Prompt]:
     twin = CostPolicy(capacity)
     hot, again = [pages.chain(4) for _ in range(max(2, capacity // 8))], list[Chain]()
     while True:
-        learnt = twin._guard is not None and not twin._guard.use_lru
-        if not learnt:
+        if twin.lru_decides:
             again.clear()
             chain = rng.choice(hot) if rng.random() < 0.3 else pages.chain(4)
         elif len(again) > max(1, capacity // 16):
