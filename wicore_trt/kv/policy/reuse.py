@@ -66,6 +66,7 @@ class ReuseModel:
         self._delay = delay
         self._memory = memory
         self._edges = [0.0] + [unit * 2 ** (b / 2) for b in range(_BINS)]
+        self._widths = [end - start for start, end in pairwise(self._edges)]
         self._all = _Table()
         self._coarse: dict[int, _Table] = {}
         self._fine: dict[PageClass, list[float]] = {}
@@ -172,16 +173,18 @@ class ReuseModel:
         first bin counts with half its time and all its chance. That favours pages that are nearly due; else pages due
         at one time displace each other and none stays to be hit.
         """
-        widths = [end - start for start, end in pairwise(self._edges)]
+        bins = list(zip(hazard, self._widths, strict=True))
         rates = []
         for first in range(_BINS):
             best, chance, left = 0.0, 0.0, 1.0
-            time = self._delay - 0.5 * widths[first] * (1 - hazard[first] / 2)
-            for b in range(first, _BINS):
-                h = hazard[b]
-                chance, time, left = chance + left * h, time + left * widths[b] * (1 - h / 2), left * (1 - h)
-                best = max(best, chance / time)
-                if chance + left <= best * time:
+            time = self._delay - 0.5 * self._widths[first] * (1 - hazard[first] / 2)
+            for h, width in bins[first:]:
+                chance += left * h
+                time += left * width * (1 - 0.5 * h)
+                left *= 1 - h
+                if chance > best * time:
+                    best = chance / time
+                elif chance + left <= best * time:
                     break  # not even certain reuse would help
             rates.append(best)
         return rates
