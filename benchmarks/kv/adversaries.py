@@ -2,8 +2,8 @@
 
 `python -m benchmarks.kv.adversaries` prints the table of docs/kv-policies.md and returns 1 when the default loses more
 than 1 % of LRU's hits (no other policy has a guard). Unlike in `benchmarks.kv.policies`, sizes do not follow the cache,
-and one adversary watches a copy of the default policy and turns when its guard does. It must not reach into policies beyond
-that verdict. Invariant: a run is a function of its name, the capacity and the seed; all policies replay the same
+and one adversary watches a copy of the default policy and turns when its guard does. It must not reach into policies
+beyond that verdict. Invariant: a run is a function of its name, the capacity and the seed; all policies replay the same
 requests.
 """
 
