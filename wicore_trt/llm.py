@@ -122,6 +122,7 @@ class LLM:
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
         self._core.validate(made)
+        self._core.prepare(made)
         return made
 
     def _run(self, requests: list[GenerateRequest]) -> Iterator[TextOutput]:

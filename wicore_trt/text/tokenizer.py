@@ -35,7 +35,7 @@ FILES = (
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
 _JOINING = re.compile(
     r"Sequence\(decoders=\["
-    r'(Replace\(pattern=String\("[^"\\]*"\), content="[^"\\]*"\), )?'
+    r'(?:Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\), )?'
     r"ByteFallback\(\), Fuse\(\)\]\)"
 )
 """Decoders that join texts of tokens and change nothing but each token by itself, and runs of bytes; Gemma's is one."""
@@ -70,7 +70,9 @@ class Tokenizer:
         self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
-        self._joins = _JOINING.fullmatch(str(backend.decoder)) is not None
+        joining = _JOINING.fullmatch(str(backend.decoder))
+        self._joins = joining is not None
+        self._replaced = (joining[1], joining[2]) if joining is not None and joining[1] else None
         self._token_text: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
 
@@ -150,6 +152,21 @@ class Tokenizer:
                 before = self.decode([token], skip_special=False)
                 found = self.decode([token, token], skip_special=False)[len(before) :].encode()
             self._token_bytes[token] = found
+        return found
+
+    def vocabulary(self) -> list[bytes | None]:
+        """What each id stands for inside of a text, as in `token_bytes`; None for special tokens, which are no text,
+        and for ids that are no token. Takes a second for Gemma's."""
+        found: list[bytes | None] = [None] * self.vocab_size
+        special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
+        special |= {*self.eos_ids, self.bos_id if self.bos_id is not None else -1}
+        for piece, token in self._backend.get_vocab(with_added_tokens=True).items():
+            if token in special:
+                continue
+            if self._joins and token not in self.byte_ids:
+                found[token] = (piece.replace(*self._replaced) if self._replaced else piece).encode()
+            else:
+                found[token] = self.token_bytes(token)
         return found
 
     def apply_chat(
