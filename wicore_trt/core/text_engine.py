@@ -15,12 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
+from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     EngineStats,
@@ -176,8 +178,11 @@ class TextEngine:
         return await self._offload.run(tenant, function)
 
     async def encode(self, request: TextRequest) -> TextRequest:
-        """The request with a long text as token ids, made on a thread. Raises InvalidRequestError."""
-        started = time.monotonic()
+        """The request with a long text as token ids, and its constraint checked, on a thread. Raises
+        InvalidRequestError."""
+        started, constraint = time.monotonic(), request.params.constraint
+        if constraint is not None:
+            await self.work(request.tenant, partial(check, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
             return request
         token_ids = await self.work(

@@ -11,7 +11,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, missing_package
+from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, missing_package, shortened
 from wicore_trt.types import Constraint, ConstraintKind
 
 FIELD = "constraint"
@@ -79,8 +79,9 @@ def _choice(text: str) -> str:
 def refusal(reason: str) -> InvalidRequestError:
     """The error for a constraint that cannot be kept."""
     line = " ".join(reason.split())
-    if len(line) > _REASON:  # it may show the text before it says what is wrong with it
-        line = f"{line[:80]}...{line[-_REASON:]}"
+    if len(line) > _REASON:
+        said = [part for part in map(str.strip, reason.splitlines()) if part.startswith("error:")]
+        line = shortened(line, 80) + " " + shortened(" ".join(said), _REASON)  # the text may have come before the fault
     return InvalidRequestError(f"The constraint cannot be kept: {line}", field=FIELD)
 
 

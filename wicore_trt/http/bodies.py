@@ -41,6 +41,28 @@ Message = Annotated[
     ),
 ]
 
+RESPONSE_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "object"}}},
+    },
+}
+STRUCTURED_OUTPUTS = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": 1,
+    "properties": {
+        "json": {"type": ["object", "string"]},
+        "json_object": {"const": True},
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        "grammar": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
+
 
 class Body(BaseModel):
     """Fields that a model does not have are looked at by `http.fields`."""
@@ -123,6 +145,18 @@ class Generation(Sampling):
     stream: bool | None = None
     """Send server-sent events."""
     stream_options: StreamOptions | None = None
+    response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)] | None = None
+    """What the text is: any JSON object, or JSON of a schema. It is kept in any case, strict or not."""
+    structured_outputs: Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)] | None = None
+    """The same as vLLM names it: one of json (a schema), json_object, regex, choice, grammar (Lark)."""
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema that the text satisfies."""
+    guided_regex: str | None = None
+    """A regular expression that the whole text matches."""
+    guided_choice: list[str] | None = None
+    """Texts of which one is the answer."""
+    guided_grammar: str | None = None
+    """A Lark grammar of the text."""
 
 
 class ChatBody(Generation):

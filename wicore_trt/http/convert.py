@@ -12,6 +12,7 @@ from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
+from wicore_trt.http.structured import constraint_of
 from wicore_trt.types import CacheHints, CachePriority, SamplingParams, TextRequest
 
 COMPLETION_TOKENS = 16
@@ -38,8 +39,12 @@ def sampling(body: Sampling, logprobs: int | None, max_tokens: int | None) -> Sa
         given["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias:
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if isinstance(body, Generation) and body.n is not None:
-        given["n"] = body.n
+    if isinstance(body, Generation):
+        if body.n is not None:
+            given["n"] = body.n
+        found = constraint_of(body)
+        if found is not None:
+            given["constraint"] = found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
 

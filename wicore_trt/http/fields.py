@@ -26,14 +26,12 @@ HARMLESS = frozenset(
 """Accepted and ignored: they say nothing about the tokens of the answer."""
 
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    # Structured output and tools: not served yet.
-    "response_format": ({"type": "text"},),
+    # Tools: not served yet.
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    **dict.fromkeys(("structured_outputs", "structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
     # Other media and other ways to an answer.
     "modalities": (["text"],),

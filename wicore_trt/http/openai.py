@@ -13,8 +13,8 @@ from typing import Any
 from starlette.responses import Response
 
 from wicore_trt.access.calls import Call
-from wicore_trt.errors import WicoreError
-from wicore_trt.http import convert
+from wicore_trt.errors import InvalidRequestError, WicoreError
+from wicore_trt.http import convert, structured
 from wicore_trt.http.bodies import ChatBody, CompletionBody
 from wicore_trt.http.bodies import Generation as GenerationBody
 from wicore_trt.http.context import Context
@@ -89,7 +89,10 @@ async def _answer(
     context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
 ) -> Reply:
     continuous = bool(body.stream and body.stream_options and body.stream_options.continuous_usage_stats)
-    generation = await Generation.start(context, call, requests, count_first=continuous)
+    try:
+        generation = await Generation.start(context, call, requests, count_first=continuous)
+    except InvalidRequestError as error:
+        raise structured.named(error, body) from None
     headers = rate_headers(context, call)
     if body.stream:
 
