@@ -79,10 +79,14 @@ async def read_http(url: str, streams: int) -> None:
 
 def front_of(supervisor: int) -> int:
     """The front's process id."""
-    for number in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if b"serve.front" in Path(f"/proc/{number}/cmdline").read_bytes():
-            return int(number)
-    raise SystemExit("there is no front")
+    found = [pid for pid in children_of(supervisor) if b"serve.front" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [front] = children_of(found[0])  # it is a fork of the template
+    return front
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started."""
+    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def cpu_s(pid: int) -> float:

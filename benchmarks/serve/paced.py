@@ -54,6 +54,11 @@ def sleeper() -> Any:
     return function
 
 
+def token_after(length: int) -> int:
+    """The token that follows so many."""
+    return 65 + (length & 15)
+
+
 class PacedExecutor:
     """Every step takes `step_s`, and every sequence gets a token."""
 
@@ -85,7 +90,9 @@ class PacedExecutor:
         if self._report is not None and len(self.waits) % 100 == 0:
             Path(self._report).write_text(json.dumps(self.waits))
         sampled = (piece for piece in batch.slices if piece.sample)
-        return StepResult([SampledToken(piece.seq_id, 65 + (piece.start & 15)) for piece in sampled])
+        return StepResult(
+            [SampledToken(piece.seq_id, token_after(piece.start + len(piece.token_ids))) for piece in sampled]
+        )
 
     def release(self, seq_id: int) -> None:
         """Nothing is kept."""

@@ -165,12 +165,19 @@ async def test_top_logprobs_need_logprobs(running):
         b'{"prompt": "\\ud800"}', b'{"prompt": "a", "seed": NaN}', b'{"prompt": "a", "timeout": Infinity}',
         b'{"prompt": "a", "timeout": 1e999}', b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", b"\0" * 100,
         b'{"a": ' + b"[" * 20_000, b'{"a": ' * 20_000, b"[" * 1_000_000, b'{"a": [' + b"[]," * 60_000 + b"[]]}",
+        b'{"a":"' + b'\\",' * 500_000, b'{"a":' + b'",' * 500_000, b'{"a":"\\' + b"," * 60_000 + b"\\",
+        b'{"a": ["' + b'ab","' * 300_000 + b'"]}', json.dumps({f"field {i}": 1 for i in range(200)}).encode(),
         '{"prompt": "a"}'.encode("utf-16"), b"\xef\xbb\xbf" + b'{"prompt": "a"}', b'{"prompt": "a"} x',
     ],
 )  # fmt: skip
 async def test_bodies_that_are_no_json_object(running, raw):
     found = await running.client.post("/v1/completions", content=raw, headers=JSON)
     assert found.status_code == 400 and error_of(found)["param"] in (None, "prompt"), found.text
+
+
+async def test_commas_of_a_text_are_no_items(running):
+    found = await running.completion(metadata=["[,{" * 100_000 + '"\\'] * 3)
+    assert found.status_code == 200, found.text
 
 
 async def test_depth_that_is_no_fault_of_the_parser(running):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket as stdlib_socket
+from contextlib import suppress
 
 import pytest
 import websockets
@@ -164,6 +166,30 @@ async def test_frames_are_bounded(monkeypatch):
             await connection.send([generate("a", prompt="hello")[:20], generate("a", prompt="hello")[20:]])
             assert text_of((await answers(connection, "a"))["a"]) == expected("hello", 20)
         assert (await running.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\x89\xfd" + bytes(4) + b"p" * 125, b"\x81\x81" + bytes(4) + b"{"], ids=["pings", "bad"]
+)
+async def test_a_client_that_reads_nothing_is_not_answered_without_end(frame):
+    """Each of its frames is answered."""
+    async with serving() as running:
+        loop = asyncio.get_running_loop()
+        with stdlib_socket.create_connection(running.address) as silent:
+            silent.sendall(
+                b"GET /v1/stream HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+                b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            )
+            silent.setblocking(False)
+            assert b" 101 " in await loop.sock_recv(silent, 4096)
+            frames, sent = frame * 2000, 0
+            with suppress(TimeoutError):
+                while sent < 64 << 20:
+                    await asyncio.wait_for(loop.sock_sendall(silent, frames), 0.5)
+                    sent += len(frames)
+            [connection] = running.server._state.connections
+            assert sent < 64 << 20 and connection.transport.get_write_buffer_size() < 1 << 20
+        await until(lambda: not running.server._state.connections)
 
 
 async def test_nothing_is_unpacked():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,19 @@ from fakes import AheadFakeExecutor
 from lanes import Lane
 
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.runtime.page_copier import StreamPageCopier
+from wicore_trt.runtime.page_copier import StreamPageCopier, new_digest
+from wicore_trt.runtime.page_digest import PageDigest
 
 DIGEST = 8
 """Bytes of an entry of a page."""
 
 
 class Device:
-    """Three streams, steps first, that a thread runs at odds which change."""
+    """Three streams, steps first, that a thread runs at odds which change. `kind`: of the two that copy."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kind: Callable[..., Lane] = Lane) -> None:
         self.lock = threading.RLock()
-        self.streams = tuple(Lane(lock=self.lock) for _ in range(3))
+        self.streams = (Lane(lock=self.lock), kind(lock=self.lock), kind(lock=self.lock))
         self.open, self._rng, self._odds = True, rng, [1.0] * 3
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -71,15 +73,24 @@ class _Pages:
 
 
 class LateExecutor(AheadFakeExecutor):
-    """An `AheadExecutor` whose steps run on the first stream."""
+    """An `AheadExecutor` whose steps run on the first stream. `lane`: makes a stream that copies; `digests`: what
+    computes digests on the device, given how; none by default."""
 
-    def __init__(self, *sizes: Any, seed: int) -> None:
+    def __init__(
+        self,
+        *sizes: Any,
+        seed: int,
+        lane: Callable[..., Lane] = Lane,
+        digests: Callable[[PageDigest], Any] = lambda digest: None,
+    ) -> None:
         super().__init__(*sizes, seed=seed)
         size = DIGEST * self.layout.page_tokens
         pools = {g: torch.zeros((n, size), dtype=torch.uint8) for g, n in self.layout.num_pages.items()}
         self.memory = {g: _Pages(pool) for g, pool in pools.items()}
-        self.device = Device(random.Random(seed + 1))
-        self.copier = StreamPageCopier(pools, self.layout.page_tokens, self.device.streams, self.device)
+        self.device, digest = Device(random.Random(seed + 1), lane), new_digest(pools)
+        self.copier = StreamPageCopier(
+            pools, self.layout.page_tokens, self.device.streams, self.device, digests=digests(digest), digest=digest
+        )
         self._under_way: list[tuple[threading.Event, list[StepResult | BaseException]]] = []
 
     def submit(self, batch: StepBatch) -> None:

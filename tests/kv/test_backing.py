@@ -46,6 +46,23 @@ def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.Mo
         backing.close()
 
 
+def test_memory_that_cannot_be_locked_is_of_use_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
+    calls, told = [], []
+
+    def pin(memory: memoryview) -> bool:
+        calls.append(memory)
+        if len(calls) > 1:
+            raise MemoryError
+        return True
+
+    backing = Backing(aligned_buffer(30 * SLOT), SLOT, pin)
+    backing.start(lambda first, stop: told.extend(range(first, stop)))
+    for thread in backing._threads:
+        thread.join()
+    assert sorted(told) == list(range(1, 30))
+
+
 def test_memory_that_need_not_be_locked_is_of_use_at_once() -> None:
     backing = Backing(aligned_buffer(9 * SLOT), SLOT, lambda memory: False)
     backing.start(lambda first, stop: pytest.fail("nothing is to be told"))

@@ -148,6 +148,21 @@ def test_pages_that_return_after_a_fixed_time_are_worth_more_shortly_before() ->
     assert before > 5 * after
 
 
+def test_with_a_delay_a_likely_reuse_later_outranks_an_unlikely_one_soon() -> None:
+    soon, late = PageClass(0, 0), PageClass(1, 0)
+
+    def ratio(delay: float) -> float:
+        model = ReuseModel(unit=1.0, memory=1e9, delay=delay)
+        for kind, share, age in ((soon, 0.1, 5.0), (late, 0.8, 100.0)):
+            for i in range(2000):
+                reused = i % 10 < 10 * share
+                model.end(Group(kind, 0), 1, age if reused else 1000.0, reused=reused)
+        model.refresh([], 0)
+        return model.index(late, 2.0) / model.index(soon, 2.0)
+
+    assert ratio(0.0) < 1.0 < 3.0 < ratio(1000.0)
+
+
 def test_open_pages_count_as_survival() -> None:
     """The same reuses look worse when many pages of the class still wait."""
 
@@ -236,3 +251,47 @@ def test_generated_pages_count_for_lru_too() -> None:
     for node in answer:
         guard.hold(node)
     assert any(guard.observe(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"
+
+
+def answers_tell(swapped: bool = False) -> list[TraceRequest]:
+    """Alike prompts of ten blocks; those with short answers (`swapped`: long ones) come back once, after 400 others."""
+    rng, ids, due, out = random.Random(3), Ids(), dict[int, tuple[int, ...]](), []
+    for i in range(6000):
+        chain = due.pop(i, None)
+        returns = chain is None and rng.random() < 0.3
+        if chain is None:
+            chain = tuple(ids.new(10))
+        if returns:
+            due[i + 400] = chain
+        out.append(TraceRequest(chain, 10 * BLOCK_TOKENS, 20 if returns != swapped else 300))
+    return out
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_length_of_answers_tells_which_prompts_come_back(swapped: bool) -> None:
+    """Which of the two it is is learnt. LRU would need 4,000 pages for one hit."""
+    requests = answers_tell(swapped)
+    unknown = [TraceRequest(request.blocks, request.tokens) for request in requests]
+    told, lru = (hit_rate(policy, requests, 1800) for policy in ("cost", "lru"))
+    assert lru == 0.0
+    assert told > 1.3 * hit_rate("cost", unknown, 1800) > 0.0
+
+
+def test_an_answer_changes_the_class_of_all_pages_of_its_request() -> None:
+    """Generated pages too; a later request's answer replaces it, and a policy that never hears of one works."""
+    policy = CostPolicy(100)
+    policy.touch(["a", "b"])
+    policy.add(["a", "b"])
+    policy.add(["c"], "b")
+
+    def coarse() -> set[int]:
+        groups = [policy._nodes[key].group for key in "abc"]
+        assert all(isinstance(group, Group) for group in groups)
+        return {group.page_class.coarse >> 8 for group in groups if isinstance(group, Group)}
+
+    assert coarse() == {0}
+    policy.answered(["a", "b", "c", "never seen"], 500)
+    assert coarse() == {2}
+    policy.answered(["a", "b", "c"], 3)
+    assert coarse() == {1}
+    policy.check_integrity()

@@ -13,7 +13,8 @@ from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
-from wicore_trt.kv.tiers.load import PrefixLoad
+from wicore_trt.kv.tiers import tiers as lower_tiers
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.scheduler import StepSchedule
@@ -95,6 +96,51 @@ def test_a_split_load_that_ends_early_passes_over_nothing(seed):
     assert not core.scheduler.loader.refused
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypatch):
+    """The device says only afterwards that what came into a slot was another page."""
+    monkeypatch.setattr(lower_tiers, "IN_MEMORY", 1)  # pages come one by one, beside steps that end amid a page
+    rng = random.Random(seed)
+    core = make_core(
+        pages={GLOBAL: 256, LOCAL: 256}, page_tokens=4, window=8, max_batch_tokens=5, max_context=512,
+        kv=KVSettings(host_bytes=2000 * 4096),
+    )  # fmt: skip
+    device, passed, noticed = core.executor, [], []
+    seen, out, into, pass_over = device.digest, device.to_host, device.to_device, PrefixLoad._pass
+
+    def begun(slot):
+        tables = [(s.computed, s.pages.tables[GLOBAL]) for s in core.scheduler.running]
+        return any(slot in table and table.index(slot) * 4 < computed for computed, table in tables)
+
+    def to_device(group, slot, parts, done):
+        wrong = rng.random() < 0.02 or (group == GLOBAL and begun(slot))
+        into(group, slot, [memoryview(rng.randbytes(len(parts[0])))] if wrong else parts, lambda *_: None)
+        noticed.extend([wrong] * wrong)
+        done(rng.randbytes(16) if wrong else seen(parts), 0.0)
+
+    device.checks, device.to_device = True, to_device
+    device.to_host = lambda group, slot, parts, done: out(group, slot, parts, lambda *_: done(seen(parts), 0.0))
+    monkeypatch.setattr(PrefixLoad, "_pass", lambda load, item: (passed.append(item), pass_over(load, item)))
+    prompt = [rng.randrange(2, 97) for _ in range(300)]
+    for turn in range(8):
+        forget_device(core)
+        measured(core, 1000.0, rng.choice([0.05, 0.1]))
+        prompt = [*prompt, 2 + turn]
+        assert ask(core, f"turn{turn}", prompt, loads_first=False) == greedy(prompt, 3, ignore_eos=True)
+    assert noticed and passed and not core.scheduler.loader.refused
+
+
+def test_a_page_that_was_begun_is_computed_to_its_end():
+    items = [LoadItem(make_page(bytes([i]) * 32, index=i), i) for i in (4, 3, 2)]
+    load = PrefixLoad(20, 5, items, first=2)
+    for _ in range(2):
+        load.in_flight += 1
+        load.arrive(load.next_item(), "host")
+    load.floor = 3  # a token of page 2 is computed
+    assert load.next_item() is None and load.finished and not load.failed
+    assert load.meeting_page() == 3
+
+
 def test_what_was_never_asked_for_is_not_here():
     load = PrefixLoad(400, 100, [], first=32)
     assert load.complete and load.meeting_page() == 32
@@ -141,10 +187,10 @@ def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
     assert not pool.full(again), "a new holder has written nothing"
 
 
-def make_page(key: bytes):
+def make_page(key: bytes, index: int = 0):
     from wicore_trt.kv.pages.page import Page
 
-    return Page(key, GLOBAL, 0, None, b"")
+    return Page(key, GLOBAL, index, None, b"")
 
 
 def test_a_step_over_unwritten_tokens_ends_its_sequence_alone():

@@ -109,8 +109,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/load.py",
-        "item.page.index < self.floor",
-        "item.page.index <= self.floor",
+        "self._passed = max(self._passed, item.page.index + 1)",
+        "self._passed = max(self._passed, item.page.index)",
     ),
     Mutant(
         "kv/tiers/load.py",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
+
 import pytest
 import torch
+from copiers import PlainCopier
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.runtime.cuda_lanes import host_address
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.page_copier import TorchPageCopier, make_copier
@@ -47,3 +52,31 @@ def test_the_link_is_rated_without_writing_what_nobody_wrote():
     _, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
     assert loader._probed.get_nowait()[0] == 600 * 8192
     assert pool.isnan().all()
+
+
+def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
+    """Copies of the rating may be late: what one of them overwrites was checked before."""
+    layout, asked = KVLayout(4, "float32", {"global": 600}, {"global": 8192}), []
+    copier = PlainCopier()
+    copier.to_host = copier.to_device = lambda group, slot, parts, done: asked.append((parts, done))
+    manager, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
+    transfers, taken = manager.tiers.transfers, []
+
+    def take_all() -> None:
+        while (copy := transfers.host.index.reserve(Page(secrets.token_bytes(32), "global", 0, None, b""))) is not None:
+            taken.extend(host_address(part) for part in transfers.host.buffers(copy))
+
+    take_all()
+    lent = {host_address(part) for parts, _ in asked for part in parts}
+    assert taken and lent and not lent.intersection(taken)
+    for _, done in asked[:-1]:
+        done(None, 1e-6)
+    transfers.poll()
+    take_all()
+    assert not lent.intersection(taken)
+    asked[-1][1](None, 1e-6)
+    transfers.poll()
+    take_all()
+    assert lent < set(taken) and len(taken) == transfers.host.index.num_slots
+    assert not loader._probed.empty()
+    transfers.host.index.check_integrity()

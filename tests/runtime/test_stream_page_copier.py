@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from lanes import Digests, Event, Lane
 
@@ -299,3 +300,21 @@ def test_what_overlaps_is_what_has_a_byte_in_common() -> None:
     assert layout.apart() == {"global": range(3), "local": range(2, 4)}
     assert replace(layout, slab_pages=None).apart() == {"global": range(6), "local": range(4)}
     assert layout.memory_bytes == 192 and replace(layout, slab_pages=None).memory_bytes == 384
+
+
+def test_a_copy_that_cannot_begin_breaks_the_copier() -> None:
+    world = World(1)
+    parts = [aligned_buffer(BYTES)]
+
+    def copy(pieces: object) -> None:
+        raise RuntimeError("cuMemcpyAsync")
+
+    world.device.lanes[2].copy = copy  # type: ignore[method-assign]
+    world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync"):
+        world.copier.flush()
+    assert isinstance(world.copier.broken, RuntimeError)
+    world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync"):
+        world.copier.close()
+    assert not world.device.pinned

@@ -58,7 +58,7 @@ def test_every_error_of_ours_has_a_status_that_fits_into_metadata():
     while todo:
         kind = todo.pop()
         kinds.append(kind)
-        todo += kind.__subclasses__()
+        todo += [found for found in kind.__subclasses__() if not found.__module__.startswith("wicore_trt.http")]
     assert DuplicateRequestError in kinds and len(kinds) >= 14
     for kind in kinds:
         keywords = {"field": "n"} if issubclass(kind, errors.InvalidRequestError) else {}

@@ -80,6 +80,10 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 }
 """Refused with 400, but for null and for these values, which ask for nothing."""
 
+MAX_FIELDS = 128
+"""Fields of one body. Looking for misspellings takes time for each."""
+LONGEST = 40
+"""Characters of a name that may be a misspelling."""
 MISSPELLED = 0.8
 """How much alike two names are that are meant to be the same, by difflib's ratio."""
 
@@ -104,6 +108,8 @@ class Fields:
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Raise InvalidRequestError for the first field that would have changed the answer."""
+        if len(body) > MAX_FIELDS:
+            raise InvalidRequestError(f"The body has {len(body)} fields; at most {MAX_FIELDS} are taken.", field="body")
         for name, value in body.items():
             if name in self.served or name in HARMLESS or value is None:
                 continue
@@ -113,7 +119,11 @@ class Fields:
             elif name in self.elsewhere:
                 if value is not False:
                     raise InvalidRequestError(f"{name} is no field of this route.", field=name, fix="Leave it out.")
-            elif near := difflib.get_close_matches(name[:64], self.served, n=1, cutoff=MISSPELLED):
-                raise InvalidRequestError(
-                    f"{shown(name)} is no known field.", field=name[:64], fix=f"Did you mean {near[0]}?"
-                )
+            elif near := self._near(name):
+                raise InvalidRequestError(f"{shown(name)} is no known field.", field=name, fix=f"Did you mean {near}?")
+
+    def _near(self, name: str) -> str | None:
+        """The served field that a name is meant to be."""
+        if len(name) > LONGEST:
+            return None
+        return next(iter(difflib.get_close_matches(name, self.served, n=1, cutoff=MISSPELLED)), None)

@@ -1,8 +1,8 @@
 """How the body of a request comes in: bounded, in time, parsed, checked.
 
 Must not know what a request does. Invariants: nothing is kept beyond the limit, and nothing is unpacked; a body that
-does not come ends its request; all bodies under way together, and a tenant's among them, are bounded; whatever bytes
-come, the answer is a model or a WicoreError.
+does not come ends its request; all bodies that are here together, and a tenant's among them, are bounded; whatever
+bytes come, the answer is a model or a WicoreError.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,26 +31,43 @@ READ_S = 20.0
 BLOCK = 1 << 16
 """Bytes by which room for bodies is shared out."""
 ROOM = 256 << 20
-"""Bytes of all bodies that are being read."""
+"""Bytes of all bodies that are here: being read, waiting for a thread that tokenizes, or part of an open request."""
 MANY_ITEMS = 50_000
-"""Objects, lists and items that a body may have beside its texts; a text costs its own length in memory, an empty list
+"""Objects, lists, items and texts that a body may have; a text costs its own length in memory, an empty list
 25 times that. A prompt of token ids has one item for each, so that who serves long contexts takes more."""
 UNIONS = {
     "prompt": "a text, a list of texts, token ids or a list of token ids",
     "stop": "a text or a list of at most 16 texts",
 }
 """Fields that take several types, and these in words."""
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_ITEMS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{]', re.DOTALL)
+"""Strings, whose commas are text, and what begins or parts items. Possessive, and a string that never ends goes to the
+end of the body: so whatever comes is read once."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class Room:
-    """Memory for bodies under way, shared among tenants."""
+    """Memory for bodies that are read, wait for a thread or are being answered, shared among tenants."""
 
     def __init__(self, places: int = ROOM // BLOCK) -> None:
         self._places = places
         self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        return self._taken.total()
+
+    @contextmanager
+    def hold(self, tenant: str) -> Iterator[Hold]:
+        """Room for one body, none at first."""
+        hold = Hold(self, tenant)
+        try:
+            yield hold
+        finally:
+            self._taken[tenant] -= hold.blocks
+            if not self._taken[tenant]:
+                del self._taken[tenant]
 
     def take(self, tenant: str, blocks: int) -> None:
         """Raises QueueFullError when there is none for this tenant."""
@@ -57,11 +76,20 @@ class Room:
             raise QueueFullError("There is no room for more request bodies of yours now.")
         self._taken[tenant] += blocks
 
-    def give(self, tenant: str, blocks: int) -> None:
-        """Give back."""
-        self._taken[tenant] -= blocks
-        if not self._taken[tenant]:
-            del self._taken[tenant]
+
+class Hold:
+    """What one body has."""
+
+    def __init__(self, room: Room, tenant: str) -> None:
+        self._room, self._tenant = room, tenant
+        self.blocks = 0
+
+    def grow(self, size: int) -> None:
+        """Have room for so many bytes. Raises QueueFullError."""
+        more = div_ceil(size, BLOCK) - self.blocks
+        if more > 0:
+            self._room.take(self._tenant, more)
+            self.blocks += more
 
 
 def check_kind(headers: Headers) -> None:
@@ -76,7 +104,7 @@ def check_kind(headers: Headers) -> None:
         raise HttpError(415, "Compressed bodies are not taken.", fix="Send the body as it is.")
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, room: Room, tenant: str) -> bytes:
+async def read_body(receive: Receive, headers: Headers, limit: int, hold: Hold) -> bytes:
     """The body. Raises HttpError (too long, too slow, no JSON), QueueFullError, ClientGoneError."""
     check_kind(headers)
     too_long = HttpError(413, f"The body has more than {limit} bytes.", fix="Shorten it, or set server.max_message_mb.")
@@ -84,7 +112,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, room: Room, 
     if not announced.isdecimal() or len(announced) > 18 or int(announced) > limit:
         raise too_long
     parts: list[bytes] = []
-    size = blocks = 0
+    size = 0
     try:
         async with asyncio.timeout(READ_S):
             while True:
@@ -95,17 +123,12 @@ async def read_body(receive: Receive, headers: Headers, limit: int, room: Room, 
                 size += len(part)
                 if size > limit:
                     raise too_long
-                more = div_ceil(size, BLOCK) - blocks
-                if more:
-                    room.take(tenant, more)
-                    blocks += more
+                hold.grow(size)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
         raise HttpError(408, f"The body did not come within {READ_S:g} s.") from None
-    finally:
-        room.give(tenant, blocks)
 
 
 def decoded(raw: bytes | str, most_items: int) -> dict[str, Any]:
@@ -113,8 +136,8 @@ def decoded(raw: bytes | str, most_items: int) -> dict[str, Any]:
     if isinstance(raw, str):
         raw = raw.encode()
     if sum(map(raw.count, (b",", b"[", b"{"))) > most_items:
-        bare = _STRINGS.sub(b"", raw)
-        if sum(map(bare.count, (b",", b"[", b"{"))) > most_items:
+        items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
+        if items > most_items:
             raise _bad(f"it has more than {most_items} items")
     try:
         value = msgspec.json.decode(raw)

@@ -12,7 +12,7 @@ import logging
 import uuid
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
@@ -27,6 +27,8 @@ MAX_HEADERS = 256
 STALL_S = 120.0
 """Seconds for which a client may take nothing of what waits for it."""
 MAX_CONNECTIONS = 4096
+MAX_PIPELINED = 16
+"""Requests that a client sends on one connection before it has the answers; no library does that."""
 MAX_FRAGMENTS = 1024
 """Frames of one WebSocket message."""
 
@@ -40,23 +42,49 @@ class GuardedHttp(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._in_head, self._head = True, 0
+        self._running: RequestResponseCycle | None = None
         self._refusal = HttpError(400, "The request is not valid HTTP.")
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
-        self._late = self.loop.call_later(HEAD_S, transport.abort)
+        self._late = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel("_late")
         self._cancel("_stalled")
+        self._leave()
         super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """End the connection now; what is on its way to the client is lost."""
+        self._leave()
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        """Tell the request that is being answered that its client has left. uvicorn tells the newest one on the
+        connection, which may wait behind it."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _give_up(self) -> None:
+        """The head of the next request has not come. That is no fault while the client waits for an answer."""
+        self._late = None
+        if self._running is not None and not self._running.response_complete:
+            self._late = self.loop.call_later(HEAD_S, self._give_up)
+        else:
+            self.cut()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head += len(data)
             if self._late is None:
-                self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+                self._late = self.loop.call_later(HEAD_S, self._give_up)
         super().data_received(data)
         if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
             self._too_long()
@@ -81,6 +109,9 @@ class GuardedHttp(HttpToolsProtocol):
         self._in_head, self._head = False, 0
         self._cancel("_late")
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.cut()
+            raise ValueError("too many requests at once")
 
     def on_message_complete(self) -> None:
         self._in_head = True
@@ -88,7 +119,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._stalled or self.loop.call_later(STALL_S, self.transport.abort)
+        self._stalled = self._stalled or self.loop.call_later(STALL_S, self.cut)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -99,6 +130,9 @@ class GuardedHttp(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
+        if self.transport.is_closing():
+            return
+        self._leave()
         body = error_bytes(self._refusal)
         fields = (
             b"content-type: application/json",
@@ -127,6 +161,19 @@ class GuardedHttp(HttpToolsProtocol):
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
     """One connection that has become a WebSocket."""
+
+    def cut(self) -> None:
+        """End the connection now."""
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.transport.pause_reading()  # a client that reads nothing gets no more answers to its pings either
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()

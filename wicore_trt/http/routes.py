@@ -32,15 +32,15 @@ class Endpoint:
         call: Call = scope["state"]["call"]
         context, operation = self._context, self._operation
         arguments: dict[str, Any] = scope.get("path_params", {})
-        if operation.body is not None:
-            tenant, headers = call.who.tenant, Headers(scope=scope)
-            raw = await read_body(receive, headers, context.max_body_bytes, context.room, tenant)
-            scope["state"]["read"] = True
-            value = decoded(raw, context.most_items())
-            arguments = {"body": validated(operation.body, operation.fields, value)}
-            del raw, value
-        reply = await unless_gone(receive, operation.handle(context, call, **arguments))
-        del arguments
+        with context.room.hold(call.who.tenant) as hold:
+            if operation.body is not None:
+                raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
+                scope["state"]["read"] = True
+                value = decoded(raw, context.most_items())
+                arguments = {"body": validated(operation.body, operation.fields, value)}
+                del raw, value
+            reply = await unless_gone(receive, operation.handle(context, call, **arguments))
+            del arguments
         await reply(scope, receive, send)
 
 

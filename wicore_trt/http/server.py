@@ -129,8 +129,8 @@ class HttpServer:
         if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
             # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
             for connection in list(self._state.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
+                assert isinstance(connection, (GuardedHttp, GuardedWebSocket))
+                connection.cut()
             if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
                 for task in list(self._state.tasks):
                     task.cancel()

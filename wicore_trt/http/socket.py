@@ -116,7 +116,7 @@ class Connection:
                     raise NotFoundError("No generation has this id.")
                 self._open[frame_id].cancel()
             elif kind == "generate":
-                self._begin(frame_id, frame)
+                self._begin(frame_id, frame, len(raw))
                 await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
@@ -128,22 +128,23 @@ class Connection:
             raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
         return value
 
-    def _begin(self, frame_id: str, frame: dict[str, Any]) -> None:
+    def _begin(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
         if frame_id in self._open:
             raise InvalidRequestError("A generation with this id is open.", field="id")
         if len(self._open) >= MAX_OPEN:
             raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
         kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
         body = validated(kind, FIELDS[kind], frame)
-        task = asyncio.ensure_future(self._generate(frame_id, body))
+        task = asyncio.ensure_future(self._generate(frame_id, body, size))
         self._open[frame_id] = task
 
-    async def _generate(self, frame_id: str, body: ChatBody | CompletionBody) -> None:
+    async def _generate(self, frame_id: str, body: ChatBody | CompletionBody, size: int) -> None:
         call = Call.begin(f"STREAM {PATH}", self._call.who, self._call.call_id)
         call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
-        status = CLIENT_GONE
+        status, context, tenant = CLIENT_GONE, self._context, call.who.tenant
         try:
-            with self._context.admission.calls.place(call.who.tenant):
+            with context.admission.calls.place(tenant), context.room.hold(tenant) as hold:
+                hold.grow(size)
                 await self._relay(frame_id, body, call)
             status = 200
         except asyncio.CancelledError:

@@ -228,10 +228,14 @@ class StreamPageCopier:
 
     def flush(self) -> None:
         """Begin what was asked for."""
-        if self._leaving:
-            self._start(self._out, self._leaving)
-        if self._coming:
-            self._start(self._into, self._coming)
+        try:
+            if self._leaving:
+                self._start(self._out, self._leaving)
+            if self._coming:
+                self._start(self._into, self._coming)
+        except Exception as error:  # whoever catches this goes on, and these copies will never end
+            self._broke(error)
+            raise
         self._asked.clear()
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -246,11 +250,13 @@ class StreamPageCopier:
                 self._compute.wait(event)
 
     def close(self) -> None:
-        self.flush()
-        for finisher in (self._out, self._into):
-            finisher.close()
-        self._memory.unpin_all()
-        self._pools = {}
+        try:
+            self.flush()
+        finally:
+            for finisher in (self._out, self._into):
+                finisher.close()
+            self._memory.unpin_all()
+            self._pools = {}
 
     def _ask(self, batch: list[_Copy], group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         base, count = self._places[group]

@@ -40,7 +40,13 @@ class PageStore(Protocol):
     ) -> bool: ...
 
     def read(
-        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+        self,
+        page: Page,
+        slots: Sequence[int],
+        parts: Sequence[memoryview],
+        done: Callable[[Outcome], None],
+        *,
+        seen: Callable[[], None],
     ) -> bool: ...
 
     def erase(self, slots: Sequence[int]) -> None: ...

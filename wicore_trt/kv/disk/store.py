@@ -206,12 +206,19 @@ class DiskStore:
         return self._pool.submit(lambda op: self._write(op, write), told)
 
     def read(
-        self, page: Page, slots: Sequence[int], parts: Sequence[memoryview], done: Callable[[Outcome], None]
+        self,
+        page: Page,
+        slots: Sequence[int],
+        parts: Sequence[memoryview],
+        done: Callable[[Outcome], None],
+        *,
+        seen: Callable[[], None] = lambda: None,
     ) -> bool:
         """Read the page's parts into the buffers. As `write`; CORRUPT when the slots hold anything else, and only
-        after OK do the buffers mean something."""
+        after OK do the buffers mean something. `seen` is called, in that thread, when they hold the page, before it is
+        checked: so no bit can flip between the check and what `seen` takes down. Encrypted ones are checked first."""
         held, buffers = self._checked(slots, parts)
-        return self._pool.submit(lambda op: self._read(page, held, buffers), done, urgent=True)
+        return self._pool.submit(lambda op: self._read(page, held, buffers, seen), done, urgent=True)
 
     def erase(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
@@ -289,7 +296,9 @@ class DiskStore:
             fd, offset = self._space.locate(slots[first])
             write_buffers(self._files, fd, iov, offset)
 
-    def _read(self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...]) -> Outcome:
+    def _read(
+        self, page: Page, slots: tuple[int, ...], parts: tuple[memoryview, ...], seen: Callable[[], None]
+    ) -> Outcome:
         write_id = self._written[slots[0]]
         if not write_id or any(self._written[slot] != write_id for slot in slots):
             return Outcome.CORRUPT
@@ -299,8 +308,12 @@ class DiskStore:
                 iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
                 fd, offset = self._space.locate(slots[first])
                 read_buffers(self._files, fd, iov, offset)
+            if not self._format.encrypts:
+                seen()
             for part, slot in enumerate(slots):
                 self._format.open(blocks[part], page, part, len(slots), slot, write_id, parts[part])
+            if self._format.encrypts:
+                seen()
         except (CorruptSlotError, EOFError) as error:
             self._log_once("read", error)
             return Outcome.CORRUPT

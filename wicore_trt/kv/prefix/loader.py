@@ -22,6 +22,7 @@ from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadChoice, Nex
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.moves import Backed
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
@@ -34,21 +35,23 @@ LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
 PROBE_BYTES, PROBE_READS = 64 << 20, 8
+PROBE_SHARE = 0.75
+"""Of the host's slots that the probe may borrow: pages may come meanwhile."""
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 
 class _Sum:
-    """What a copier calls when one of `count` copies of `size` bytes is over; the last one puts what all took."""
+    """What a copier calls when one of `count` copies is over; with the last one `over` hears what all took."""
 
-    def __init__(self, count: int, size: int, queue: SimpleQueue[tuple[int, float]]) -> None:
-        self._left, self._bytes, self._queue = count, count * size, queue
+    def __init__(self, count: int, over: Callable[[float], None]) -> None:
+        self._left, self._over = count, over
         self._seconds = 0.0
 
     def __call__(self, digest: bytes | None, seconds: float) -> None:
         self._left -= 1
         self._seconds += seconds
         if not self._left:
-            self._queue.put((self._bytes, self._seconds))
+            self._over(self._seconds)
 
 
 @dataclass(slots=True)
@@ -88,11 +91,18 @@ class PrefixLoader:
         """Before the first request: rate the link by copies into slots that nobody has, and the disk by bringing some
         of what it kept to host memory. Both go on beside what follows."""
         group = self._manager.chain_group
-        page_bytes, pool, host = self._page_bytes[group], self._manager.pools[group], self.tiers.transfers.host
-        buffers = host.scratch(page_bytes)
-        count = min(PROBE_BYTES // page_bytes, pool.num_pages, len(buffers))
+        page_bytes, pool, transfers = self._page_bytes[group], self._manager.pools[group], self.tiers.transfers
+        index = self.tiers.host
+        room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
+        count = min(PROBE_BYTES // page_bytes, pool.num_pages, room)
         if count * page_bytes >= MEASURED_BYTES:
-            copier, done = self.tiers.transfers.movers.copier, _Sum(count, page_bytes, self._probed)
+            copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(page_bytes, count)
+
+            def over(seconds: float) -> None:
+                self._probed.put((count * page_bytes, seconds))
+                transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
+
+            done = _Sum(count, over)
             for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
                 copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
             for slot in range(count):
@@ -236,10 +246,10 @@ class PrefixLoader:
 
     def step(self, pages: SequencePages, computed: int) -> NextMove:
         """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
-        load = pages.load
+        load, manager = pages.load, self._manager
         assert load is not None
-        size = self._manager.page_tokens
-        if load.failures != self._manager.failures:
+        size = manager.page_tokens
+        if load.failures != manager.failures:
             return DROP  # what has come may have been condemned meanwhile
         if pages.parked is not None:
             return DROP if load.failed else JUMP if load.complete else WAIT
@@ -251,10 +261,13 @@ class PrefixLoader:
             begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
-        load.floor = computed // size
+        load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
-        # after a failure there is nothing to wait for: the sequence computes the pages up to the one that failed
-        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if load.failed else begun.idle_s)
+        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
+        over = load.failed or load.finished
+        step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
+        if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
+            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 

@@ -7,6 +7,7 @@ Invariant: a checksum covers the page's identity and every byte of its buffers, 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,8 @@ from hashlib import blake2b
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 PIECE_BYTES = 256 << 20
@@ -71,14 +74,15 @@ class HostTier:
             parts[-1] = parts[-1][:rest]
         return parts
 
-    def scratch(self, page_bytes: int) -> list[list[memoryview]]:
-        """Buffers for pages of this size, before any page is stored: they are the memory of the first slots."""
+    def scratch(self, page_bytes: int, count: int) -> tuple[list[list[memoryview]], int]:
+        """Before any page is stored: buffers for `count` pages of this size, in the memory of the first slots, and how
+        many slots these are. No page gets them before `index.grow` says that they are used no more."""
         each = div_ceil(page_bytes, self.slot_bytes)
-        stop = min(self.index.free_slots, PIECE_BYTES // self.slot_bytes) - each + 1
-        found = [self._cut(range(first, first + each)) for first in range(0, stop, each)]
+        self.index.withhold(0, count * each)
+        found = [self._cut(range(at * each, (at + 1) * each)) for at in range(count)]
         for parts in found:
             parts[-1] = parts[-1][: page_bytes - (each - 1) * self.slot_bytes]
-        return found
+        return found, count * each
 
     def _cut(self, slots: Iterable[int]) -> list[memoryview]:
         size = self.slot_bytes
@@ -134,7 +138,10 @@ class Backing:
             piece = self._slab[begin : begin + self._piece]
             self._advise(begin, len(piece), MADV_POPULATE_WRITE)
             if self.locked:
-                self._pin(piece)  # what cannot be locked is of use all the same: copies of it are slow
+                try:
+                    self._pin(piece)  # what cannot be locked is of use all the same: copies of it are slow
+                except Exception:
+                    log.exception("host memory for KV pages was not locked")
                 self._tell(begin // self._slot_bytes, (begin + len(piece)) // self._slot_bytes)
 
     def _advise(self, begin: int, count: int, advice: int) -> None:

@@ -89,11 +89,13 @@ class TierIndex:
         copies = (node.copies.get(self.primary) for node in nodes)
         return [copy.page for copy in copies if copy is not None and copy.ready]
 
-    def withhold(self, first: int) -> None:
-        """Slots from `first` on are not to be used before `grow` names them: they have no memory yet."""
-        assert not self._nodes and not self._coming
-        self._free = list(range(first - 1, -1, -1))
-        self._coming = self.num_slots - first
+    def withhold(self, first: int, stop: int) -> None:
+        """Free slots [first, stop) are not to be used before `grow` names them: they have no memory yet, or something
+        else has it."""
+        before = len(self._free)
+        self._free = [slot for slot in self._free if not first <= slot < stop]
+        assert before - len(self._free) == stop - first, "only a free slot can be withheld"
+        self._coming += stop - first
 
     def grow(self, first: int, stop: int) -> None:
         """Slots [first, stop), which were withheld, can be used."""

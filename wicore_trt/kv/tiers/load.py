@@ -30,8 +30,9 @@ class PrefixLoad:
     are asked for; those before it the sequence computes. `window` are the device slots of local pages
     [window_first, stop). `found` maps global pages that the device had to their slots, which are held for the jump.
     `here` are group and index of all pages that the device had. `expected` are the names of all that the manager was
-    told to expect, `failures` its count of failed steps at the beginning. Global pages below `floor` are no longer
-    wanted."""
+    told to expect, `failures` its count of failed steps at the beginning. The sequence has computed tokens of all
+    global pages below `floor`, which are no longer wanted: that a page came wrong is noticed when it is in its slot,
+    where it would have spoilt what was computed."""
 
     def __init__(
         self,
@@ -65,6 +66,8 @@ class PrefixLoad:
         self._missing = {item.page.name: item.page.index for item in self.todo}
         self._windows = sum(item.page.group == LOCAL for item in self.todo)
         self._failed_from = 0
+        self._passed = 0
+        """Global pages before this one were passed over: the last of them may be computed in part."""
 
     @property
     def finished(self) -> bool:
@@ -74,7 +77,7 @@ class PrefixLoad:
     def meeting_page(self) -> int:
         """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
         waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]
-        return max([self.first, self._failed_from, *(index + 1 for index in waiting)])
+        return max([self.first, self._failed_from, self._passed, *(index + 1 for index in waiting)])
 
     @property
     def window_here(self) -> bool:
@@ -92,16 +95,16 @@ class PrefixLoad:
         return not self.failed and not self._missing
 
     def wanted(self, item: LoadItem) -> bool:
-        """Whether the page is still of use: the sequence lives and has not computed it meanwhile."""
+        """Whether the page is still of use: the sequence lives and has computed none of it meanwhile."""
         return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
 
     def next_item(self) -> LoadItem | None:
-        """The next page worth fetching; global pages that the sequence has computed meanwhile are passed over."""
+        """The next page worth fetching; global pages that the sequence computes meanwhile are passed over."""
         while self.todo:
             item = self.todo.popleft()
             if self.wanted(item):
                 return item
-            self._missing.pop(item.page.name)
+            self._pass(item)
         return None
 
     def arrive(self, item: LoadItem, tier: str) -> None:
@@ -112,8 +115,14 @@ class PrefixLoad:
         self._windows -= item.page.group == LOCAL
 
     def pass_over(self, item: LoadItem) -> None:
-        """The page came to host memory when it was not `wanted` any more."""
-        self._settle(item)
+        """The page came when it was not `wanted` any more."""
+        self.in_flight -= 1
+        self._pass(item)
+
+    def _pass(self, item: LoadItem) -> None:
+        self._missing.pop(item.page.name)
+        if item.page.group == GLOBAL:
+            self._passed = max(self._passed, item.page.index + 1)
 
     def fail(self, item: LoadItem) -> None:
         """A page cannot be had. A global one is computed by the sequence, with all before it; without a local one of

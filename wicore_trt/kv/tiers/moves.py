@@ -173,7 +173,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Backed:
-    """Host slots [first, stop) have memory."""
+    """Host slots [first, stop), which were withheld, have memory that nothing else uses."""
 
     first: int
     stop: int

@@ -47,7 +47,7 @@ def open_transfers(
     backing = Backing(slab, slot_bytes, copier.pin)
     books = index("host", num_slots)
     if backing.ready < num_slots:
-        books.withhold(backing.ready)
+        books.withhold(backing.ready, num_slots)
     host = HostTier(books, slab, slot_bytes, page_bytes)
     disk = None
     if store is not None:

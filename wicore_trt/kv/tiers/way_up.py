@@ -153,8 +153,8 @@ class WayUp:
         index.acquire(source)
         copy.origin = "disk"
         move = Read(copy, source, self.reading_bytes)
-        done = partial(self._post_read, move, time.perf_counter())
-        if not store.read(page, source.slots, movers.host.buffers(copy), done):
+        done, seen = partial(self._post_read, move, time.perf_counter()), partial(self._seen, copy)
+        if not store.read(page, source.slots, movers.host.buffers(copy), done, seen=seen):
             index.release(source)
             movers.host.index.abort(copy, "queue full")
             return False
@@ -163,9 +163,10 @@ class WayUp:
         self.waiting.setdefault(page.name, []).append(fetch)
         return True
 
+    def _seen(self, copy: TierCopy) -> None:
+        copy.checksum = self._movers.checksum(copy)  # on the disk's thread, which has the time
+
     def _post_read(self, move: Read, begun: float, outcome: Outcome) -> None:
-        if outcome is Outcome.OK:
-            move.copy.checksum = self._movers.checksum(move.copy)  # on the disk's thread, which has the time
         self._movers.mailbox.put(HaveRead(move, outcome, time.perf_counter() - begun))
 
     def have_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
