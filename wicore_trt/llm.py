@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
-from wicore_trt.core.text_engine import encode_request
+from wicore_trt.core.text_engine import encode_request, ending_turns
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.types import (
@@ -110,7 +110,7 @@ class LLM:
         cache: CacheHints | None,
     ) -> GenerateRequest:
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
-        return self._tokenize(replace(text, **prompt_fields(prompt)))
+        return self._tokenize(ending_turns(self.tokenizer, replace(text, **prompt_fields(prompt))))
 
     def _complete(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         parts: dict[tuple[str, int], list[TextOutput]] = {}

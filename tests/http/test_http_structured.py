@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Literal
 
 import openai
 import pydantic
 import pytest
 import pytest_asyncio
-from constrained import CharTokenizer, constrained_core
-from fakes import FAKE_INFO, VOCAB
-from web import MAX_CONTEXT, WebTokenizer, error_of, serving
-
-from wicore_trt.core.port import LocalEngine
-from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.grammar.matcher import Grammars
-from wicore_trt.model.spec import GLOBAL, LOCAL
+from constrained_web import make_constrained_engine
+from web import error_of, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER = [{"role": "user", "content": "hello"}]
-
-
-class WebCharTokenizer(CharTokenizer, WebTokenizer):
-    pass
 
 
 class Answer(pydantic.BaseModel):
@@ -37,12 +26,7 @@ class Answer(pydantic.BaseModel):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running():
-    pages = {GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 256}
-    core = constrained_core(
-        pages=pages, max_context=MAX_CONTEXT, max_sequences=16, grammars=Grammars(WebCharTokenizer(), VOCAB)
-    )
-    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT)
-    async with serving(TextEngine(LocalEngine(core, max_waiting=100), WebCharTokenizer(), info)) as found:
+    async with serving(make_constrained_engine()) as found:
         yield found
 
 

@@ -54,11 +54,19 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int)
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(tokenizer.apply_chat(request.messages, max_tokens=max_context))
+        return tuple(tokenizer.apply_chat(request.messages, functions=request.functions, max_tokens=max_context))
     assert request.prompt is not None
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
+
+
+def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
+    """A conversation ends with its turn, also where the model names no end of a turn."""
+    end, params = tokenizer.turn_end, request.params
+    if request.messages is None or end is None or params.ignore_eos or end in tokenizer.eos_ids:
+        return request
+    return replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, end)))
 
 
 class TextStream:
@@ -181,6 +189,7 @@ class TextEngine:
         """The request with a long text as token ids, and its constraint checked, on a thread. Raises
         InvalidRequestError."""
         started, constraint = time.monotonic(), request.params.constraint
+        request = ending_turns(self.tokenizer, request)
         if constraint is not None:
             await self.work(request.tenant, partial(check, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:

@@ -13,14 +13,29 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from wicore_trt.types import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+CALL = {
+    "type": "object",
+    "required": ["id", "type", "function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+        },
+    },
+}
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
         {
             "type": "object",
-            "required": ["role", "content"],
+            "required": ["role"],
             "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "model"]},
+                "role": {"enum": ["system", "developer", "user", "assistant", "model", "tool"]},
+                "tool_calls": {"type": "array", "items": CALL},
+                "tool_call_id": {"type": "string"},
                 "content": {
                     "anyOf": [
                         {"type": "string"},
@@ -41,6 +56,37 @@ Message = Annotated[
     ),
 ]
 
+FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": FUNCTION_NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+        },
+    },
+}
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"], "properties": {"name": FUNCTION_NAME}},
+            },
+        },
+    ]
+}
 RESPONSE_FORMAT = {
     "type": "object",
     "required": ["type"],
@@ -168,6 +214,12 @@ class ChatBody(Generation):
     """Report the probabilities of the tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
+    tools: list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
+    """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
+    parallel_tool_calls: bool | None = None
+    """Several calls in one answer; default true."""
 
 
 class CompletionBody(Generation):

@@ -22,6 +22,7 @@ from wicore_trt.http.generation import Generation
 from wicore_trt.http.replies import Reply, json_reply, rate_headers
 from wicore_trt.http.shapes import ChatShape, CompletionShape, Shape
 from wicore_trt.http.sse import EventStream
+from wicore_trt.http.tools import ToolShape, tools_of
 from wicore_trt.types import TextRequest
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,9 @@ async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
     """Answer a conversation."""
     engine = context.serving()
     context.check_model(body.model)
-    request = convert.chat_request(body, call.who.tenant)
-    shape = ChatShape(engine.info.model_id, engine.tokenizer, **_wishes(body))
+    tools = tools_of(body)
+    request = convert.chat_request(body, call.who.tenant, tools)
+    shape = (ChatShape if tools is None else ToolShape)(engine.info.model_id, engine.tokenizer, **_wishes(body))
     return await _answer(context, call, body, [request], shape)
 
 

@@ -40,8 +40,10 @@ def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
 
 def named(error: InvalidRequestError, body: Generation) -> InvalidRequestError:
     """An error of a constraint under the name of the field that asked for it."""
-    found = constraint_of(body) if error.field == "constraint" else None
-    return error if found is None else InvalidRequestError(error.message, field=found[0], fix=error.fix)
+    if error.field != "constraint":
+        return error
+    found = constraint_of(body)
+    return InvalidRequestError(error.message, field="tools" if found is None else found[0], fix=error.fix)
 
 
 def _response_format(given: dict[str, Any]) -> list[Constraint]:

@@ -21,6 +21,7 @@ from wicore_trt.errors import ConfigError, EngineFormatError, InvalidRequestErro
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 from wicore_trt.text.tokenizer_file import read_tokenizer
+from wicore_trt.text.turns import has_calls, render
 
 TOKENIZER = "tokenizer.json"
 FILES = (
@@ -112,6 +113,11 @@ class Tokenizer:
         """Whether the model brought a chat template."""
         return self._chat is not None
 
+    @property
+    def turn_end(self) -> int | None:
+        """What ends a turn of a model that brought no chat template, which does not name it among its ends."""
+        return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
+
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
         files say that it has none. Other Python threads run meanwhile.
@@ -173,19 +179,20 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, object]],
         *,
+        functions: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be.
+        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be. Where the
+        model brought no chat template, and for `functions`, calls and their results, `text.turns` makes the text.
 
-        Raises InvalidRequestError (field "messages") when they are not, or the model has no chat template, or the text
-        of the conversation is too long as in `encode`.
+        Raises InvalidRequestError (field "messages") when they are not, or the text of the conversation is too long as
+        in `encode`.
         """
-        if self._chat is None:
-            raise InvalidRequestError(
-                "This model has no chat template.", field="messages", fix="Send a prompt, or serve an -it model."
-            )
-        rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        if self._chat is None or functions or has_calls(messages):
+            rendered = render(messages, functions, add_generation_prompt=add_generation_prompt)
+        else:
+            rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
         return self._encode(rendered, True, "messages", max_tokens)
 
     def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
