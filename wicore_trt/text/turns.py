@@ -49,7 +49,7 @@ def render(
         raise _invalid("messages must be a non-empty list.")
     head: list[str] = []
     turns: list[tuple[str, str]] = []
-    names: dict[object, str] = {}  # of functions, by the id of the call
+    names: dict[str, str] = {}  # of functions, by the id of the call
     for index, message in enumerate(messages):
         role, text = _turn(index, message, names)
         if role == "system":
@@ -72,7 +72,7 @@ def render(
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 
-def _turn(index: int, message: object, names: dict[object, str]) -> tuple[str, str]:
+def _turn(index: int, message: object, names: dict[str, str]) -> tuple[str, str]:
     """Whose turn it is in Gemma's words, and its text."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -91,16 +91,15 @@ def _turn(index: int, message: object, names: dict[object, str]) -> tuple[str, s
     text = content_text(f"{where}.content", content).strip()
     if role != "tool":
         return ("model" if role == "assistant" else role), text
-    if not isinstance(message.get("tool_call_id"), str):
-        raise _invalid(f"{where} of role tool needs the tool_call_id of its call.")
+    called = message.get("tool_call_id")
+    if not isinstance(called, str) or called not in names:
+        raise _invalid(f"{where} of role tool needs the tool_call_id of a call before it.")
     # What comes from elsewhere begins and ends no turn.
-    result = {"content": _TURN_TOKENS.sub("", text)}
-    name = names.get(message.get("tool_call_id")) or message.get("name")
-    shown_result = json.dumps({"name": name, **result} if name else result, ensure_ascii=False)
-    return "user", f"<tool_response>\n{shown_result}\n</tool_response>"
+    result = json.dumps({"name": names[called], "content": _TURN_TOKENS.sub("", text)}, ensure_ascii=False)
+    return "user", f"<tool_response>\n{result}\n</tool_response>"
 
 
-def _calls(where: str, calls: object, names: dict[object, str]) -> str:
+def _calls(where: str, calls: object, names: dict[str, str]) -> str:
     """Calls as the model made them."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise _invalid(f"{where} must be a list.")
