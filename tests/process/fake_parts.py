@@ -48,9 +48,7 @@ def load_engine(settings: Settings):
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
-    return core, replace(
-        FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False)
-    )
+    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
 
 
 class AnyTextTokenizer(FakeTokenizer):
