@@ -1,9 +1,10 @@
 """Can traffic make a policy lose to LRU? Long runs that turn against whatever was learnt, at shares of their own pages.
 
-`python -m benchmarks.kv.adversaries` prints the table of docs/kv-policies.md and returns 1 when the default loses
-more than 1 % of LRU's hits (no other policy has a guard). Unlike `benchmarks.kv.policies`, sizes do not follow the cache, and one adversary watches a copy
-of the default policy and turns when its guard does. It must not reach into policies beyond that verdict. Invariant: a
-run is a function of its name, the capacity and the seed; all policies replay the same requests.
+`python -m benchmarks.kv.adversaries` prints the table of docs/kv-policies.md and returns 1 when the default loses more
+than 1 % of LRU's hits (no other policy has a guard). Unlike in `benchmarks.kv.policies`, sizes do not follow the cache,
+and one adversary watches a copy of the default policy and turns when its guard does. It must not reach into policies
+beyond that verdict. Invariant: a run is a function of its name, the capacity and the seed; all policies replay the same
+requests.
 """
 
 from __future__ import annotations

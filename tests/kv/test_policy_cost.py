@@ -148,21 +148,6 @@ def test_pages_that_return_after_a_fixed_time_are_worth_more_shortly_before() ->
     assert before > 5 * after
 
 
-def test_with_a_delay_a_likely_reuse_later_outranks_an_unlikely_one_soon() -> None:
-    soon, late = PageClass(0, 0), PageClass(1, 0)
-
-    def ratio(delay: float) -> float:
-        model = ReuseModel(unit=1.0, memory=1e9, delay=delay)
-        for kind, share, age in ((soon, 0.1, 5.0), (late, 0.8, 100.0)):
-            for i in range(2000):
-                reused = i % 10 < 10 * share
-                model.end(Group(kind, 0), 1, age if reused else 1000.0, reused=reused)
-        model.refresh([], 0)
-        return model.index(late, 2.0) / model.index(soon, 2.0)
-
-    assert ratio(0.0) < 1.0 < 3.0 < ratio(1000.0)
-
-
 def test_open_pages_count_as_survival() -> None:
     """The same reuses look worse when many pages of the class still wait."""
 

@@ -1,12 +1,15 @@
 """A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
-`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, `chat` (the model has a chat template, and any text
-has tokens), `host_bytes` of a host tier, and `pids`, a folder where each process leaves its number.
+`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, `backlog` (bytes after which the engine cuts off a
+front), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`,
+a folder where each process leaves its number. With `heir` processes that lose their parent become children of this
+one, as of the first process of a container.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -19,6 +22,7 @@ from fakes import FAKE_INFO, FakeTokenizer, make_core
 from wicore_trt.access import log
 from wicore_trt.config import KVSettings, ServerSettings, Settings
 from wicore_trt.errors import EngineFormatError, WicoreError
+from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.process.supervisor import Parts, Supervisor
 
@@ -38,6 +42,7 @@ def leave_number(name: str) -> None:
 def load_engine(settings: Settings):
     leave_number("engine")
     given = options()
+    channel.MAX_BACKLOG = given.get("backlog", channel.MAX_BACKLOG)
     time.sleep(given.get("load_s", 0))
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
@@ -66,6 +71,8 @@ def load_tokenizer(settings: Settings) -> FakeTokenizer:
 
 def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
+    if given.get("heir"):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     log.configure(json_lines=given.get("json", False))
     settings = Settings(
         server=ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})

@@ -89,7 +89,8 @@ class TextStream:
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
             self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
-            self.fail(EngineDeadError(dead) if dead else WicoreError(output.error or "The step failed."))
+            failed = WicoreError(output.error or "The step failed.")
+            self.fail(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
             return
         text = self._texts[output.index].push(output)
         if text is None:

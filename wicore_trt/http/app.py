@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wicore_trt.access.calls import REQUEST_ID_HEADER, Call, offered_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import Sparingly
-from wicore_trt.errors import AuthenticationError, WicoreError
+from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
 from wicore_trt.http.page import assets
-from wicore_trt.http.replies import json_reply
+from wicore_trt.http.replies import json_reply, rate_headers
 from wicore_trt.http.table import OPEN, OPERATIONS
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Front:
             answer.status = CLIENT_GONE
         except WicoreError as error:
             call.facts["error"] = str(error)
-            await answer.fail(error)
+            await answer.fail(error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ())
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
             known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}

@@ -51,7 +51,7 @@ class CostPolicy(ChainPolicy):
         super().__init__(capacity, ghosts=ghost_limit(capacity))
         self._unit_pages = max(1, LENGTH_UNIT // page_tokens)
         self._page_cost = page_cost
-        self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1), delay=2.0 * capacity)
+        self._model = ReuseModel(unit=max(1.0, capacity / 64), memory=16.0 * max(capacity, 1))
         self._guard = None if victim_cache else LRUGuard(capacity, self._worth, self._value)
         self._groups: dict[Group, None] = {}
         self._values = [0.0]

@@ -7,16 +7,14 @@ forgotten) counts as survival to its present age, so that young data does not lo
 
 Classes have two levels. The coarse class has its own shape over age; the fine class scales it by one factor. Both are
 shrunk towards the level above: a class with little evidence behaves like its parent, and everything like one table
-over age at first. The index is the largest ratio of expected reuses to expected waiting time over all horizons, with a
-fixed delay added to the time (without it the Gittins index of keeping the page; "hit density" in Beckmann et al., LHD,
-NSDI 2018, with the horizon left free).
+over age at first. The index is the largest ratio of expected reuses to expected waiting time over all horizons (the
+Gittins index of keeping the page; "hit density" in Beckmann et al., LHD, NSDI 2018, with the horizon left free).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import NamedTuple
 
 _BINS = 32
@@ -58,15 +56,12 @@ class _Table:
 
 class ReuseModel:
     """Reuse statistics over age bins of half an octave. `unit` is the width of the first bin on the caller's clock;
-    `memory` the number of observations after which old evidence counts half; `delay` is a time that is added to the
-    expected wait of every page."""
+    `memory` the number of observations after which old evidence counts half."""
 
-    def __init__(self, unit: float, memory: float, delay: float = 0.0) -> None:
+    def __init__(self, unit: float, memory: float) -> None:
         self._unit = unit
-        self._delay = delay
         self._memory = memory
         self._edges = [0.0] + [unit * 2 ** (b / 2) for b in range(_BINS)]
-        self._widths = [end - start for start, end in pairwise(self._edges)]
         self._all = _Table()
         self._coarse: dict[int, _Table] = {}
         self._fine: dict[PageClass, list[float]] = {}
@@ -165,28 +160,28 @@ class ReuseModel:
         return 0 if x < 1.0 else min(_BINS - 1, 1 + int(2.0 * math.log2(x)))
 
     def _best_rates(self, hazard: list[float]) -> list[float]:
-        """For the middle of each bin, the most reuses per time, until any later bin's end, of keeping a page; the time
-        is the expected wait and `delay`.
+        """For the middle of each bin, the largest reuses per time of keeping until any later bin's end.
 
-        Without the delay, a small chance in the next moment would outrank a good one in a while; the long wait would be
-        right for a single page, but the rates are estimates, and the best of many estimates is often a lucky one. The
-        first bin counts with half its time and all its chance. That favours pages that are nearly due; else pages due
-        at one time displace each other and none stays to be hit.
+        Backwards over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the
+        next one while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first
+        bin counts with half its time and all its chance: an index to rank by, up to twice the rate. The bias favours
+        pages that are nearly due; without it, pages due at one time displace each other and none stays to be hit.
         """
-        bins = list(zip(hazard, self._widths, strict=True))
-        rates = []
-        for first in range(_BINS):
-            best, chance, left = 0.0, 0.0, 1.0
-            time = self._delay - 0.5 * self._widths[first] * (1 - hazard[first] / 2)
-            for h, width in bins[first:]:
-                chance += left * h
-                time += left * width * (1 - 0.5 * h)
-                left *= 1 - h
-                if chance > best * time:
-                    best = chance / time
-                elif chance + left <= best * time:
-                    break  # not even certain reuse would help
-            rates.append(best)
+        rates = [0.0] * _BINS
+        stretches: list[tuple[float, float, float]] = []
+        for b in range(_BINS - 1, -1, -1):
+            h, width = hazard[b], self._edges[b + 1] - self._edges[b]
+            chance, time, left = h, 0.5 * width * (1 - h / 2), 1 - h
+            for more, longer, rest in reversed(stretches):
+                if more * time <= chance * longer:
+                    break
+                chance, time, left = chance + left * more, time + left * longer, left * rest
+            rates[b] = chance / time
+            chance, time, left = h, width * (1 - h / 2), 1 - h
+            while stretches and stretches[-1][0] * time > chance * stretches[-1][1]:
+                more, longer, rest = stretches.pop()
+                chance, time, left = chance + left * more, time + left * longer, left * rest
+            stretches.append((chance, time, left))
         return rates
 
 
