@@ -39,6 +39,7 @@ async def test_too_many_requests_are_told_when_to_come_back():
             assert found.status_code == 429 and error_of(found)["code"] == "rate_limit"
             assert 1 <= int(found.headers["retry-after"]) <= 20
             assert 0 < int(found.headers["retry-after-ms"]) <= 20_000
+            assert found.headers["x-ratelimit-remaining-requests"] == "0"
         assert len(executor_of(running.engine).steps) == steps
         assert (await running.client.get("/v1/models")).status_code == 200, "only generations count"
 

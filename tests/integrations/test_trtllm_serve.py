@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from integrations.trtllm_stand_in import Executor, next_token
 from serve.serving import Process, Running, failure, rest_of, serving, stats_now, until
 
@@ -259,12 +260,16 @@ async def test_the_command_serves_and_drains(trtllm_built: Path) -> None:
     assert code == 1 and "draining 2 streams" in log and "Traceback" not in log
 
 
-async def test_the_command_ends_when_the_library_breaks(trtllm_built: Path) -> None:
+async def test_the_command_starts_the_engine_again_when_the_library_breaks(trtllm_built: Path) -> None:
     async with wicore_serve(trtllm_built, script={ENDLESS: [[300], "break"]}) as server:
         code, words, _ = await failure(server.stub.Generate(ask(first=ENDLESS)))
         assert code is grpc.StatusCode.INTERNAL and "CUDA error" in words
+        await server.until_status(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.until_serving()
+        assert (await answer(server, ask(5)))[1] == greedy(5)
+        server.process.send_signal(signal.SIGTERM)
         code, log = await server.end()
-    assert code == 1 and "error: The engine stopped" in log
+    assert code == 0 and "The engine stopped" in log and "starting it again" in log
 
 
 def test_without_the_library_the_command_says_so_on_one_line(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ import torch
 from integrations import trtllm_stand_in
 from integrations.trtllm_checkpoints import source
 
+from wicore_trt.config import Settings
+from wicore_trt.core.loop import Core
 from wicore_trt.engine.build import build_engine
+from wicore_trt.process import engine, supervisor
+from wicore_trt.types import ModelInfo
 
 CONTEXT = 128
 
@@ -39,11 +44,24 @@ def build(directory: Path, **changes: int) -> Path:
     return directory / "engine"
 
 
-if __name__ == "__main__":
-    from wicore_trt.cli.main import run
-
-    stand_in_machine(pytest.MonkeyPatch(), Path(sys.argv[1]))
+def become(directory: Path) -> None:
+    """Make this process one of such a machine."""
+    stand_in_machine(pytest.MonkeyPatch(), directory)
     given = json.loads(os.environ.get("STAND_IN", "{}"))
     trtllm_stand_in.Executor.script = {int(first): todo for first, todo in given.get("script", {}).items()}
     trtllm_stand_in.Executor.pace_s = given.get("pace_s", 0.002)
+
+
+def load(settings: Settings) -> tuple[Core, ModelInfo]:
+    """The engine, in a process of a server on such a machine."""
+    assert settings.engine is not None
+    become(Path(settings.engine).parent)
+    return engine.load(settings)
+
+
+if __name__ == "__main__":
+    from wicore_trt.cli.main import run
+
+    become(Path(sys.argv[1]))
+    supervisor.Parts = partial(supervisor.Parts, load_engine="integrations.trtllm_machine:load")
     raise SystemExit(run(sys.argv[2:]))

@@ -9,6 +9,7 @@ from copiers import PlainCopier
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
+from wicore_trt.kv.policy.cost import CostPolicy
 from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -75,3 +76,16 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
         assert max(hit.tokens, plan.stop if plan else 0) == context, "a conversation does not continue where it ended"
     print(f"{turns} turns: all layers {every_layer:,} bytes, tier {settings.host_bytes:,}, {index.evictions}")
     manager.tiers.transfers.close(1)
+
+
+def test_the_policies_hear_how_long_an_answer_was(monkeypatch):
+    layout = KVLayout(PAGE_TOKENS, "bfloat16", {GLOBAL: 200, LOCAL: 200}, PAGE_BYTES)
+    settings = KVSettings(host_bytes=100 * PAGE_BYTES[LOCAL])
+    manager, _ = make_cache(settings, layout, WINDOW, engine="27b", kernels="none", copier=NoCopies())
+    heard = []
+    monkeypatch.setattr(CostPolicy, "answered", lambda self, keys, tokens: heard.append((self, len(keys), tokens)))
+    serve(manager, list(range(1000)), 900)
+    held = [manager._policy, *(index.policy for index in manager.tiers.indexes.values())]
+    pages = 1000 // PAGE_TOKENS
+    assert [(id(policy), pages, pages * PAGE_TOKENS - 900) for policy in held] == [(id(p), n, t) for p, n, t in heard]
+    assert len(held) >= 2

@@ -236,3 +236,47 @@ def test_generated_pages_count_for_lru_too() -> None:
     for node in answer:
         guard.hold(node)
     assert any(guard.observe(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"
+
+
+def answers_tell(swapped: bool = False) -> list[TraceRequest]:
+    """Alike prompts of ten blocks; those with short answers (`swapped`: long ones) come back once, after 400 others."""
+    rng, ids, due, out = random.Random(3), Ids(), dict[int, tuple[int, ...]](), []
+    for i in range(6000):
+        chain = due.pop(i, None)
+        returns = chain is None and rng.random() < 0.3
+        if chain is None:
+            chain = tuple(ids.new(10))
+        if returns:
+            due[i + 400] = chain
+        out.append(TraceRequest(chain, 10 * BLOCK_TOKENS, 20 if returns != swapped else 300))
+    return out
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_length_of_answers_tells_which_prompts_come_back(swapped: bool) -> None:
+    """Which of the two it is is learnt. LRU would need 4,000 pages for one hit."""
+    requests = answers_tell(swapped)
+    unknown = [TraceRequest(request.blocks, request.tokens) for request in requests]
+    told, lru = (hit_rate(policy, requests, 1800) for policy in ("cost", "lru"))
+    assert lru == 0.0
+    assert told > 1.3 * hit_rate("cost", unknown, 1800) > 0.0
+
+
+def test_an_answer_changes_the_class_of_all_pages_of_its_request() -> None:
+    """Generated pages too; a later request's answer replaces it, and a policy that never hears of one works."""
+    policy = CostPolicy(100)
+    policy.touch(["a", "b"])
+    policy.add(["a", "b"])
+    policy.add(["c"], "b")
+
+    def coarse() -> set[int]:
+        groups = [policy._nodes[key].group for key in "abc"]
+        assert all(isinstance(group, Group) for group in groups)
+        return {group.page_class.coarse >> 8 for group in groups if isinstance(group, Group)}
+
+    assert coarse() == {0}
+    policy.answered(["a", "b", "c", "never seen"], 500)
+    assert coarse() == {2}
+    policy.answered(["a", "b", "c"], 3)
+    assert coarse() == {1}
+    policy.check_integrity()

@@ -1,12 +1,15 @@
 """A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
-`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, and `pids`, a folder where each process leaves its
-number. `recipe` names a file of settings that the server reads, and reads again.
+`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, `backlog` (bytes after which the engine cuts off a
+front), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`,
+a folder where each process leaves its number. With `heir` processes that lose their parent become children of this
+one, as of the first process of a container. `recipe` names a file of settings that the server reads, and reads again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -17,8 +20,9 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import ServerSettings, Settings, resolve_settings
+from wicore_trt.config import KVSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
+from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.process.supervisor import Parts, Supervisor
 
@@ -38,26 +42,37 @@ def leave_number(name: str) -> None:
 def load_engine(settings: Settings):
     leave_number("engine")
     given = options()
+    channel.MAX_BACKLOG = given.get("backlog", channel.MAX_BACKLOG)
     time.sleep(given.get("load_s", 0))
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
     core = make_core(
-        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences
-    )
+        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences,
+        kv=KVSettings(host_bytes=given["host_bytes"]) if "host_bytes" in given else None,
+    )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
-    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
+
+
+class AnyTextTokenizer(FakeTokenizer):
+    """Every character has a token, several may have one."""
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        return [(ord(c) - 32) % self.vocab_size for c in text]
 
 
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
     leave_number("template")
     os.register_at_fork(after_in_child=lambda: leave_number("front"))
-    return FakeTokenizer()
+    return AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
 
 
 def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
+    if given.get("heir"):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     log.configure(json_lines=given.get("json", False))
     settings = Settings(
         server=ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})

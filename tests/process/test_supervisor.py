@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -226,3 +227,91 @@ async def test_a_signal_while_the_engine_loads(tmp_path):
         code, _ = await server.end()
         assert code == 0
         await server.all_gone()
+
+
+async def test_signals_to_the_children_end_no_request(tmp_path):
+    """As of a service manager that sends what it sends to every process of the service."""
+    async with supervised(tmp_path, step_s=0.005) as server:
+        await serving(server)
+        async with server.stub() as stub:
+            text = asyncio.ensure_future(answer(stub, "all at once", 200))
+            while (await stub.GetStats(pb2.GetStatsRequest())).requests_running != 1:
+                await asyncio.sleep(0.01)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                for child in psutil.Process(server.process.pid).children(recursive=True):
+                    child.send_signal(number)
+            assert await text == expected("all at once", 200)[0]
+            server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and "starting it again" not in log, log
+
+
+async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
+    """It hung for too long: its streams end with an error, and the same two processes serve what comes later."""
+    async with supervised(tmp_path, backlog=1000, step_s=0.001) as server:
+        await serving(server)
+        [engine], [front] = server.alive("engine"), server.alive("front")
+        async with server.stub() as stub:
+            streams = [stub.Generate(request(f"cut off {i}", 3000)) for i in range(8)]
+            feeds = [aiter(stream) for stream in streams]
+            await asyncio.gather(*map(anext, feeds))
+            files = psutil.Process(engine).num_fds()
+            os.kill(front, signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(60):
+                    while psutil.Process(engine).num_fds() >= files:  # until it has closed its end
+                        await asyncio.sleep(0.02)
+            finally:
+                os.kill(front, signal.SIGCONT)
+            for feed in feeds:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in feed:
+                        pass
+                assert "The engine stopped" in caught.value.details()
+            async with asyncio.timeout(60):
+                text = ""
+                while not text:
+                    with suppress(grpc.aio.AioRpcError):
+                        text = await answer(stub, "later", 5)
+            assert text == expected("later", 5)[0]
+        assert (server.alive("engine"), server.alive("front")) == ([engine], [front])
+
+
+async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
+    async with supervised(tmp_path) as server:
+        await serving(server)
+        [front], [template] = server.alive("front"), server.alive("template")
+        port = int(server.address.rpartition(":")[2])
+        os.kill(template, signal.SIGSTOP)
+        os.kill(front, signal.SIGKILL)
+        while server.alive("front"):
+            await asyncio.sleep(0.002)
+        with socket.create_server(("127.0.0.1", port)):
+            os.kill(template, signal.SIGCONT)
+            async with asyncio.timeout(60):
+                while b"is in use" not in await server.process.stderr.readline():
+                    assert server.process.returncode is None
+        await server.until_serving()
+
+
+async def test_nothing_is_left_when_the_supervisor_is_killed_at_once(tmp_path):
+    """Before its children have begun to look after it."""
+    async with supervised(tmp_path, load_s=60) as server:
+        supervisor = psutil.Process(server.process.pid)
+        async with asyncio.timeout(60):
+            while len(children := supervisor.children()) < 2:
+                await asyncio.sleep(0.001)
+        server.process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+        assert not alive
+
+
+async def test_the_first_process_of_a_container_buries_its_fronts(tmp_path):
+    async with supervised(tmp_path, heir=True) as server:
+        await serving(server)
+        [front], [template] = server.alive("front"), server.alive("template")
+        os.kill(template, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while psutil.pid_exists(front):
+                await asyncio.sleep(0.02)
+        await server.until_serving()

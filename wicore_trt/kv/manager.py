@@ -427,6 +427,11 @@ class KVCacheManager:
         indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
+        answer = max(0, pages.published * self.page_tokens - prompt_tokens)  # known to the page
+        if self._policy is not None:
+            self._policy.answered(keys, answer)
+        for index in indexes:
+            index.policy.answered(keys, answer)
         if LOCAL not in self.pools or pages.load:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.

@@ -2,17 +2,21 @@
 
 Each message is its length (4 bytes, little endian) and its bytes. It must not know what they say. Invariants: messages
 arrive whole and in the order of `post`; `post` never waits for the other side; a side that does not read is cut off
-before it costs memory without bound; `closed` is called once, on the loop's thread, whoever ends it.
+before it costs memory without bound; a message that its receiver cannot take ends the channel; `closed` is called once,
+on the loop's thread, whoever ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+
+log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 256 << 20
 """Bytes that wait for the other side. It is one of our own processes, so that much means that it hangs."""
@@ -124,7 +128,11 @@ class Channel:
             stop = start + _HEAD + int.from_bytes(self._in[start : start + _HEAD], "little")
             if stop > end:
                 break
-            self._received(bytes(self._in[start + _HEAD : stop]))
+            try:
+                self._received(bytes(self._in[start + _HEAD : stop]))
+            except Exception:  # a bug of ours; whoever waits for what it said is told that the channel has ended
+                log.exception("a message could not be taken")
+                self.close()
             if not self._open:
                 return
             start = stop

@@ -103,8 +103,9 @@ class EngineHost:
             prefix = output.request_id[: output.request_id.index("/") + 1]
             batches.setdefault(prefix, []).append(output)
         for prefix, batch in batches.items():
-            if prefix in self._links:
-                self._links[prefix].send(Outputs(batch))
+            leaving = self._links.get(prefix)  # the link thread takes it out at any time
+            if leaving is not None:
+                leaving.send(Outputs(batch))
 
     def left(self, prefix: str) -> None:
         """A front has gone; on the link thread."""

@@ -51,13 +51,18 @@ class RemoteEngine(EnginePort):
         self._channel: Channel | None = None
         self._down: str | None = STARTING
         self._calls = itertools.count()
-        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the request that is being added
         self._followers: dict[int, asyncio.Queue[Changes | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
     @property
     def dead(self) -> str | None:
         return self._down
+
+    @property
+    def linked(self) -> bool:
+        """Whether there is a channel, though its engine may not have said anything yet."""
+        return self._channel is not None
 
     async def start(self, sink: Sink) -> None:
         self._sink = sink
@@ -73,7 +78,7 @@ class RemoteEngine(EnginePort):
     async def add(self, request: GenerateRequest) -> None:
         self._live[request.request_id] = request.params.n
         try:
-            await self._ask(lambda call: Add.of(call, request))
+            await self._ask(lambda call: Add.of(call, request), request.request_id)
         except BaseException:
             self._live.pop(request.request_id, None)
             raise
@@ -115,10 +120,10 @@ class RemoteEngine(EnginePort):
             raise UnavailableError(f"The engine takes no requests now: {self._down}.", fix="Try again soon.")
         return self._channel
 
-    async def _ask(self, make: Callable[[int], object]) -> Done:
+    async def _ask(self, make: Callable[[int], object], request_id: str = "") -> Done:
         channel, call = self._up(), next(self._calls)
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._pending[call] = reply
+        self._pending[call] = reply, request_id
         try:
             channel.post(encode(make(call)))
             return await reply
@@ -134,9 +139,9 @@ class RemoteEngine(EnginePort):
                         self._ended(output)
                 self._sink(message.outputs)
             case Done():
-                reply = self._pending.get(message.call)
-                if reply is not None and not reply.done():
-                    reply.set_result(message)
+                found = self._pending.get(message.call)
+                if found is not None and not found[0].done():
+                    found[0].set_result(message)
             case Refused():
                 self._refused(message.call, message.error())
             case Changes():
@@ -150,9 +155,10 @@ class RemoteEngine(EnginePort):
                 self._changed()
 
     def _refused(self, call: int, error: WicoreError) -> None:
-        reply = self._pending.get(call)
-        if reply is not None and not reply.done():
-            reply.set_exception(error)
+        found = self._pending.get(call)
+        if found is not None and not found[0].done():
+            found[0].set_exception(error)
+            self._live.pop(found[1], None)  # `add` tells of it, and no output does
         elif call in self._followers:
             self._followers[call].put_nowait(error)
 
@@ -167,11 +173,8 @@ class RemoteEngine(EnginePort):
         """The channel has ended, and with it all that its engine had of us."""
         self._channel, self.pid, self._down = None, None, self._down or ENDED
         error = EngineDeadError(f"The engine stopped: {self._down}.")
-        for reply in list(self._pending.values()):
-            if not reply.done():
-                reply.set_exception(error)
-        for parts in self._followers.values():
-            parts.put_nowait(error)
+        for call in (*self._pending, *self._followers):
+            self._refused(call, error)
         live, self._live = self._live, {}
         self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=str(error)) for name in live])
         self._changed()

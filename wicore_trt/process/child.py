@@ -1,8 +1,9 @@
 """A process of this server, and what is said between it and the supervisor.
 
 Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
-must not know what a process does. Invariants: a child ends when its supervisor does, however that ends; a child imports
-from where its parent does, so a folder that happens to be the current one gives it nothing else.
+must not know what a process does. Invariants: a child ends when its supervisor does, however and whenever that ends;
+a child leaves the signals that ask a server to end to the supervisor; a child imports from where its parent does, so a
+folder that happens to be the current one gives it nothing else.
 """
 
 from __future__ import annotations
@@ -20,23 +21,32 @@ from contextlib import suppress
 from typing import Any
 
 from wicore_trt import errors
-from wicore_trt.errors import WicoreError
+from wicore_trt.errors import WicoreError, shortened
 
 MAX_MESSAGE = 1 << 17
 MAX_FDS = 4
+MAX_TEXT = 1 << 13
+"""Characters of a text in a message; as JSON each may take six bytes."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CODE = """
 import json, sys
-_, fd, module, path = sys.argv
+_, fd, module, path, parent = sys.argv
 sys.path[:] = json.loads(path)
 from importlib import import_module
+import_module("wicore_trt.process.child").belong_to(int(parent))
 sys.exit(import_module(module).main(int(fd)))
 """
 
 
-def die_with_parent() -> None:
-    """Have this process killed when the one that made it ends."""
+def belong_to(parent: int) -> None:
+    """Have this process killed when the one that made it ends, also if it has ended already. SIGTERM, SIGINT and SIGHUP
+    are the supervisor's: some service managers send them to every process of a service, and a child that obeyed would
+    end requests that the supervisor lets finish."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class Control:
@@ -52,9 +62,8 @@ class Control:
 
     @classmethod
     def of_child(cls, fd: int) -> Control:
-        """The child's end, by the number that it was started with. The child ends with its supervisor from now on."""
+        """The child's end, by the number that it was started with."""
         os.set_inheritable(fd, False)
-        die_with_parent()
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -71,7 +80,8 @@ class Control:
 
     def send_error(self, error: WicoreError) -> None:
         """Say why this process ends."""
-        self.send("failed", error=type(error).__name__, message=error.message, fix=error.fix)
+        message, fix = shortened(error.message, MAX_TEXT), error.fix and shortened(error.fix, MAX_TEXT)
+        self.send("failed", error=type(error).__name__, message=message, fix=fix)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """The next message and its file descriptors, which are the caller's then. None when the other side ended."""
@@ -103,7 +113,7 @@ class Child:
         fd = theirs.fileno()
         # A session of its own: what a terminal sends to all processes of the foreground reaches the supervisor alone.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path)],
+            [sys.executable, "-P", "-c", _CODE, str(fd), module, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
         )  # fmt: skip
         theirs.close()
@@ -137,10 +147,14 @@ class Fork:
     def wait(self, timeout_s: float) -> int:
         """As that of a child. The template tells the exit code."""
         try:
-            return self.code.result(timeout_s)
+            code = self.code.result(timeout_s)
         except TimeoutError:
             self.kill()
             return -signal.SIGKILL
+        if self.pid is not None:
+            with suppress(ChildProcessError):  # ours to wait for where its template has ended and we are its heir
+                os.waitpid(self.pid, 0)
+        return code
 
 
 def how_it_ended(code: int) -> str:

@@ -9,7 +9,6 @@ import gc
 import importlib
 import logging
 import os
-import signal
 import socket
 import threading
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
-from wicore_trt.errors import WicoreError
+from wicore_trt.errors import WicoreError, shortened
 from wicore_trt.link.host import EngineHost
-from wicore_trt.process.child import Control
+from wicore_trt.process.child import MAX_TEXT, Control
 from wicore_trt.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ def load(settings: Settings) -> tuple[Core, ModelInfo]:
     """The engine that the settings name. Raises what `load_engine` raises."""
     from wicore_trt.core.assemble import load_engine
 
-    loaded = load_engine(settings)
+    loaded = load_engine(settings, serves=True)
     return loaded.core, loaded.info
 
 
@@ -42,8 +41,6 @@ def named(place: str) -> Any:
 def main(fd: int) -> int:
     """The life of the process; `fd` is its control socket. Returns the exit code."""
     control = Control.of_child(fd)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the supervisor decides
     first = control.receive()
     if first is None:
         return 0
@@ -67,7 +64,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_listen, args=(control, host), name="wicore-control", daemon=True).start()
     host.wait()
     if host.dead is not None:
-        control.send("broke", why=host.dead)
+        control.send("broke", why=shortened(host.dead, MAX_TEXT))
     logging.shutdown()
     os._exit(1 if host.dead is not None else 0)  # threads that hang in a device or a disk are left behind
 

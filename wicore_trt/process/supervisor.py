@@ -71,6 +71,7 @@ class Supervisor:
         self._announce, self._bound = announce, bound
         self._engine, self._front, self._template = _Place(), _Place(), _Place()
         self._was_bound = self._announced = self._engine_ready = self._stopping = False
+        self._links = 0  # that the front was given
         self._end: asyncio.Future[int] | None = None
 
     def run(self) -> int:
@@ -114,7 +115,7 @@ class Supervisor:
         template = self._template.process
         if template is None or self._front.process is not None:
             return
-        fork = Fork()
+        fork, self._links = Fork(), 0
         self._front.put(fork, self._heard_front, self._front_ended)
         template.control.send("fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context)
         fork.theirs.close()
@@ -124,6 +125,7 @@ class Supervisor:
         """Give both a socket to each other."""
         engine, front = self._engine.process, self._front.process
         if self._engine_ready and engine is not None and front is not None:
+            self._links += 1
             one, other = socket.socketpair()
             with one, other:
                 engine.control.send("link", [one.fileno()])
@@ -157,12 +159,13 @@ class Supervisor:
                 self._ports = message["ports"]
                 self._keep(self._given)
             case "serving":
-                self._front.served = True
                 if not self._announced:
                     self._announced = True
                     self._announce(message["address"], message["url"])
             case "reload":
                 self._reload()
+            case "unlinked" if message["links"] == self._links:  # else another one is on its way
+                self._join()
             case "failed":
                 self._front.said = error_of(message)
 
@@ -180,7 +183,7 @@ class Supervisor:
         if self._stopping:
             return
         said = self._front.said
-        if said is not None and not self._front.served:
+        if said is not None and not self._announced:
             self._finish(said)
             return
         log.error("the front ended (%s); starting it again", said or how_it_ended(code))
@@ -288,7 +291,6 @@ class _Place:
     def __init__(self) -> None:
         self.process: Child | Fork | None = None
         self.said: WicoreError | None = None  # why it ends
-        self.served = False
         self._began = 0.0
         self._quick = 0
 

@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +21,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.process.child import Control
+from wicore_trt.process.child import Control, belong_to
 from wicore_trt.process.engine import named
 
 if TYPE_CHECKING:
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from wicore_trt.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+RELINK_S = 0.1
+"""After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
@@ -47,8 +49,6 @@ def main(fd: int) -> int:
     """The life of the template; `fd` is its control socket. It has one thread and opens nothing, so that a fork of it
     is a whole process. Returns the exit code."""
     control = Control.of_child(fd)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the supervisor decides
     received = control.receive()
     if received is None:
         return 0
@@ -75,8 +75,10 @@ def main(fd: int) -> int:
             if received is None:
                 return 0
             message, [given] = received
+            template = os.getpid()
             pid = os.fork()
             if pid == 0:
+                belong_to(template)
                 control.close()
                 os._exit(serve(Control.of_child(given), message, tokenizer))
             os.close(given)
@@ -115,6 +117,7 @@ class Front:
         self._stop: asyncio.Event | None = None
         self._servers: Servers | None = None
         self._asked: list[asyncio.Future[dict[str, Any]]] = []  # who waits for settings that are read again
+        self._links = 0
 
     async def engine(self) -> TextEngine:
         """The engine, when there is one."""
@@ -144,6 +147,14 @@ class Front:
         assert self._remote is not None
         if self._remote.dead is None:
             self._came.set()
+        elif not self._remote.linked:
+            asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
+
+    def _ask_for_link(self) -> None:
+        """The link has ended, perhaps without its engine: one side may have hung for too long."""
+        assert self._remote is not None
+        if not self._remote.linked:
+            self._control.send("unlinked", links=self._links)
 
     def _on_message(self) -> None:
         assert self._remote is not None and self._stop is not None
@@ -152,6 +163,7 @@ class Front:
             os._exit(1)  # the supervisor has ended
         message, fds = received
         if message["kind"] == "link":
+            self._links += 1
             self._remote.connect(socket.socket(fileno=fds[0]))
         elif message["kind"] == "drain":
             self._stop.set()

@@ -43,14 +43,15 @@ def run_server(
     announce: Told = lambda address, url: None,
     max_context: int | None = None,
     bound: Told = lambda address, url: None,
-    watch: Callable[[asyncio.Event, Servers], None] = lambda stop, servers: None,
+    watch: Callable[[asyncio.Event, Servers], None] | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
-    `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken,
-    and `watch`, before that, the servers and an event that ends them when it is set. The largest message follows from
-    `max_context`, the engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory
-    raises before serving, EngineDeadError when an engine that does not recover breaks while serving.
+    `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken.
+    With `watch` no signal ends the server: it is told, before it listens, the servers and an event that ends them when
+    it is set. The largest message follows from `max_context`, the engine's, unless the settings say. Raises
+    EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when an engine that
+    does not recover breaks while serving.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch))
@@ -71,12 +72,15 @@ async def _serve(
     announce: Told,
     max_context: int | None,
     bound: Told,
-    watch: Callable[[asyncio.Event, Servers], None],
+    watch: Callable[[asyncio.Event, Servers], None] | None,
 ) -> int:
     check_exposure(settings)
-    stop = _stop_on_signals()
+    stop = asyncio.Event()
+    if watch is None:
+        _stop_on_signals(stop)
     server = Servers(settings, max_context)
-    watch(stop, server)
+    if watch is not None:
+        watch(stop, server)
     try:
         address, url = await server.start()
         bound(address, url)
@@ -128,9 +132,9 @@ async def _drain(server: Servers, engine: TextEngine, grace_s: float) -> int:
     return 0 if clean else 1
 
 
-def _stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets. A second one ends the process there and then."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT sets `stop`. A second one ends the process there and then."""
+    loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
@@ -142,7 +146,6 @@ def _stop_on_signals() -> asyncio.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return stop
 
 
 async def _unless(stop: asyncio.Event, work: asyncio.Future[T]) -> T | None:

@@ -5,8 +5,8 @@ recomputing it costs. It knows no wall clock, workload or model. Invariant: ever
 is learnt; the constants are pseudo-counts and bin widths relative to the capacity.
 
 The class of a page: how often it was used (the page itself), whether it ends its request, how many pages that request
-brought anew (a long new prompt is rarely continued, a short extension of a known chain often is), and, as a finer
-distinction, how long the chain had been idle before the request and how long the request was.
+brought anew (a long new prompt is rarely continued, a short extension of a known chain often is), whether its answer
+was short, and, as a finer distinction, how long the chain had been idle before the request and how long that was.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from operator import attrgetter
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.policy.guard import LRUGuard
-from wicore_trt.kv.policy.policy import ChainPolicy, Node, ghost_limit
+from wicore_trt.kv.policy.policy import ChainPolicy, Key, Node, ghost_limit
 from wicore_trt.kv.policy.reuse import Group, PageClass, ReuseModel
 
 LENGTH_UNIT = 512
 """Tokens in which lengths are counted before they are sorted into octaves."""
+_SHORT_ANSWER = 64
+"""Tokens. Short answers are extracted or chosen by a program or a reader of a long document, which may come back after
+any time; a conversation goes on soon or never."""
+_ANSWER = 1 << 8
+"""Factor of the answer's length in a coarse class: 0 unknown (the request still runs), 1 short, 2 long."""
 _MAX_USES, _MAX_FRESH, _MAX_IDLE, _MAX_LENGTH = 3, 6, 5, 9
 _GROUP_OF, _USES_OF = attrgetter("group"), attrgetter("uses")
 
@@ -75,8 +80,13 @@ class CostPolicy(ChainPolicy):
             self._values.append(self._values[-1] + self._page_cost(len(self._values) - 1))
         return self._values[pages]
 
+    @property
+    def lru_decides(self) -> bool:
+        """Whether the guard does not believe the learnt order."""
+        return self._guard is not None and self._guard.use_lru
+
     def _learnt(self) -> bool:
-        return self._model.ready and not (self._guard is not None and self._guard.use_lru)
+        return self._model.ready and not self.lru_decides
 
     def _observe(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for _, run in groupby(path[:seen], key=_GROUP_OF):
@@ -99,6 +109,17 @@ class CostPolicy(ChainPolicy):
             self._model.refresh(self._groups, self._clock)
         if self._consult_guard(path, refreshed=changed) or changed:
             self._rescore()
+
+    def answered(self, keys: Sequence[Key], tokens: int) -> None:
+        path = [self._nodes[key] for key in keys if key in self._nodes]
+        level = (1 if tokens < _SHORT_ANSWER else 2) * _ANSWER
+        for group in {node.group: None for node in path}:
+            assert isinstance(group, Group)
+            coarse, fine = group.page_class
+            group.page_class = PageClass(coarse % _ANSWER + level, fine)
+        for node in path:
+            node.version += 1
+            self._offer(node)
 
     def _consult_guard(self, path: list[Node], *, refreshed: bool) -> bool:
         """Whether another order decides from now on."""

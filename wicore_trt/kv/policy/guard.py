@@ -3,7 +3,7 @@
 Two shadow caches of the tier's capacity hold keys only and replay the tier's own traffic. One is LRU, always. The other
 follows the learnt order while LRU decides in the tier: a trial that costs no hits. It must not know how the policy
 ranks pages. Invariant: the tier follows the learnt order only after a trial won against LRU by a stake, and until it
-lost a fixed amount to LRU; each such failure doubles the stake, so losses grow with the logarithm of the traffic.
+lost a fixed amount to LRU; each such failure trebles the stake, so losses grow with the logarithm of the traffic.
 
 A hit is worth what recomputing it costs. All amounts are in root mean square hits of a request that hits: the size of
 one lucky request.
@@ -91,7 +91,7 @@ class LRUGuard:
         if self._lead >= -_LOSS * unit:
             return False
         self.use_lru = True
-        self._stake *= 2
+        self._stake *= 3
         return True
 
     def _replay(self, path: Sequence[Node]) -> int:

@@ -99,6 +99,9 @@ class ChainPolicy(ABC):
             else:
                 self._ghosts.move_to_end(node.key)
 
+    def answered(self, keys: Sequence[Key], tokens: int) -> None:  # noqa: B027, most policies do not ask
+        """A request that touched this chain has ended, after an answer of so many tokens."""
+
     def add(self, keys: Sequence[Key], parent: Key | None = None) -> None:
         """These consecutive pages came into the tier. `parent` is the page before the first one; it is needed only for
         keys that no `touch` has shown yet (generated pages)."""

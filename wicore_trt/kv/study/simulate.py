@@ -122,6 +122,9 @@ class _Tiers:
         first.add([block for block in blocks if block not in first])
         if self._inclusive:
             self._write_through(blocks)
+        if request.answer is not None:
+            for policy in self._policies:
+                policy.answered(blocks, request.answer)
         self._shrink()
         return hit
 

@@ -21,10 +21,12 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt. `blocks` name its prefix, first block first; `tokens` is its length."""
+    """One prompt. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number of
+    generated tokens, None when unknown."""
 
     blocks: tuple[int, ...]
     tokens: int
+    answer: int | None = None
 
 
 def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
@@ -78,11 +80,12 @@ def _request(line: str, where: str) -> TraceRequest:
         data = json.loads(line)
         blocks = tuple(int(block) for block in data["hash_ids"])
         tokens = int(data.get("input_length", len(blocks) * BLOCK_TOKENS))
+        answer = int(data["output_length"]) if "output_length" in data else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where}: not a trace request ({error}).", fix="Each line needs hash_ids.") from error
     if not blocks or len(set(blocks)) != len(blocks):
         raise ConfigError(f"{where}: hash_ids must be a non-empty list without repeats.")
-    return TraceRequest(blocks, tokens)
+    return TraceRequest(blocks, tokens, answer)
 
 
 def unique_blocks(requests: list[TraceRequest]) -> int:

@@ -1,0 +1,98 @@
+"""What goes wrong on the link between engine and front, and between supervisor and child, one fault at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+
+import pytest
+from fakes import FAKE_INFO, make_core
+
+from wicore_trt.errors import EngineDeadError, EngineFormatError
+from wicore_trt.link.channel import Channel
+from wicore_trt.link.host import EngineHost
+from wicore_trt.link.messages import Add, Welcome, decode_to_engine, encode
+from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.process.child import Control, error_of
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+
+
+def framed(message: object) -> bytes:
+    data = encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
+    """The engine ends between a request and its answer."""
+    outputs: list[TokenOutput] = []
+    remote = RemoteEngine()
+    await remote.start(outputs.extend)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO)))
+    await until(lambda: remote.dead is None)
+    request = GenerateRequest("1/0", (1, 2), SamplingParams(max_tokens=4, n=2))
+    adding = asyncio.ensure_future(remote.add(request))
+    await asyncio.sleep(0)
+    sent = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
+    assert isinstance(decode_to_engine(sent[4:]), Add)
+    theirs.close()
+    with pytest.raises(EngineDeadError, match="its process ended"):
+        await adding
+    assert not outputs and not remote.linked
+
+
+async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine():
+    class Leaving(dict):
+        """A front leaves as soon as somebody has looked whether it is there."""
+
+        def __contains__(self, prefix: object) -> bool:
+            return super().__contains__(prefix) and self.pop(prefix) is not None
+
+    host = EngineHost(make_core(), FAKE_INFO, max_waiting=4)
+    ours, theirs = socket.socketpair()
+    host.start()
+    try:
+        await asyncio.to_thread(host.attach, theirs)
+        host._links = Leaving(host._links)
+        host._emit([TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
+        host._emit([TokenOutput("2/0", 0, (5,), finish_reason=FinishReason.LENGTH)])
+    finally:
+        await asyncio.to_thread(host.stop, 5)
+        ours.close()
+
+
+async def test_a_message_that_breaks_its_receiver_ends_the_channel():
+    """It is not read a second time, and who waits for an answer hears that there is none."""
+    read: list[bytes] = []
+    ended: list[bool] = []
+
+    def receive(message: bytes) -> None:
+        read.append(message)
+        if message == b"bad":
+            raise ValueError(message)
+
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, asyncio.get_running_loop(), receive, lambda: ended.append(True))
+    channel.open()
+    for message in (b"good", b"bad", b"late"):
+        with suppress(BrokenPipeError):
+            theirs.sendall(len(message).to_bytes(4, "little") + message)
+    await until(lambda: ended)
+    assert read == [b"good", b"bad"] and ended == [True]
+    theirs.close()
+
+
+def test_an_error_of_any_length_is_told():
+    ours, theirs = Control.pair()
+    theirs.send_error(EngineFormatError("\x01" * 1_000_000, fix="\x02" * 1_000_000))
+    message, _ = ours.receive()
+    assert isinstance(error_of(message), EngineFormatError)
