@@ -17,7 +17,7 @@ from wicore_trt.errors import EnvironmentUnfitError
 
 PANELS = {
     "Engines": ("fetch", "convert", "build", "inspect"),
-    "Running": ("serve", "generate", "bench"),
+    "Running": ("serve", "chat", "generate", "bench"),
     "KV cache": ("kv",),
     "Machine": ("doctor", "recipes"),
 }

@@ -129,6 +129,14 @@ class Client:
         """Yield the deltas of one prompt, or of the next turn of a conversation, as they come."""
         return _outputs(self._call(prompt, params, cache, timeout_s))
 
+    def has_chat_template(self) -> bool:
+        """Whether the served model takes conversations; one without completes text alone."""
+        try:
+            found = self._stub.GetModelInfo(pb2.GetModelInfoRequest(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+        return bool(found.chat)
+
     def close(self) -> None:
         """End all calls."""
         self._channel.close()

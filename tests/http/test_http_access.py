@@ -15,6 +15,7 @@ from web import GREEDY, error_of, executor_of, make_engine, serving, until
 from wicore_trt.access.listening import http_host
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.http.page import assets
 from wicore_trt.http.routes import routes
 from wicore_trt.http.server import HttpServer
 from wicore_trt.http.table import OPEN, OPERATIONS
@@ -35,7 +36,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_every_route_but_two_needs_a_key():
+async def test_every_route_but_two_and_the_page_needs_a_key():
     async with serving(api_key=KEY) as running:
         listed = {route.path: route for route in routes(running.server.context)}
         assert set(listed) >= {o.path for o in OPERATIONS} and len(listed) >= 12 and {"/health", "/ready"} == OPEN
@@ -45,7 +46,7 @@ async def test_every_route_but_two_needs_a_key():
                 continue  # WebSockets have a test of their own
             for method in sorted((route.methods if route else None) or {"GET", "POST"}):
                 found = await running.client.request(method, url, json={} if method == "POST" else None)
-                if path in OPEN:
+                if path in OPEN or path in assets():
                     assert found.status_code == 200, path
                 else:
                     assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer", path

@@ -2,8 +2,9 @@
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
 `load_s`, `fail_at` (the step that breaks an engine), `load_fails`, `backlog` (bytes after which the engine cuts off a
-front), and `pids`, a folder where each process leaves its number. With `heir` processes that lose their parent become
-children of this one, as of the first process of a container.
+front), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`,
+a folder where each process leaves its number. With `heir` processes that lose their parent become children of this
+one, as of the first process of a container.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import ServerSettings, Settings
+from wicore_trt.config import KVSettings, ServerSettings, Settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -47,17 +48,25 @@ def load_engine(settings: Settings):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
     core = make_core(
-        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences
-    )
+        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences,
+        kv=KVSettings(host_bytes=given["host_bytes"]) if "host_bytes" in given else None,
+    )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
-    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
+
+
+class AnyTextTokenizer(FakeTokenizer):
+    """Every character has a token, several may have one."""
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        return [(ord(c) - 32) % self.vocab_size for c in text]
 
 
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
     leave_number("template")
     os.register_at_fork(after_in_child=lambda: leave_number("front"))
-    return FakeTokenizer()
+    return AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
 
 
 def main(given: dict) -> int:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
+from wicore_trt.core.times import Times
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
 from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
@@ -76,12 +77,15 @@ class TextStream:
     while the engine's last outputs for it are still on their way.
     """
 
-    def __init__(self, engine: TextEngine, key: str, request: TextRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: TextEngine, key: str, request: TextRequest, tokenizer: Tokenizer, since: float = 0.0
+    ) -> None:
         self.key = key
         self.request_id = request.request_id
         self.tenant = request.tenant
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
+        self._since, self._last = since, [0.0] * request.params.n  # when it was asked for, and had its last tokens
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
@@ -102,6 +106,11 @@ class TextStream:
         if text is None:
             return
         self._engine.tally(self.tenant).add(text)
+        times = self._engine.times
+        if text.token_ids:
+            self._last[output.index] = times.output(self._since, self._last[output.index])
+        if text.finish_reason is not None:
+            times.end(self._since, text.finish_reason, text.usage)
         self._pending.setdefault(output.index, []).append(text)
         if self._texts[output.index].finished and output.finish_reason is None:
             self._engine.abort_engine(self.key, output.index)
@@ -159,6 +168,7 @@ class TextEngine:
         self.info = info
         self.draining = False
         self.engine = engine
+        self.times = Times()
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
         self._tallies: dict[str, Tally] = {}
@@ -211,12 +221,12 @@ class TextEngine:
         """
         if self.draining or not self._started:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
-        name = (request.tenant, request.request_id)
+        since, name = time.monotonic(), (request.tenant, request.request_id)
         if name in self._keys:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer)
+        stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)
         self._streams[stream.key] = stream
         self._keys[name] = stream.key
         self._idle.clear()
@@ -293,6 +303,7 @@ class TextEngine:
         await self.engine.stop(timeout_s)
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
+        self.times.now = time.monotonic()
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

@@ -23,6 +23,7 @@ from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
+from wicore_trt.http.page import assets
 from wicore_trt.http.replies import json_reply, rate_headers
 from wicore_trt.http.table import OPEN, OPERATIONS
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generates)
 """Paths whose access lines are INFO; the small ones are DEBUG."""
+KEYLESS = OPEN | assets().keys()
+"""Paths that need no key: the probes', and the page's own files."""
 EXPOSED = (
     *("x-request-id", "retry-after", "retry-after-ms"),
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
@@ -47,7 +50,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
-        who = EVERYBODY if path in OPEN else self._context.admission.keys.find(offered_key(headers.get))
+        who = EVERYBODY if path in KEYLESS else self._context.admission.keys.find(offered_key(headers.get))
         call = Call.begin(f"{method} {path}", who or Identity(), headers.get(REQUEST_ID_HEADER, ""))
         call.facts["peer"] = "{}:{}".format(*(scope.get("client") or ("unix", "")))
         if who is not None and who.tenant:
@@ -79,7 +82,7 @@ class Front:
         if who is None:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
             raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
-        place = nullcontext() if path in OPEN else self._context.admission.calls.place(who.tenant)
+        place = nullcontext() if path in KEYLESS else self._context.admission.calls.place(who.tenant)
         with place:
             await self._router(*asgi)
 

@@ -57,7 +57,14 @@ async def stats(context: Context, call: Call) -> Response:
     """Counters since start and gauges of the engine."""
     engine, who = context.engine(), call.who
     found = await engine.stats() if who.operator else await engine.stats_of(who.tenant)
-    return json_reply(asdict(found))
+    answer = asdict(found)
+    if who.operator:
+        first, gap = engine.times.first, engine.times.gap
+        answer["latency"] = {
+            name: {"bounds_s": seen.bounds, "counts": seen.counts, "total_s": seen.total}
+            for name, seen in (("first_token", first), ("inter_token", gap))
+        }
+    return json_reply(answer)
 
 
 async def tokenize(context: Context, call: Call, body: TokenizeBody) -> Reply:

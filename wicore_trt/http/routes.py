@@ -16,6 +16,7 @@ from wicore_trt.access.calls import Call
 from wicore_trt.http.context import Context
 from wicore_trt.http.intake import decoded, read_body, validated
 from wicore_trt.http.openapi import document
+from wicore_trt.http.page import page_routes
 from wicore_trt.http.replies import Reply, json_reply
 from wicore_trt.http.socket import PATH, StreamSocket
 from wicore_trt.http.table import OPERATIONS, Operation
@@ -55,4 +56,4 @@ OPENAPI = Operation("/openapi.json", openapi)
 def routes(context: Context, origins: Sequence[str] = ()) -> list[BaseRoute]:
     """The table as Starlette takes it, and the WebSocket."""
     found: list[BaseRoute] = [Route(o.path, Endpoint(context, o), methods=[o.method]) for o in (*OPERATIONS, OPENAPI)]
-    return [*found, WebSocketRoute(PATH, StreamSocket(context, origins))]
+    return [*found, *page_routes(), WebSocketRoute(PATH, StreamSocket(context, origins))]

@@ -1,0 +1,231 @@
+"""`wicore chat`: a conversation in the terminal, with a running server or an engine in this process.
+
+Invariants: standard output carries the answers and, on a terminal, the prompts; notes and counts go to standard error;
+what a model writes cannot steer a terminal. Ctrl-C ends an answer, not the program.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wicore_trt.errors import WicoreError
+
+if TYPE_CHECKING:
+    from wicore_trt.cli._partner import Partner
+
+HELP = "/reset begins anew, /system TEXT sets the system prompt, /save FILE writes the conversation as JSON, // says /."
+
+
+def command(
+    where: Annotated[
+        str, typer.Argument(metavar="[ADDRESS|URL|ENGINE]", help="HOST:PORT of gRPC, URL, or engine directory.")
+    ] = "127.0.0.1:50051",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens that make up this mass.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WICORE_SERVER__API_KEY", show_envvar=False, help="The server's API key.")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Certificates to trust, PEM; turns TLS on for gRPC.")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of an engine in this process; 0: all.")] = 0,
+) -> None:
+    """Talk to a model: a running server's, or an engine's in this process.
+
+    Each line is a turn. Ctrl-C stops an answer, Ctrl-D ends. /help lists commands.
+    """
+    from wicore_trt.cli._partner import partner_of
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    partner = partner_of(where, api_key=api_key, ca=ca, threads=threads)
+    talk = Conversation(partner, sampling, system, tty=sys.stdin.isatty() and sys.stdout.isatty())
+    try:
+        if not partner.chats:
+            note(
+                "This model has no chat template: it does not answer, it continues the text so far and what you write."
+            )
+        talk.run()
+    finally:
+        partner.close()
+
+
+def note(text: str) -> None:
+    """A line to the user that is no answer."""
+    print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def harmless(text: str) -> str:
+    """Text without what steers a terminal."""
+    return "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160))
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said. `tty`: somebody types and reads."""
+
+    partner: Partner
+    sampling: dict[str, Any]
+    system: str
+    tty: bool
+    turns: list[dict[str, str]] = field(default_factory=list)
+    saved: set[str] = field(default_factory=set)  # files that are ours to write again
+
+    def run(self) -> None:
+        """Until the end of input. Without a terminal the first failure ends it; there it is told."""
+        if self.tty:
+            import readline  # noqa: F401  (edits lines and remembers them)
+
+            note(HELP)
+        for line in self._lines():
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    self._order(line)
+                elif line.strip():
+                    self._answer(line.removeprefix("/") if line.startswith("//") else line)
+            except WicoreError as error:
+                if not self.tty:
+                    raise
+                note(f"error: {error}")
+
+    def _lines(self) -> Iterator[str]:
+        if not self.tty:
+            yield from (line.rstrip("\r\n") for line in sys.stdin)
+            return
+        while True:
+            try:
+                with on_interrupt(_raise):
+                    line = input("> ")
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                note("Ctrl-D ends.")
+                continue
+            yield line
+
+    def _order(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/reset":
+            self.turns.clear()
+            note("A new conversation.")
+        elif name == "/system":
+            self.system = rest
+            note("The system prompt is set." if rest else "There is no system prompt any more.")
+            if not self.partner.chats:
+                note("A model without chat template does not see it.")
+        elif name == "/save" and rest:
+            self._save(rest)
+        else:
+            note(HELP)
+
+    def _messages(self) -> list[dict[str, str]]:
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+
+    def _save(self, name: str) -> None:
+        try:
+            with Path(name).expanduser().open("w" if name in self.saved else "x", encoding="utf-8") as file:
+                json.dump(self._messages(), file, ensure_ascii=False, indent=1)
+                file.write("\n")
+        except OSError as error:
+            raise WicoreError(f"{name}: {error.strerror}.") from None
+        self.saved.add(name)
+        note(f"Saved to {name}.")
+
+    def _prompt(self) -> Any:
+        """The conversation, or for a model without template all text so far."""
+        if self.partner.chats:
+            return self._messages()
+        text = ""
+        for turn in self.turns:
+            apart = text and not text[-1].isspace() and not turn["content"][:1].isspace()
+            text += ("\n" if apart else "") + turn["content"]
+        return text
+
+    def _answer(self, line: str) -> None:
+        """Say a line and print what comes. A turn that fails is taken back."""
+        self.turns.append({"role": "user", "content": line})
+        parts: list[str] = []
+        started = first = time.perf_counter()
+        counts, stopped = None, False
+        try:
+            with self._stoppable() as asked:
+                pieces = self.partner.stream(self._prompt(), self.sampling)
+                try:
+                    for piece in pieces:
+                        first = first if parts else time.perf_counter()
+                        parts.append(piece.text)
+                        counts = piece.counts or counts
+                        sys.stdout.write(harmless(piece.text) if sys.stdout.isatty() else piece.text)
+                        sys.stdout.flush()
+                        if asked:
+                            stopped = True
+                            break
+                finally:
+                    pieces.close()  # type: ignore[attr-defined]
+        except KeyboardInterrupt:
+            if not self.tty:
+                raise
+            stopped = True
+        except WicoreError:
+            self.turns.pop()
+            if parts:
+                print()
+            raise
+        print(flush=True)
+        if text := "".join(parts):
+            self.turns.append({"role": "assistant", "content": text})
+        else:
+            self.turns.pop()  # stopped before it began
+        if self.tty:
+            note(_summary(counts, first - started, time.perf_counter() - first, stopped))
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[list[int]]:
+        """While somebody is there Ctrl-C ends the answer: at once, or behind the step that runs in this process, which
+        must not be left half-way. The list then holds something."""
+        asked: list[int] = []
+        if not self.tty:
+            yield asked
+        elif not self.partner.steps_here:
+            with on_interrupt(_raise):
+                yield asked
+        else:
+            with on_interrupt(lambda *_: asked.append(1)):
+                yield asked
+
+
+def _raise(*_: object) -> None:
+    """Not what `cli.main` does: this interrupt is no reason to end."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
+    """Another handler of Ctrl-C."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _summary(counts: tuple[int, int, int] | None, first_s: float, rest_s: float, stopped: bool) -> str:
+    if counts is None:
+        return "[stopped]"
+    prompt, output, cached = counts
+    rate = f", {(output - 1) / rest_s:.1f} tokens/s" if output > 1 and rest_s > 0 else ""
+    end = "stopped; " if stopped else ""
+    return f"[{end}{output} tokens; prompt {prompt}, {cached} from the cache; first after {first_s:.2f} s{rate}]"

@@ -1,0 +1,70 @@
+"""How long requests took, as histograms that a front fills as it delivers.
+
+Plain numbers; it must not know who reads them. Invariant: an observation costs less than a microsecond, so that each
+output of each sequence can be one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from wicore_trt.types import FinishReason, Usage
+
+FIRST_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
+TOKENS = (1.0, 2.0, 5.0, *(float(k * 10**e) for e in range(1, 5) for k in (1, 2, 5)), 100_000.0, 200_000.0)
+
+
+class Histogram:
+    """Observations by upper bound, the last one without any. `counts` are not cumulative."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Times:
+    """What a front saw of its requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
+
+    __slots__ = ("first", "gap", "generated", "now", "prompt", "whole")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.first = Histogram(FIRST_S)
+        self.gap = Histogram(GAP_S)
+        self.whole = Histogram(WHOLE_S)
+        self.prompt = Histogram(TOKENS)
+        self.generated = Histogram(TOKENS)
+
+    def output(self, since: float, last: float) -> float:
+        """Tokens came of a sequence that was asked for at `since` and had its last ones at `last` (0: none); returns
+        the new `last`."""
+        now = self.now
+        if last:
+            self.gap.observe(now - last)
+        else:
+            self.first.observe(now - since)
+        return now
+
+    def end(self, since: float, reason: FinishReason, usage: Usage | None) -> None:
+        """A sequence ended. One that failed tells nothing of how long they take."""
+        if reason is FinishReason.ERROR:
+            return
+        self.whole.observe(self.now - since)
+        if usage is not None:
+            self.prompt.observe(usage.prompt_tokens)
+            self.generated.observe(usage.completion_tokens)
