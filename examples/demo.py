@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -125,10 +126,9 @@ def try_it(url: str, server: subprocess.Popen[str]) -> None:
     print(f"page: {url}/", flush=True)
     if sys.stdin.isatty() and sys.stdout.isatty():
         print("Ctrl-C shuts the server down.", flush=True)
-        try:
+        with suppress(KeyboardInterrupt):
             server.wait()
-        except KeyboardInterrupt:
-            return
+        return
     asked = urllib.request.Request(curl[2], body.encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(asked) as answer:
         print(json.load(answer)["choices"][0]["text"])
