@@ -291,6 +291,7 @@ class FakeTokenizer:
     eos_ids = (EOS,)
     vocab_size = VOCAB
     has_chat = False
+    turn_end = None
     byte_ids = frozenset()
     longest_token = 1
 
@@ -306,7 +307,7 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else chr(32 + token).encode()
 
-    def apply_chat(self, messages, *, add_generation_prompt: bool = True, max_tokens=None) -> list[int]:
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt: bool = True, max_tokens=None) -> list[int]:
         return self.encode("".join(str(m["content"]) for m in messages))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         WicoreError,
     )
     from wicore_trt.llm import LLM
-    from wicore_trt.types import CacheHints, Completion, SamplingParams, TextOutput
+    from wicore_trt.types import CacheHints, Completion, Constraint, ConstraintKind, SamplingParams, TextOutput
 
     __version__: str
 
@@ -29,6 +29,8 @@ __all__ = [
     "Client",
     "Completion",
     "ConfigError",
+    "Constraint",
+    "ConstraintKind",
     "EngineFormatError",
     "EnvironmentUnfitError",
     "InvalidRequestError",
@@ -43,7 +45,9 @@ __all__ = [
 _HOMES = {
     "LLM": "wicore_trt.llm",
     "Client": "wicore_trt.client",
-    **dict.fromkeys(("CacheHints", "Completion", "SamplingParams", "TextOutput"), "wicore_trt.types"),
+    **dict.fromkeys(
+        ("CacheHints", "Completion", "Constraint", "ConstraintKind", "SamplingParams", "TextOutput"), "wicore_trt.types"
+    ),
     **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "wicore_trt.errors"),
     "build_engine": "wicore_trt.engine.build",
     "convert": "wicore_trt.checkpoint.convert",

@@ -7,6 +7,7 @@ For any thread.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.types import (
     CacheHints,
     Completion,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     Prompt,
     SamplingParams,
@@ -173,6 +176,23 @@ def _sampling(params: SamplingParams) -> pb2.SamplingParams:
         value = getattr(params, field.name)
         if field.containing_oneof is not None and value is not None:
             setattr(message, field.name, value)
+    if params.constraint is not None:
+        message.constraint.CopyFrom(constraint_message(params.constraint))
+    return message
+
+
+def constraint_message(given: Constraint) -> pb2.Constraint:
+    """Raises InvalidRequestError for choices that are no list of texts."""
+    match given.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return pb2.Constraint(json_object=True)
+        case ConstraintKind.CHOICE:
+            try:
+                return pb2.Constraint(choice=pb2.Choice(texts=json.loads(given.text)))
+            except (TypeError, ValueError):
+                raise errors.InvalidRequestError("The choices must be a list of texts.", field="constraint") from None
+    message = pb2.Constraint()
+    setattr(message, given.kind.value, given.text)
     return message
 
 

@@ -32,7 +32,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
-    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
 }
 """Module to the extra of this package that brings it."""
 

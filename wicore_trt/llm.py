@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
-from wicore_trt.core.text_engine import encode_request
+from wicore_trt.core.text_engine import encode_request, ending_turns
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.types import (
@@ -110,7 +110,7 @@ class LLM:
         cache: CacheHints | None,
     ) -> GenerateRequest:
         text = TextRequest(next(self._ids), params or SamplingParams(), cache=cache or CacheHints())
-        return self._tokenize(replace(text, **prompt_fields(prompt)))
+        return self._tokenize(ending_turns(self.tokenizer, replace(text, **prompt_fields(prompt))))
 
     def _complete(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         parts: dict[tuple[str, int], list[TextOutput]] = {}
@@ -122,6 +122,7 @@ class LLM:
         token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
         made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
         self._core.validate(made)
+        self._core.prepare(made)
         return made
 
     def _run(self, requests: list[GenerateRequest]) -> Iterator[TextOutput]:

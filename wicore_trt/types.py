@@ -33,6 +33,8 @@ MAX_CACHE_SALT = 256
 MAX_SESSION = 256
 MAX_REQUEST_ID = 128
 MAX_TIMEOUT_S = 1e12
+MAX_CONSTRAINT = 1 << 17
+"""Characters of a constraint's text."""
 
 
 class FinishReason(enum.Enum):
@@ -45,16 +47,47 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class ConstraintKind(enum.Enum):
+    """What the text of a `Constraint` is."""
+
+    JSON_OBJECT = "json_object"  # nothing: any JSON object
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # the whole output matches it
+    GRAMMAR = "grammar"  # Lark, as llguidance reads it
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What every finished output of a request is: tokens that do not lead there are never sampled. What the text means
+    is looked at by `wicore_trt.grammar`, which takes time."""
+
+    kind: ConstraintKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, ConstraintKind):
+            raise InvalidRequestError(f"{shown(self.kind)} is no kind of constraint.", field="constraint")
+        check_text("constraint", self.text, MAX_CONSTRAINT)
+        if bool(self.text) == (self.kind is ConstraintKind.JSON_OBJECT):
+            raise InvalidRequestError(
+                f"A constraint of kind {self.kind.value} {'has no' if self.text else 'needs a'} text.",
+                field="constraint",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when a sequence ends.
 
-    Meanings and order follow the field's convention: logit bias and penalties on the raw logits, then
-    temperature, then top-k, top-p and min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off.
+    Meanings and order follow the field's convention: logit bias and penalties on the raw logits, then the constraint,
+    then temperature, then top-k, top-p and min-p. `temperature=0` is greedy. `top_k=0` and `top_p=1` mean off.
     `repetition_penalty` divides positive and multiplies negative logits of tokens seen in prompt or output
     (CTRL, arXiv:1909.05858); presence and frequency penalties count output tokens only (OpenAI's definition).
     `logprobs` is the number of alternatives reported per token (None: none at all, 0: the chosen token only),
-    taken from the untempered, unfiltered distribution. `max_tokens=None` means up to the context limit.
+    taken from the untempered, unfiltered distribution, which no constraint changes. `max_tokens=None` means up to the
+    context limit. Under a `constraint` eos can be chosen only where the output may end, and is where nothing else may
+    follow, whatever `min_tokens` and `ignore_eos` say; an output that ends for another reason is the beginning of one.
 
     Raises InvalidRequestError with the field's name for values of another type, NaN, infinite or out of range.
     """
@@ -76,6 +109,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -102,6 +136,10 @@ class SamplingParams:
             check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("include_stop", self.include_stop)
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise InvalidRequestError(
+                f"constraint must be a Constraint, got {type(self.constraint).__name__}.", field="constraint"
+            )
         self._check_collections()
 
     def _check_collections(self) -> None:
@@ -308,7 +346,8 @@ def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any
 class TextRequest:
     """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
 
-    `messages` are chat turns ({"role", "content"}), rendered by the model's own template. `timeout_s` counts
+    `messages` are chat turns ({"role", "content"}), rendered by the model's own template, and `functions`
+    ({"name", "description", "parameters"}) what it is told that it may call in them. `timeout_s` counts
     from submission. `add_bos` applies to `prompt` only. The rest is as in GenerateRequest, which checks the token ids.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range.
@@ -325,6 +364,7 @@ class TextRequest:
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
     add_bos: bool = True
+    functions: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         _check_request(self)

@@ -77,6 +77,16 @@ async def test_one_is_cancelled_and_the_others_go_on():
         assert len(executor_of(running.engine).steps) < 900
 
 
+TOOL_FRAME = json.dumps(
+    {
+        "type": "generate",
+        "id": "a",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("frame", "param"),
     [
@@ -90,6 +100,8 @@ async def test_one_is_cancelled_and_the_others_go_on():
         ('{"type": "generate", "id": "a"}', "messages"),
         ('{"type": "generate", "id": "a", "prompt": 5}', "prompt"),
         ('{"type": "generate", "id": "a", "prompt": "x", "tools": [1]}', "tools"),
+        (TOOL_FRAME, "tools"),
+        ('{"type": "generate", "id": "a", "prompt": "x", "guided_regex": "(a"}', "guided_regex"),
         ('{"type": "generate", "id": "a", "prompt": "x", "echo": true}', "echo"),
         ('{"type": "generate", "id": "a", "prompt": "x", "temprature": 1}', "temprature"),
         (b"\xff\xfe", None),

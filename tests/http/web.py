@@ -17,6 +17,7 @@ from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.text.chat import _turn
+from wicore_trt.text.turns import has_calls, render
 from wicore_trt.types import TokenLogprob
 
 MAX_CONTEXT = 1024
@@ -29,7 +30,9 @@ class WebTokenizer(FakeTokenizer):
     def encode(self, text, *, add_bos=True, max_tokens=None):
         return [(ord(c) - 32) % VOCAB for c in text]
 
-    def apply_chat(self, messages, *, add_generation_prompt=True, max_tokens=None):
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None):
+        if functions or has_calls(messages):
+            return self.encode(render(messages, functions, add_generation_prompt=add_generation_prompt))
         return self.encode("".join(_turn(i, m)["content"] for i, m in enumerate(messages)))
 
 

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("errors", "model"),
     "plugins": ("errors", "plugins"),
     "text": ("errors", "checks", "files", "types", "text"),
+    "grammar": ("errors", "types", "text", "grammar"),
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
     "runtime.batch": ("types",),
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
     "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
-    "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "core"),
+    "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "core"),
     "llm": ("errors", "types", "config", "core"),
     "client": ("errors", "types", "serve.gen"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
     "serve.servers": (*ROOT_MODULES, "core", "access", "serve", "http"),  # starts both
     "serve": (*ROOT_MODULES, "core", "kv.events", "kv.pages", "access", "serve", "text"),
-    "http": (*ROOT_MODULES, "core", "access", "http", "text"),
+    "http": (*ROOT_MODULES, "core", "access", "http", "text", "grammar"),
 }
 
 

@@ -12,11 +12,27 @@ from triton_cpu import executor_of, small_model
 
 from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.grammar.matcher import Grammars
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.runtime.executor import AheadExecutor
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.types import GenerateRequest, SamplingParams
+from wicore_trt.types import Constraint, ConstraintKind, GenerateRequest, SamplingParams
+
+
+class Letters:
+    """Token t is the letter chr(65 + t), but the end."""
+
+    bos_id = None
+
+    def __init__(self, eos: int) -> None:
+        self.eos_ids = (eos,)
+
+    def vocabulary(self) -> list[bytes | None]:
+        return [None if t in self.eos_ids else chr(65 + t).encode() for t in range(48)]
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        return [ord(c) - 65 for c in text]
 
 
 def core_of(executor: TritonExecutor, eos: int) -> EngineCore:
@@ -24,7 +40,7 @@ def core_of(executor: TritonExecutor, eos: int) -> EngineCore:
         executor.layout.num_pages, executor.spec.sliding_window, KeyChain("engine", executor.layout.page_tokens)
     )
     scheduler = Scheduler(manager, max_batch_tokens=executor.max_batch_tokens, max_sequences=4)
-    return EngineCore(executor, scheduler, eos_ids=(eos,), max_context=64)
+    return EngineCore(executor, scheduler, eos_ids=(eos,), max_context=64, grammars=Grammars(Letters(eos), 48))
 
 
 def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[int]]:
@@ -71,6 +87,29 @@ def test_unread_tokens_are_those_of_the_step_before(graphs):
     executor.close()
 
 
+ANYTHING = Constraint(ConstraintKind.REGEX, "[A-z]*")
+
+
+def test_constrained_sequences_are_masked_and_others_are_not():
+    model = small_model(11)
+    executor = executor_of(model, graphs=True)
+    plain = [
+        GenerateRequest("greedy", (3, 4), SamplingParams(temperature=0.0, max_tokens=4)),
+        GenerateRequest("drawn", (5, 6), SamplingParams(temperature=0.9, max_tokens=4, seed=3)),
+    ]
+    choice = Constraint(ConstraintKind.CHOICE, '["CAB", "FED"]')
+    constrained = [
+        GenerateRequest("c", (3, 4), SamplingParams(temperature=0.0, constraint=choice)),
+        GenerateRequest("d", (9,), SamplingParams(temperature=0.9, seed=1, constraint=choice)),
+    ]
+    alone = answers(core_of(executor, 47), plain)
+    together = answers(core_of(executor, 47), [constrained[0], *plain, constrained[1]])
+    assert {name: together[name] for name in alone} == alone
+    for name in ("c", "d"):
+        assert "".join(chr(65 + t) for t in together[name][:-1]) in ("CAB", "FED") and together[name][-1] == 47
+    executor.close()
+
+
 def test_what_does_not_lead():
     executor = executor_of(small_model(1))
     executor.model.launcher.launch = lambda *_: None  # what leads is said of a step, not of what it computes
@@ -81,6 +120,7 @@ def test_what_does_not_lead():
         "top-p": (SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4), True),
         "logprobs": (SamplingParams(temperature=0.0, logprobs=1, max_tokens=4), False),
         "penalty": (SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=4), False),
+        "constraint": (SamplingParams(temperature=0.0, max_tokens=4, constraint=ANYTHING), False),
         "no end yet": (SamplingParams(temperature=0.0, min_tokens=3, max_tokens=4), False),
     }
     for name, (params, expected) in cases.items():

@@ -191,8 +191,11 @@ def test_wrong_messages_are_refused(chat: Tokenizer, messages: object, says: str
 
 def test_no_template_and_failing_templates(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(InvalidRequestError, match="no chat template"):
-        synthetic().apply_chat(messages)
+    plain = synthetic()
+    assert plain.decode(plain.apply_chat(messages), skip_special=False) == (
+        "<bos><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert not plain.has_chat and plain.turn_end == END_OF_TURN
     base = {"bos_token": "<bos>", "eos_token": "<eos>"}
     for source in ("{{ 1 / 0 }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
         tokenizer = Tokenizer.from_dir(write(tmp_path, tokenizer_config=base | {"chat_template": source}))

@@ -18,6 +18,7 @@ from wicore_trt.core.request_core import RequestCore
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.options import SCHEDULE_THEMSELVES, find_backend
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.grammar.matcher import Grammars
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor, RequestExecutor
 from wicore_trt.runtime.options import ExecutorOptions
@@ -45,9 +46,9 @@ class LoadedEngine:
         return self.core
 
 
-def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedEngine:
+def load_engine(settings: Settings, executor: Executor | None = None, *, serves: bool = False) -> LoadedEngine:
     """Load the engine that `settings.engine` names, or put a cache and a scheduler of its own on an `executor` of that
-    engine which runs already.
+    engine which runs already. One that `serves` makes ready for constraints meanwhile, others when the first one comes.
 
     Raises ConfigError when none is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
     this machine cannot run it or the KV pool is too small for one sequence of max_context tokens.
@@ -63,7 +64,11 @@ def load_engine(settings: Settings, executor: Executor | None = None) -> LoadedE
         core = _make_request_core(engine, settings, tokenizer, max_context)
         kernels, kv_dtype = core.executor.kernels, manifest.kv_dtype
     else:
-        core = _make_core(engine, settings, executor or make_executor(engine, settings), tokenizer, max_context)
+        grammars = Grammars(tokenizer, manifest.spec.vocab_size)
+        if serves:
+            grammars.warm()
+        executor = executor or make_executor(engine, settings)
+        core = _make_core(engine, settings, executor, grammars, max_context)
         kernels, kv_dtype = core.executor.kernels, core.executor.layout.kv_dtype
     info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, settings.model.name)
     return LoadedEngine(core, tokenizer, info)
@@ -83,7 +88,7 @@ def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokeniz
 
 
 def _make_core(
-    engine: EngineDir, settings: Settings, executor: Executor, tokenizer: Tokenizer, max_context: int
+    engine: EngineDir, settings: Settings, executor: Executor, grammars: Grammars, max_context: int
 ) -> EngineCore:
     """A core with a cache and a scheduler of its own on `executor`."""
     manifest, layout = engine.manifest, executor.layout
@@ -108,7 +113,8 @@ def _make_core(
         slice_tokens=executor.slice_tokens,
     )
     warm_up(executor)
-    return EngineCore(executor, scheduler, eos_ids=tokenizer.eos_ids, max_context=max_context)
+    eos_ids = grammars.tokenizer.eos_ids
+    return EngineCore(executor, scheduler, eos_ids=eos_ids, max_context=max_context, grammars=grammars)
 
 
 def make_executor(engine: EngineDir, settings: Settings) -> Executor:

@@ -2,7 +2,8 @@
 
 Joins scheduler and executor; single-threaded, so that every state can be tested step by step. With an `AheadExecutor`
 the next decode step starts before the last one's tokens are read. A sequence that ends meanwhile computes a token that
-nobody wants, and keeps its pages until that step has landed. It must not know text, threads or transports. Invariant:
+nobody wants, and keeps its pages until that step has landed. What may follow in a constrained sequence depends on its
+last token, so with one of those in a step the next step waits. It must not know text, threads or transports. Invariant:
 every sequence that was added ends with exactly one output that carries a finish reason, whatever happens to it, and no
 page is given back while a step that writes into it runs.
 """
@@ -15,11 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
+from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
@@ -87,12 +90,13 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a sequence, each once."""
-    return tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
+    """Tokens that end a sequence, each once. Under a constraint eos does in any case, once nothing else may follow."""
+    goes_on = params.ignore_eos and params.constraint is None
+    return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))
 
 
 class EngineCore(Core):
-    """Runs requests on one executor."""
+    """Runs requests on one executor. Without `grammars` it takes none with a constraint."""
 
     def __init__(
         self,
@@ -102,8 +106,11 @@ class EngineCore(Core):
         eos_ids: tuple[int, ...],
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         super().__init__(eos_ids, max_context, clock)
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher] = {}  # of constrained sequences that live, by seq_id
         self.executor = executor
         self.scheduler = scheduler
         self._step_seconds = 0.0
@@ -128,6 +135,12 @@ class EngineCore(Core):
 
     def validate(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
+        if request.params.constraint is not None and self._grammars is None:
+            raise InvalidRequestError("This engine takes no constraint.", field="constraint", fix="Leave it out.")
+
+    def prepare(self, request: GenerateRequest) -> None:
+        if request.params.constraint is not None and self._grammars is not None:
+            self._grammars.prepare(request.params.constraint)
 
     def add(self, request: GenerateRequest) -> None:
         assert request.request_id not in self._sequences
@@ -135,7 +148,7 @@ class EngineCore(Core):
         params = request.params
         stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.names(request.tenant, request.cache_salt)
-        sequences = []
+        sequences, matchers = [], self._new_matchers(params)
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_id,
@@ -157,7 +170,15 @@ class EngineCore(Core):
                 if sequence in self.scheduler.waiting:
                     self.scheduler.finish(sequence)
             raise
+        self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
         self._enter(request, sequences)
+
+    def _new_matchers(self, params: SamplingParams) -> list[Matcher]:
+        """One for each sequence of a constrained request, else none."""
+        if params.constraint is None:
+            return []
+        assert self._grammars is not None, "a constraint was let in"
+        return [self._grammars.matcher(params.constraint) for _ in range(params.n)]
 
     def step(self) -> list[TokenOutput]:
         """Bring one step to its end; where the executor can, the next one has then been started."""
@@ -186,6 +207,8 @@ class EngineCore(Core):
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
         if self._ahead is None or self._measures or not self._ahead.leads(flight.batch):
+            return None
+        if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None
         schedule = self.scheduler.follow(flight.schedule, self._goes_on)
         return None if schedule is None else self._start(schedule, ahead=True)
@@ -289,20 +312,36 @@ class EngineCore(Core):
                 piece.seed = sequence.seed
                 piece.suppress_eos = sequence.output_len + ahead < sequence.params.min_tokens
                 piece.stop_ids = sequence.stop_ids
+                if sequence.seq_id in self._matchers:
+                    self._constrain(piece)
             slices.append(piece)
         return StepBatch(slices, measure_attention=self._measures)
+
+    def _constrain(self, piece: SequenceSlice) -> None:
+        """Let a slice sample what its matcher allows."""
+        assert piece.params is not None
+        held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
+        piece.allowed, piece.suppress_eos = partial(self._matchers[piece.seq_id].allowed, held), False
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         """Add a sampled token and end the sequence if that token, or its number, ends it."""
         sequence.tokens.append(token.token_id)
         self._counts["generated"] += 1
         logprobs = (token.logprob,) if token.logprob is not None else ()
-        limit = sequence.params.max_tokens
-        if token.token_id in sequence.stop_ids and sequence.output_len >= sequence.params.min_tokens:
+        limit, matcher = sequence.params.max_tokens, self._matchers.get(sequence.seq_id)
+        may_stop = sequence.output_len >= sequence.params.min_tokens
+        if matcher is not None and token.token_id in self.eos_ids:
+            may_stop = True  # nothing else may follow
+        if token.token_id in sequence.stop_ids and may_stop:
             sequence.stop_reason = token.token_id if token.token_id in sequence.params.stop_token_ids else None
             return self._finish(sequence, FinishReason.STOP, last=(token.token_id,), logprobs=logprobs)
         if sequence.output_len == limit or len(sequence.tokens) >= self.max_context:
             return self._finish(sequence, FinishReason.LENGTH, last=(token.token_id,), logprobs=logprobs)
+        if matcher is not None:
+            try:
+                matcher.take(token.token_id)
+            except MatcherError as error:
+                return self._finish(sequence, FinishReason.ERROR, error=str(error))
         return self._output(sequence, (token.token_id,), logprobs)
 
     def _finish(
@@ -316,7 +355,8 @@ class EngineCore(Core):
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
-        if reason is FinishReason.ERROR:
+        matcher = self._matchers.pop(sequence.seq_id, None)
+        if reason is FinishReason.ERROR and not (matcher is not None and matcher.broken):
             # KV values that led to bad logits would make every later request with this prefix fail too.
             self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight

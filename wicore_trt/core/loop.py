@@ -1,7 +1,8 @@
 """The thread that steps the engine.
 
 Other threads put requests and aborts into an inbox; the loop drains it between steps, so an abort takes effect within
-one step. Outputs of a step leave through one callback. It must not know text or asyncio. Invariants: every request
+one step. Outputs of a step leave through one callback. What a request needs to have prepared is done on a thread
+beside, and delays no step. It must not know text or asyncio. Invariants: every request
 that `add` accepted gets its final output, also when the executor breaks (after that the loop refuses new ones) or when
 the engine cannot take the request (which fails alone); no tenant fills the queue.
 """
@@ -9,6 +10,7 @@ the engine cannot take the request (which fails alone); no tenant fills the queu
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,13 +29,15 @@ from wicore_trt.errors import (
     WicoreError,
 )
 from wicore_trt.kv.events import EventFeed, KVEventLog
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput
+from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
 TIDY_S = 0.02
 """How often an idle engine looks after KV transfers that are still under way."""
 Sink = Callable[[list[TokenOutput]], None]
+Abort = tuple[str, int | None]
+"""A request, and which of its sequences."""
 
 
 class Core(ABC):
@@ -69,6 +73,9 @@ class Core(ABC):
     def validate(self, request: GenerateRequest) -> None:
         """Raise InvalidRequestError when this engine can never run the request. Reads only constants, so any thread may
         call it."""
+
+    def prepare(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
+        """Do what takes time before `add`, where that is not to wait for it. Any thread. Raises InvalidRequestError."""
 
     @abstractmethod
     def add(self, request: GenerateRequest) -> None:
@@ -156,8 +163,11 @@ class EngineLoop:
         self._sink = sink
         self._max_waiting = max_waiting
         self._wake = threading.Condition()
-        self._inbox: list[GenerateRequest | tuple[str, int | None]] = []  # in order: an abort follows its request
+        self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
         self._inbox_sequences: Counter[str] = Counter()  # by tenant
+        self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # and the aborts that came meanwhile
+        self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
+        self._preparer: threading.Thread | None = None
         self._live: set[str] = set()
         self._waiting: Counter[str] = Counter()  # sequences in the engine's queue, by tenant
         self._running: Counter[str] = Counter()
@@ -205,21 +215,57 @@ class EngineLoop:
             if not self._open:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_id not in self._live
-            total = self._waiting.total() + self._inbox_sequences.total()
-            own = self._waiting[tenant] + self._inbox_sequences[tenant]
+            queued = self._queued()
+            total, own = queued.total(), queued[tenant]
             # One text for both: that the others have filled the queue is none of a tenant's business.
             if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
                 raise QueueFullError("There is no room in the queue for this request now.")
             self._live.add(request.request_id)
+            if request.params.constraint is not None:
+                self._begin_preparing(request)
+                return
             self._inbox.append(request)
             self._inbox_sequences[tenant] += n
             self._wake.notify()
+
+    def _queued(self) -> Counter[str]:
+        """Sequences that wait for their first step, by tenant; with the lock held."""
+        queued = self._waiting + self._inbox_sequences
+        for request, _ in self._preparing.values():
+            queued[request.tenant] += request.params.n
+        return queued
+
+    def _begin_preparing(self, request: GenerateRequest) -> None:
+        """With the lock held."""
+        self._preparing[request.request_id] = (request, [])
+        self._to_prepare.put(request)
+        if self._preparer is None:
+            self._preparer = threading.Thread(target=self._prepare, name="wicore-prepare", daemon=True)
+            self._preparer.start()
+
+    def _prepare(self) -> None:
+        """The life of the thread that prepares requests."""
+        while (request := self._to_prepare.get()) is not None:
+            item: GenerateRequest | TokenOutput = request
+            try:
+                self._core.prepare(request)
+            except Exception as error:
+                item = _refused(request, error)
+            with self._wake:
+                found = self._preparing.pop(request.request_id, None)
+                if found is not None:  # the loop has not ended
+                    self._inbox += [item, *found[1]]
+                    self._inbox_sequences[request.tenant] += request.params.n
+                    self._wake.notify()
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Ask for the end of a request, or of one of its sequences; false when it is not live."""
         with self._wake:
             if request_id not in self._live:
                 return False
+            if request_id in self._preparing:
+                self._preparing[request_id][1].append((request_id, index))
+                return True
             self._inbox.append((request_id, index))
             self._wake.notify()
             return True
@@ -238,16 +284,16 @@ class EngineLoop:
         with self._wake:
             uptime_s = self._stats.uptime_s + time.monotonic() - self._stats_time
             if tenant is None:
-                waiting = self._waiting.total() + self._inbox_sequences.total()
+                waiting = self._queued().total()
                 return replace(self._stats, uptime_s=uptime_s, requests_waiting=waiting)
-            waiting = self._waiting[tenant] + self._inbox_sequences[tenant]
+            waiting = self._queued()[tenant]
             return EngineStats(uptime_s, self._running[tenant], waiting, {}, 0, 0, 0)
 
     def _run(self) -> None:
         try:
             while self._take_inbox():
                 self._emit(self._core.step())
-            self._emit(self._core.abort_all())
+            self._emit(self._unprepared() + self._core.abort_all())
             self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
             log.exception("engine loop ended")
@@ -255,12 +301,26 @@ class EngineLoop:
                 self._dead = dead = f"{type(error).__name__}: {error}"
                 self._open = False
                 live, self._live = self._live, set()
+                self._preparing.clear()
             # Not by way of the core, which may have been left half-way through a change.
             self._sink([TokenOutput(name, 0, (), finish_reason=FinishReason.ERROR, error=dead) for name in live])
             with suppress(Exception):  # free the device, the threads and the disk's lock; why it ended is logged
                 self._core.close()
         finally:
+            self._to_prepare.put(None)
             self._ended.set()
+
+    def _unprepared(self) -> list[TokenOutput]:
+        """The last outputs of requests that are being prepared when the loop ends."""
+        with self._wake:
+            preparing, self._preparing = self._preparing, {}
+        return [
+            TokenOutput(
+                name, i, (), finish_reason=FinishReason.CANCELLED, usage=Usage(len(request.prompt_token_ids), 0)
+            )
+            for name, (request, _) in preparing.items()
+            for i in range(request.params.n)
+        ]
 
     def _take_inbox(self) -> bool:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
@@ -276,6 +336,8 @@ class EngineLoop:
         for item in inbox:
             if isinstance(item, GenerateRequest):
                 outputs += self._add(item)
+            elif isinstance(item, TokenOutput):
+                outputs.append(item)
             else:
                 outputs += self._core.abort(*item)
         if outputs:
@@ -287,9 +349,7 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:
-            log.exception("request %s could not be queued", request.request_id)
-            why = str(error) if isinstance(error, WicoreError) else "The request could not be queued."
-            return [TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why)]
+            return [_refused(request, error)]
         return []
 
     def _look(self) -> None:
@@ -305,3 +365,10 @@ class EngineLoop:
             self._look()
         if outputs:
             self._sink(outputs)
+
+
+def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
+    """The last output of a request that the engine could not take; called where `error` is handled."""
+    log.exception("request %s could not be queued", request.request_id)
+    why = str(error) if isinstance(error, WicoreError) else "The request could not be queued."
+    return TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from wicore_trt.core.offload import Offload
@@ -22,6 +23,7 @@ from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.core.times import Times
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
+from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
     EngineStats,
@@ -53,11 +55,19 @@ def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int)
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(tokenizer.apply_chat(request.messages, max_tokens=max_context))
+        return tuple(tokenizer.apply_chat(request.messages, functions=request.functions, max_tokens=max_context))
     assert request.prompt is not None
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
+
+
+def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
+    """A conversation ends with its turn, also where the model names no end of a turn."""
+    end, params = tokenizer.turn_end, request.params
+    if request.messages is None or end is None or params.ignore_eos or end in tokenizer.eos_ids:
+        return request
+    return replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, end)))
 
 
 class TextStream:
@@ -187,8 +197,12 @@ class TextEngine:
         return await self._offload.run(tenant, function)
 
     async def encode(self, request: TextRequest) -> TextRequest:
-        """The request with a long text as token ids, made on a thread. Raises InvalidRequestError."""
-        started = time.monotonic()
+        """The request with a long text as token ids, and its constraint checked, on a thread. Raises
+        InvalidRequestError."""
+        started, constraint = time.monotonic(), request.params.constraint
+        request = ending_turns(self.tokenizer, request)
+        if constraint is not None:
+            await self.work(request.tenant, partial(check, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
             return request
         token_ids = await self.work(

@@ -13,14 +13,29 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from wicore_trt.types import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+CALL = {
+    "type": "object",
+    "required": ["id", "type", "function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+        },
+    },
+}
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
         {
             "type": "object",
-            "required": ["role", "content"],
+            "required": ["role"],
             "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "model"]},
+                "role": {"enum": ["system", "developer", "user", "assistant", "model", "tool"]},
+                "tool_calls": {"type": "array", "items": CALL},
+                "tool_call_id": {"type": "string"},
                 "content": {
                     "anyOf": [
                         {"type": "string"},
@@ -40,6 +55,59 @@ Message = Annotated[
         }
     ),
 ]
+
+FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": FUNCTION_NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+        },
+    },
+}
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"], "properties": {"name": FUNCTION_NAME}},
+            },
+        },
+    ]
+}
+RESPONSE_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "object"}}},
+    },
+}
+STRUCTURED_OUTPUTS = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": 1,
+    "properties": {
+        "json": {"type": ["object", "string"]},
+        "json_object": {"const": True},
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        "grammar": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
 
 
 class Body(BaseModel):
@@ -123,6 +191,18 @@ class Generation(Sampling):
     stream: bool | None = None
     """Send server-sent events."""
     stream_options: StreamOptions | None = None
+    response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)] | None = None
+    """What the text is: any JSON object, or JSON of a schema. It is kept in any case, strict or not."""
+    structured_outputs: Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)] | None = None
+    """The same as vLLM names it: one of json (a schema), json_object, regex, choice, grammar (Lark)."""
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema that the text satisfies."""
+    guided_regex: str | None = None
+    """A regular expression that the whole text matches."""
+    guided_choice: list[str] | None = None
+    """Texts of which one is the answer."""
+    guided_grammar: str | None = None
+    """A Lark grammar of the text."""
 
 
 class ChatBody(Generation):
@@ -134,6 +214,12 @@ class ChatBody(Generation):
     """Report the probabilities of the tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
+    tools: list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
+    """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
+    parallel_tool_calls: bool | None = None
+    """Several calls in one answer; default true."""
 
 
 class CompletionBody(Generation):

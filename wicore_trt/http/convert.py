@@ -12,7 +12,9 @@ from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
-from wicore_trt.types import CacheHints, CachePriority, SamplingParams, TextRequest
+from wicore_trt.http.structured import constraint_of
+from wicore_trt.http.tools import Tools
+from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
 
 COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
@@ -27,8 +29,10 @@ _SAME = (
 """Fields that the plain type has under the same name."""
 
 
-def sampling(body: Sampling, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-    """Raises InvalidRequestError for values out of range."""
+def sampling(
+    body: Sampling, logprobs: int | None, max_tokens: int | None, constraint: Constraint | None = None
+) -> SamplingParams:
+    """Raises InvalidRequestError for values out of range, and for a constraint beside the one that is given."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
@@ -38,8 +42,13 @@ def sampling(body: Sampling, logprobs: int | None, max_tokens: int | None) -> Sa
         given["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias:
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if isinstance(body, Generation) and body.n is not None:
-        given["n"] = body.n
+    if isinstance(body, Generation):
+        if body.n is not None:
+            given["n"] = body.n
+        found = constraint_of(body)
+        if found is not None and constraint is not None:
+            raise InvalidRequestError(f"{found[0]} and tools exclude each other.", field=found[0])
+        given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
 
@@ -71,14 +80,23 @@ def _common(body: Sampling, tenant: str) -> dict[str, Any]:
     }
 
 
-def chat_request(body: ChatBody, tenant: str) -> TextRequest:
+def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
     """Raises InvalidRequestError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling(body, logprobs, max_tokens)
-    return TextRequest(params=params, messages=messages(body.messages), **_common(body, tenant))
+    told = tools.functions if tools is not None else ()
+    try:
+        params = sampling(body, logprobs, max_tokens, tools.constraint if tools is not None else None)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field="tools") if error.field == "constraint" else error from None
+    return TextRequest(
+        params=params,
+        messages=messages(body.messages),
+        functions=tuple(function.declared() for function in told),
+        **_common(body, tenant),
+    )
 
 
 def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:

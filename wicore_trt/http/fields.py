@@ -18,7 +18,7 @@ from wicore_trt.errors import InvalidRequestError, shown
 HARMLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "reasoning", "verbosity"),
+        *("prompt_cache_retention", "reasoning_effort", "reasoning", "verbosity"),
         *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
         *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
     )
@@ -26,14 +26,10 @@ HARMLESS = frozenset(
 """Accepted and ignored: they say nothing about the tokens of the answer."""
 
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    # Structured output and tools: not served yet.
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    # Older names of tools.
     "functions": ([],),
     "function_call": ("none", "auto"),
-    **dict.fromkeys(("structured_outputs", "structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structural_tag", "json_schema", "grammar", "regex", "ebnf"), ()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
     # Other media and other ways to an answer.
     "modalities": (["text"],),

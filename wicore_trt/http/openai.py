@@ -13,8 +13,8 @@ from typing import Any
 from starlette.responses import Response
 
 from wicore_trt.access.calls import Call
-from wicore_trt.errors import WicoreError
-from wicore_trt.http import convert
+from wicore_trt.errors import InvalidRequestError, WicoreError
+from wicore_trt.http import convert, structured
 from wicore_trt.http.bodies import ChatBody, CompletionBody
 from wicore_trt.http.bodies import Generation as GenerationBody
 from wicore_trt.http.context import Context
@@ -22,6 +22,7 @@ from wicore_trt.http.generation import Generation
 from wicore_trt.http.replies import Reply, json_reply, rate_headers
 from wicore_trt.http.shapes import ChatShape, CompletionShape, Shape
 from wicore_trt.http.sse import EventStream
+from wicore_trt.http.tools import ToolShape, tools_of
 from wicore_trt.types import TextRequest
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,9 @@ async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
     """Answer a conversation."""
     engine = context.serving()
     context.check_model(body.model)
-    request = convert.chat_request(body, call.who.tenant)
-    shape = ChatShape(engine.info.model_id, engine.tokenizer, **_wishes(body))
+    tools = tools_of(body)
+    request = convert.chat_request(body, call.who.tenant, tools)
+    shape = (ChatShape if tools is None else ToolShape)(engine.info.model_id, engine.tokenizer, **_wishes(body))
     return await _answer(context, call, body, [request], shape)
 
 
@@ -89,7 +91,10 @@ async def _answer(
     context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
 ) -> Reply:
     continuous = bool(body.stream and body.stream_options and body.stream_options.continuous_usage_stats)
-    generation = await Generation.start(context, call, requests, count_first=continuous)
+    try:
+        generation = await Generation.start(context, call, requests, count_first=continuous)
+    except InvalidRequestError as error:
+        raise structured.named(error, body) from None
     headers = rate_headers(context, call)
     if body.stream:
 

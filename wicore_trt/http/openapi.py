@@ -83,5 +83,5 @@ def _response(operation: Operation, status: int) -> dict[str, Any]:
         return {"description": MEANINGS[status], "content": content}
     found: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
     if operation.streams:
-        found["text/event-stream"] = {"schema": {"type": "string"}}
+        found["text/event-stream"] = {"schema": {}}  # tools disagree whether it is of the stream or of an event
     return {"description": "Done.", "content": found}

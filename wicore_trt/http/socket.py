@@ -26,7 +26,7 @@ from wicore_trt.access.calls import Call, write_access_line
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
-from wicore_trt.http import convert
+from wicore_trt.http import convert, structured
 from wicore_trt.http.bodies import EVERY_FIELD, ChatBody, CompletionBody
 from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
@@ -34,6 +34,7 @@ from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.intake import decoded, validated
 from wicore_trt.http.shapes import ChatShape, encode
+from wicore_trt.http.tools import tools_of
 from wicore_trt.types import TextOutput, TextRequest
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,10 @@ class Connection:
         engine = self._context.serving()
         self._context.check_model(body.model)
         shape = FrameShape(frame_id, engine, include_stop=bool(body.include_stop_str_in_output))
-        generation = await Generation.start(self._context, call, self._requests(body, call.who.tenant))
+        try:
+            generation = await Generation.start(self._context, call, self._requests(body, call.who.tenant))
+        except InvalidRequestError as error:
+            raise structured.named(error, body) from None
         try:
             async for index, output in generation.outputs():
                 frame = shape.frame(index, output)
@@ -179,6 +183,8 @@ class Connection:
 
     def _requests(self, body: ChatBody | CompletionBody, tenant: str) -> list[TextRequest]:
         if isinstance(body, ChatBody):
+            if tools_of(body) is not None:
+                raise InvalidRequestError("tools are not supported here.", field="tools", fix="Use HTTP.")
             return [convert.chat_request(body, tenant)]
         if body.echo:
             raise InvalidRequestError("echo is not supported here.", field="echo")

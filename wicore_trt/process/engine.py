@@ -28,7 +28,7 @@ def load(settings: Settings) -> tuple[Core, ModelInfo]:
     """The engine that the settings name. Raises what `load_engine` raises."""
     from wicore_trt.core.assemble import load_engine
 
-    loaded = load_engine(settings)
+    loaded = load_engine(settings, serves=True)
     return loaded.core, loaded.info
 
 

@@ -6,7 +6,7 @@ counts for penalties), created at the first slice of a `seq_id` and dropped by `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.types import SamplingParams, TokenLogprob
@@ -25,6 +25,9 @@ class SequenceSlice:
     When `sample` is set, the token after the slice's last one is sampled with `params`. `history` is then every
     token of the sequence so far (prompt + output, the slice included) and `prompt_len` says where output begins.
     `suppress_eos`: min_tokens is not reached, so eos and stop ids must not be chosen (`stop_ids` lists them).
+    `allowed`, where there is a constraint, makes the mask of the tokens that may be sampled, a bit for each, lowest
+    first. It takes a moment, so it is called when the logits are there. What it raises fails this sequence alone. With
+    it `suppress_eos` is unset.
     For an executor that runs ahead `token_ids` may be [UNREAD]; `history` then ends before that token.
     """
 
@@ -39,6 +42,7 @@ class SequenceSlice:
     seed: int = 0
     suppress_eos: bool = False
     stop_ids: tuple[int, ...] = ()
+    allowed: Callable[[], bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -67,8 +71,8 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite is
-    reported in `failed` with the reason and has no sampled token.
+    """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite, or whose
+    constraint leaves none of them, is reported in `failed` with the reason and has no sampled token.
 
     `attention`, on steps that measure it, has for each seq_id and each of its global pages, first page first, the
     softmax mass that the slice's last query gives to the page, mean over the heads of one global layer, relative to

@@ -20,6 +20,7 @@ from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepResult
 from wicore_trt.types import SamplingParams, TokenLogprob
 
 NOT_FINITE = "logits are not finite"
+NONE_ALLOWED = "no token that the constraint allows is possible"
 _CANDIDATES = 1024  # top-k, top-p and min-p look at this many best tokens, then at 16 times as many, then at all
 _GROUP = 64  # maxima of groups of this many tokens bound the best candidates from below
 _BLOCK = 512  # weights are summed in blocks of this many tokens
@@ -36,18 +37,23 @@ class Sampler:
         """Sample from `logits` (float32 [R, V], any device, left as they were); `slices[r]` is the slice of row r.
 
         A row with NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens.
-        Only `logits` as they came decide that: no client's bias, penalty or stop tokens can make a row fail.
+        Only `logits` as they came decide that: no client's bias, penalty or stop tokens can make a row fail. A
+        constraint can: a row is also reported when making its mask fails, or the mask leaves no finite logit.
         """
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
         best, raw_peaks = _argmax(logits)
-        edited, peaks = self._edited(logits, slices), raw_peaks
-        finite = np.isfinite(raw_peaks)
+        finite, failed = np.isfinite(raw_peaks), dict[int, str]()  # by row
+        edited, peaks = self._edited(logits, slices, finite, failed), raw_peaks
         if edited is not logits:
             best, peaks = _argmax(edited)
-            for row in np.flatnonzero(finite & ~np.isfinite(peaks)):  # nothing is left to choose from
+            for row in np.flatnonzero(finite & ~np.isfinite(peaks)).tolist():  # nothing is left to choose from
+                if slices[row].allowed is not None:
+                    failed.setdefault(row, NONE_ALLOWED)
+                    continue
                 edited[row] = logits[row]
                 best[row : row + 1], peaks[row : row + 1] = _argmax(logits[row : row + 1])
-        alive = [r for r in range(len(slices)) if finite[r]]
+        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(~finite)}
+        alive = [r for r in range(len(slices)) if r not in failed]
         chosen = {r: int(best[r]) for r in alive}
         drawn = [r for r in alive if not _params(slices[r]).greedy]
         for start in range(0, len(drawn), _ROWS_AT_ONCE):
@@ -63,20 +69,23 @@ class Sampler:
             logprobs.update(zip(rows, values, strict=True))
         return StepResult(
             tokens=[SampledToken(slices[r].seq_id, chosen[r], logprobs.get(r)) for r in alive],
-            failed={s.seq_id: NOT_FINITE for s, ok in zip(slices, finite, strict=True) if not ok},
+            failed={slices[row].seq_id: why for row, why in sorted(failed.items())},
         )
 
     def release(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored."""
         self._counts.pop(seq_id, None)
 
-    def _edited(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Logits after bias, penalties and eos suppression: a copy if any row asks for one of these."""
+    def _edited(
+        self, logits: torch.Tensor, slices: Sequence[SequenceSlice], finite: np.ndarray, failed: dict[int, str]
+    ) -> torch.Tensor:
+        """Logits after bias, penalties, eos suppression and masks: a copy if any row asks for one of these. Rows whose
+        mask cannot be made go into `failed`."""
         edited = logits
         for row, piece in enumerate(slices):
             params = _params(piece)
-            penalized = _penalized(params)
-            if not (penalized or params.logit_bias or piece.suppress_eos):
+            penalized, masked = _penalized(params), piece.allowed is not None and finite[row]
+            if not (penalized or params.logit_bias or piece.suppress_eos or masked):
                 continue
             if edited is logits:
                 edited = logits.clone()
@@ -90,6 +99,12 @@ class Sampler:
                 vocab = logits.shape[1]
                 stops = [token for token in piece.stop_ids if token < vocab]
                 edited[row, torch.tensor(stops, dtype=torch.int64, device=logits.device)] = -torch.inf
+            if masked:
+                assert piece.allowed is not None
+                try:
+                    _mask(edited[row], piece.allowed())
+                except Exception as error:
+                    failed[row] = str(error)
         return edited
 
 
@@ -152,6 +167,12 @@ def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     index = logits.argmax(dim=-1, keepdim=True)
     both = torch.cat([index.double(), logits.gather(1, index).double()], dim=1).cpu().numpy()
     return both[:, 0].astype(np.int64), both[:, 1]
+
+
+def _mask(row: torch.Tensor, allowed: bytes) -> None:
+    """-inf for the tokens without a bit."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=row.shape[0], bitorder="little")
+    row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)
 
 
 def _add_bias(row: torch.Tensor, params: SamplingParams) -> None:

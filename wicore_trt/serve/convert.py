@@ -7,6 +7,7 @@ type (no default is repeated here); errors name the field by its path in the req
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator, Sized
 
@@ -24,6 +25,8 @@ from wicore_trt.types import (
     MAX_STOP_TOKEN_IDS,
     CacheHints,
     CachePriority,
+    Constraint,
+    ConstraintKind,
     EngineStats,
     FinishReason,
     KVStats,
@@ -64,12 +67,28 @@ def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     ):
         check_count(getattr(message, field), most, field)
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    if message.HasField("constraint"):
+        given["constraint"] = constraint(message.constraint)
     return SamplingParams(
         **given,
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
     )
+
+
+def constraint(message: pb2.Constraint) -> Constraint:
+    """Raises InvalidRequestError for one that is empty or too long."""
+    name = message.WhichOneof("kind")
+    if name is None or (name == "json_object" and not message.json_object):
+        raise InvalidRequestError("A constraint has exactly one kind.", field="constraint")
+    kind = ConstraintKind(name)
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            return Constraint(kind)
+        case ConstraintKind.CHOICE:
+            return Constraint(kind, json.dumps([*message.choice.texts], ensure_ascii=False))
+    return Constraint(kind, getattr(message, name))
 
 
 def field_path(name: str, prompt_kind: str | None) -> str:

@@ -13,7 +13,7 @@ from wicore_trt.errors import EngineFormatError, InvalidRequestError, shortened,
 from wicore_trt.text.template_process import run_template
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
 _KEYS = {"role", "content", "name"}
 _IMAGE_PARTS = {"image", "image_url", "input_image"}
 _MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
@@ -70,17 +70,17 @@ def _turn(index: int, message: object) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise _invalid(f"messages[{index}] must be an object with role and content.")
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _invalid(f"messages[{index}].role must be one of {', '.join(_ROLES)}, got {shown(role)}.")
-    if index and _ROLES[role] == "system":
+    if not isinstance(role, str) or role not in ROLES:
+        raise _invalid(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {shown(role)}.")
+    if index and ROLES[role] == "system":
         raise _invalid(f"messages[{index}]: a {role} message must come first.")
     surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
     if surplus:
         raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
-    return {"role": _ROLES[role], "content": _text(f"messages[{index}].content", message.get("content"))}
+    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", message.get("content"))}
 
 
-def _text(where: str, content: object) -> str:
+def content_text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:

@@ -21,6 +21,7 @@ from wicore_trt.errors import ConfigError, EngineFormatError, InvalidRequestErro
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 from wicore_trt.text.tokenizer_file import read_tokenizer
+from wicore_trt.text.turns import has_calls, render
 
 TOKENIZER = "tokenizer.json"
 FILES = (
@@ -35,7 +36,7 @@ FILES = (
 """The files that say how a model's text becomes token ids, where a conversation's turns begin and what ends them."""
 _JOINING = re.compile(
     r"Sequence\(decoders=\["
-    r'(Replace\(pattern=String\("[^"\\]*"\), content="[^"\\]*"\), )?'
+    r'(?:Replace\(pattern=String\("([^"\\]*)"\), content="([^"\\]*)"\), )?'
     r"ByteFallback\(\), Fuse\(\)\]\)"
 )
 """Decoders that join texts of tokens and change nothing but each token by itself, and runs of bytes; Gemma's is one."""
@@ -70,7 +71,9 @@ class Tokenizer:
         self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
         self.longest_token = longest_token(backend)
-        self._joins = _JOINING.fullmatch(str(backend.decoder)) is not None
+        joining = _JOINING.fullmatch(str(backend.decoder))
+        self._joins = joining is not None
+        self._replaced = (joining[1], joining[2]) if joining is not None and joining[1] else None
         self._token_text: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
 
@@ -109,6 +112,11 @@ class Tokenizer:
     def has_chat(self) -> bool:
         """Whether the model brought a chat template."""
         return self._chat is not None
+
+    @property
+    def turn_end(self) -> int | None:
+        """What ends a turn of a model that brought no chat template, which does not name it among its ends."""
+        return None if self._chat is not None else self._backend.token_to_id("<end_of_turn>")
 
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. `add_bos` puts BOS first unless the text begins with it already, or the model's
@@ -152,23 +160,39 @@ class Tokenizer:
             self._token_bytes[token] = found
         return found
 
+    def vocabulary(self) -> list[bytes | None]:
+        """What each id stands for inside of a text, as in `token_bytes`; None for special tokens, which are no text,
+        and for ids that are no token. Takes a second for Gemma's."""
+        found: list[bytes | None] = [None] * self.vocab_size
+        special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
+        special |= {*self.eos_ids, self.bos_id if self.bos_id is not None else -1}
+        for piece, token in self._backend.get_vocab(with_added_tokens=True).items():
+            if token in special:
+                continue
+            if self._joins and token not in self.byte_ids:
+                found[token] = (piece.replace(*self._replaced) if self._replaced else piece).encode()
+            else:
+                found[token] = self.token_bytes(token)
+        return found
+
     def apply_chat(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
+        functions: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be.
+        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be. Where the
+        model brought no chat template, and for `functions`, calls and their results, `text.turns` makes the text.
 
-        Raises InvalidRequestError (field "messages") when they are not, or the model has no chat template, or the text
-        of the conversation is too long as in `encode`.
+        Raises InvalidRequestError (field "messages") when they are not, or the text of the conversation is too long as
+        in `encode`.
         """
-        if self._chat is None:
-            raise InvalidRequestError(
-                "This model has no chat template.", field="messages", fix="Send a prompt, or serve an -it model."
-            )
-        rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        if self._chat is None or functions or has_calls(messages):
+            rendered = render(messages, functions, add_generation_prompt=add_generation_prompt)
+        else:
+            rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
         return self._encode(rendered, True, "messages", max_tokens)
 
     def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:

@@ -35,7 +35,7 @@ def on_device(piece: SequenceSlice) -> bool:
     p = piece.params
     assert p is not None, "a slice that samples has parameters"
     edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return p.logprobs is None and not edited and not piece.suppress_eos
+    return p.logprobs is None and not edited and not piece.suppress_eos and piece.allowed is None
 
 
 def _filtered(piece: SequenceSlice) -> bool:

@@ -1,0 +1,31 @@
+"""An engine for the HTTP tests whose sequences may be constrained: characters are tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from constrained import CharTokenizer, constrained_core
+from fakes import FAKE_INFO, VOCAB
+from web import MAX_CONTEXT, WebTokenizer
+
+from wicore_trt.core.port import LocalEngine
+from wicore_trt.core.text_engine import TextEngine
+from wicore_trt.grammar.matcher import Grammars
+from wicore_trt.model.spec import GLOBAL, LOCAL
+
+
+class WebCharTokenizer(CharTokenizer, WebTokenizer):
+    """Any text in, characters out."""
+
+
+def make_constrained_engine() -> TextEngine:
+    tokenizer = WebCharTokenizer()
+    core = constrained_core(
+        pages={GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 512},
+        max_context=MAX_CONTEXT,
+        max_sequences=16,
+        max_batch_tokens=256,
+        grammars=Grammars(tokenizer, VOCAB),
+    )
+    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT)
+    return TextEngine(LocalEngine(core, max_waiting=100), tokenizer, info)

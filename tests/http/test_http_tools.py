@@ -1,0 +1,183 @@
+"""Tools through OpenAI's client: calls, streams of calls, choices, turns that bring results."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import pytest_asyncio
+from constrained_web import make_constrained_engine
+from web import error_of, serving
+
+from wicore_trt.text.turns import render
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+USER = [{"role": "user", "content": "hello"}]
+PAINT = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["color", "size"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "paint", "description": "Paint.", "parameters": PAINT, "strict": True}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+BRACE = {str(ord("{") - 32): 100}
+"""Makes the model open a call, and nothing else where nothing else begins so."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running():
+    async with serving(make_constrained_engine()) as found:
+        yield found
+
+
+@pytest.fixture
+def client(running):
+    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def asking(**more) -> dict:
+    return {"model": "fake", "messages": USER, "max_tokens": 400, "tools": TOOLS, **more}
+
+
+def check_paint(call) -> None:
+    arguments = json.loads(call.function.arguments)
+    assert call.type == "function" and call.id.startswith("call_") and call.function.name == "paint"
+    assert arguments["color"] in ("red", "blue") and 1 <= arguments["size"] <= 9
+
+
+async def test_a_named_function_is_called(client):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    for seed in range(3):
+        found = await client.chat.completions.create(
+            **asking(tool_choice=choice, seed=seed, parallel_tool_calls=False, n=2)
+        )
+        for answer in found.choices:
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            [call] = answer.message.tool_calls
+            check_paint(call)
+        ids = [c.message.tool_calls[0].id for c in found.choices]
+        assert len(set(ids)) == 2
+
+
+async def test_calls_are_streamed_in_parts(client):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    for seed in range(4):
+        calls, reasons, role = {}, [], []
+        stream = await client.chat.completions.create(**asking(tool_choice=choice, seed=seed, stream=True))
+        async for chunk in stream:
+            [answer] = chunk.choices
+            role += [answer.delta.role] if answer.delta.role else []
+            reasons += [answer.finish_reason] if answer.finish_reason else []
+            assert not answer.delta.content
+            for part in answer.delta.tool_calls or ():
+                call = calls.setdefault(part.index, {"ids": [], "name": "", "arguments": []})
+                call["ids"] += [part.id] if part.id else []
+                call["name"] += part.function.name or ""
+                call["arguments"].append(part.function.arguments or "")
+        assert role == ["assistant"] and reasons == ["tool_calls"] and calls
+        for call in calls.values():
+            assert len(call["ids"]) == 1 and call["name"] == "paint" and len(call["arguments"]) > 3
+            assert json.loads("".join(call["arguments"]))["color"] in ("red", "blue")
+
+
+async def test_streaming_helper_of_the_client_agrees(client):
+    fields = asking(tool_choice={"type": "function", "function": {"name": "paint"}}, parallel_tool_calls=False)
+    async with client.chat.completions.stream(**fields) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    check_paint(final.choices[0].message.tool_calls[0])
+
+
+async def test_required_calls_something(client):
+    for seed in range(4):
+        found = await client.chat.completions.create(**asking(tool_choice="required", seed=seed))
+        [answer] = found.choices
+        assert answer.message.tool_calls and {c.function.name for c in answer.message.tool_calls} <= {"paint", "stop"}
+        if answer.finish_reason == "tool_calls":
+            for call in answer.message.tool_calls:
+                json.loads(call.function.arguments)
+
+
+async def test_auto_calls_or_says(client):
+    found = await client.chat.completions.create(**asking(seed=1, max_tokens=20, logit_bias={"40": 50}))
+    [answer] = found.choices
+    assert answer.message.content and not answer.message.tool_calls and answer.finish_reason in ("stop", "length")
+    paint = TOOLS[:1]
+    found = await client.chat.completions.create(**asking(tools=paint, seed=1, logit_bias=BRACE))
+    [answer] = found.choices
+    assert answer.finish_reason == "tool_calls"
+    check_paint(answer.message.tool_calls[0])
+
+
+async def test_none_leaves_tools_out(client, running):
+    plain = await client.chat.completions.create(model="fake", messages=USER, max_tokens=9, temperature=0)
+    found = await client.chat.completions.create(**asking(tool_choice="none", max_tokens=9, temperature=0))
+    assert found.choices[0].message.content == plain.choices[0].message.content
+    assert found.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+async def test_results_and_neighbours_are_taken(client):
+    call = {"id": "call_7", "type": "function", "function": {"name": "paint", "arguments": '{"color":"red","size":1}'}}
+    turns = [
+        {"role": "system", "content": "S"},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "done"},
+        {"role": "user", "content": "and?"},
+    ]
+    found = await client.chat.completions.create(model="fake", messages=turns, max_tokens=3)
+    assert found.usage.prompt_tokens == len(render(turns, (), add_generation_prompt=True))
+    with_tools = await client.chat.completions.create(**asking(messages=turns, max_tokens=3))
+    assert with_tools.usage.prompt_tokens > found.usage.prompt_tokens + 100
+
+
+async def test_usage_and_logprobs_go_with_calls(client):
+    choice = {"type": "function", "function": {"name": "stop"}}
+    found = await client.chat.completions.create(
+        **asking(tool_choice=choice, logprobs=True, top_logprobs=2, max_tokens=60, seed=2)
+    )
+    entries = found.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries).startswith("{") or entries[0].token == "["
+    stream = await client.chat.completions.create(
+        **asking(tool_choice=choice, max_tokens=60, seed=2, stream=True, stream_options={"include_usage": True})
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage.completion_tokens == found.usage.completion_tokens and chunks[-1].choices == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]", "of type function"),
+        ({"tools": [{"type": "mcp", "function": {"name": "a"}}]}, "tools[0]", "of type function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]", "letters"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0]",
+         "schema of an object"),
+        ({"tools": TOOLS[:1] * 2}, "tools", "twice"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools", "at most 128"),
+        ({"tools": TOOLS, "tool_choice": "paint"}, "tool_choice", "required or a function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "exclude"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "exclude"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": 3}}}]}, "tools",
+         "required"),
+        ({"functions": [{"name": "a"}]}, "functions", "not supported"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_is_400_with_the_field(running, fields, param, said):
+    answer = await running.chat(**fields)
+    assert answer.status_code == 400 and error_of(answer)["param"] == param
+    assert said in error_of(answer)["message"]
+
+
+async def test_a_call_that_is_cut_off_says_so(running):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    answer = await running.chat(tools=TOOLS, tool_choice=choice, max_tokens=45, temperature=1, seed=1)
+    [found] = answer.json()["choices"]
+    assert found["finish_reason"] == "length" and found["message"]["tool_calls"]

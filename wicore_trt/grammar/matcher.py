@@ -1,0 +1,143 @@
+"""Which tokens may follow: the matchers of constrained sequences, over the model's own tokenizer.
+
+Knows constraints and token ids; it must not know sequences, logits or threads of the engine. What takes time is done
+beforehand and once: the tokenizer's tables on a thread of their own (`warm`), a grammar by `prepare`. Invariant: bytes
+of tokens that were allowed and taken, put together, are the beginning of a text that the constraint allows, and an end
+is allowed exactly where the text is whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from wicore_trt.arithmetic import div_ceil
+from wicore_trt.errors import shortened
+from wicore_trt.grammar.source import check, engine, grammar_of, limits, refusal
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import Constraint
+
+KEPT = 32
+"""Grammars that are kept, with the states that their lexers have seen."""
+_REASON = 200
+
+
+class MatcherError(Exception):
+    """A constraint cannot be kept any further; of one sequence alone."""
+
+
+class Matcher:
+    """Where one sequence is in its grammar. `broken`: it raised a MatcherError."""
+
+    def __init__(self, inner: Any, size: int, ends: Sequence[int]) -> None:
+        """`ends` are the tokens that end an output, of which llguidance knows the first alone."""
+        self._inner, self._size, self._ends = inner, size, ends
+        self.broken = False
+
+    def allowed(self, held: Collection[int] = ()) -> bytes:
+        """The tokens that may follow, a bit for each, lowest first. `held` are left out unless nothing else may follow.
+        Raises MatcherError."""
+        mask = bytearray(self._inner.compute_bitmask()[: self._size])
+        if self._inner.is_error():
+            raise self._error()
+        if _has(mask, self._ends[0]):
+            for token in self._ends[1:]:
+                mask[token >> 3] |= 1 << (token & 7)
+        if any(_has(mask, token) for token in held):
+            left = mask.copy()
+            for token in held:
+                left[token >> 3] &= ~(1 << (token & 7))
+            mask = left if any(left) else mask
+        if not any(mask):
+            self.broken = True
+            raise MatcherError("The constraint leaves no token to go on with.")
+        return bytes(mask)
+
+    def take(self, token: int) -> None:
+        """Go on behind a token that was allowed and is no end. Raises MatcherError."""
+        if not self._inner.consume_token(token):
+            raise self._error()
+
+    def _error(self) -> MatcherError:
+        self.broken = True
+        reason = shortened(" ".join(str(self._inner.get_error()).split()), _REASON)
+        return MatcherError(f"The constraint cannot be kept any further: {reason}")
+
+
+def _has(mask: bytearray, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+class Grammars:
+    """Matchers for a model of `vocab_size` tokens with this tokenizer. For any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer, self._vocab = tokenizer, vocab_size
+        self._ends = [token for token in tokenizer.eos_ids if token < vocab_size]
+        self._table: Any = None
+        self._building = threading.Lock()
+        self._kept: OrderedDict[Constraint, Any] = OrderedDict()
+        self._books = threading.Lock()
+
+    def warm(self) -> None:
+        """Make the tokenizer's tables, on a thread. Nothing happens where llguidance is not installed."""
+
+        def build() -> None:
+            try:
+                self._tables()
+            except Exception:  # the first request with a constraint says why
+                return
+
+        threading.Thread(target=build, name="wicore-grammar", daemon=True).start()
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Build a constraint's grammar, so that `matcher` has it. Raises InvalidRequestError."""
+        check(constraint)
+        with self._books:
+            if constraint in self._kept:
+                self._kept.move_to_end(constraint)
+                return
+        inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
+        if inner.is_error():
+            raise refusal(str(inner.get_error()))
+        with self._books:
+            self._kept[constraint] = inner
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """At the beginning of an output. Raises InvalidRequestError; takes time unless `prepare` came shortly
+        before."""
+        for _ in range(2):
+            with self._books:
+                inner = self._kept.get(constraint)
+            if inner is not None:
+                return Matcher(inner.deep_copy(), div_ceil(self._vocab, 8), self._ends)
+            self.prepare(constraint)
+        raise AssertionError("a grammar that was just built is not there")
+
+    def _tables(self) -> Any:
+        with self._building:
+            if self._table is None:
+                made, vocab = engine(), self._vocab
+                wrapper = made.TokenizerWrapper(_Vocabulary(self.tokenizer, vocab))
+                self._table = made.LLTokenizer(wrapper, n_vocab=vocab, eos_token=self._ends[:1])
+            return self._table
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it. It gets the bytes of all tokens, which is several times as fast as to let
+    it read tokenizer.json; texts it tokenizes itself only where it forces tokens, which is not done here."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        texts = tokenizer.vocabulary()[:vocab_size]
+        texts += [None] * (vocab_size - len(texts))  # rows of the model that are no tokens
+        self.tokens = [b"\xff<%d>" % i if text is None else text for i, text in enumerate(texts)]
+        self.special_token_ids = [i for i, text in enumerate(texts) if text is None]
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], None
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode(errors="replace"), add_bos=False)

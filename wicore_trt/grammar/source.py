@@ -1,0 +1,127 @@
+"""Constraints as grammars of llguidance, and whether those can be kept.
+
+Needs the package llguidance, which is imported when a constraint comes. It must not know the model's tokenizer: what is
+checked here is checked over bytes, so that any process can do it in milliseconds. Invariant: a constraint that `check`
+lets pass has been built as a whole under LIMITS and has a first token; everything else is an InvalidRequestError.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, missing_package, shortened
+from wicore_trt.types import Constraint, ConstraintKind
+
+FIELD = "constraint"
+LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "verbose_errors": False}
+"""Beside llguidance's own limits of the work for one grammar and one token: symbols, and states of 1 to 2 kB each."""
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""Between the parts of JSON: what formatters write. Where any amount may come, weak models go on with it for ever."""
+MAX_CHOICES = 4096
+_REASON = 300
+"""Characters of llguidance's reason."""
+
+
+def engine() -> Any:
+    """The module llguidance. Raises EnvironmentUnfitError where it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise missing_package(error.name) or error from error
+    return llguidance
+
+
+def limits() -> Any:
+    return engine().LLParserLimits(**LIMITS)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The grammar as llguidance takes it. Raises InvalidRequestError for a text that cannot be one."""
+    matcher = engine().LLMatcher
+    text = constraint.text
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return _json(matcher, '{"type": "object"}')
+        case ConstraintKind.JSON_SCHEMA:
+            return _json(matcher, text)
+        case ConstraintKind.REGEX:
+            found = matcher.grammar_from_regex(text)
+        case ConstraintKind.GRAMMAR:
+            found = matcher.grammar_from_lark(text)
+        case ConstraintKind.CHOICE:
+            found = matcher.grammar_from_lark(_choice(text))
+    return str(found)
+
+
+def _json(matcher: Any, schema: str) -> str:
+    if schema.strip() in ("true", "false"):  # schemas too, but what is applied to them has to be an object
+        schema = f'{{"allOf": [{schema}]}}'
+    try:
+        return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
+    except ValueError as error:
+        raise refusal(str(error)) from None
+
+
+def _choice(text: str) -> str:
+    try:
+        choices = json.loads(text)
+    except ValueError as error:
+        raise refusal(f"the choices are no JSON: {error}") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise refusal("the choices must be a list of texts that are not empty")
+    if len(choices) > MAX_CHOICES:
+        raise refusal(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def refusal(reason: str) -> InvalidRequestError:
+    """The error for a constraint that cannot be kept."""
+    line = " ".join(reason.split())
+    if len(line) > _REASON:
+        said = [part for part in map(str.strip, reason.splitlines()) if part.startswith("error:")]
+        line = shortened(line, 80) + " " + shortened(" ".join(said), _REASON)  # the text may have come before the fault
+    return InvalidRequestError(f"The constraint cannot be kept: {line}", field=FIELD)
+
+
+class _Bytes:
+    """A tokenizer of the 256 bytes and an end."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens = [*(bytes([i]) for i in range(256)), b"\xff<end>"]
+    special_token_ids = [256]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@lru_cache(maxsize=1)
+def _over_bytes() -> Any:
+    found = engine()
+    return found.LLTokenizer(found.TokenizerWrapper(_Bytes()), n_vocab=257, slices=[])
+
+
+def check(constraint: Constraint) -> None:
+    """Raise InvalidRequestError (field "constraint", with llguidance's reason) when the constraint cannot be kept, also
+    where llguidance is not installed. Takes milliseconds, at worst some hundred; those seen lately take none."""
+    try:
+        reason = _reason(constraint)
+    except EnvironmentUnfitError as error:
+        raise InvalidRequestError(
+            f"Constraints are not supported here: {error.message}", field=FIELD, fix=error.fix
+        ) from error
+    if reason:
+        raise refusal(reason)
+
+
+@lru_cache(maxsize=256)
+def _reason(constraint: Constraint) -> str:
+    """Why not, "" for nothing."""
+    grammar = grammar_of(constraint)
+    found: str = engine().LLMatcher.validate_grammar(grammar, limits=limits())
+    if not found or found.startswith("WARNING"):
+        matcher = engine().LLMatcher(_over_bytes(), grammar, log_level=0, limits=limits())
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        found = str(matcher.get_error()) if matcher.is_error() else "" if any(first) else "nothing satisfies it"
+    return found

@@ -1,0 +1,88 @@
+"""Constraints on outputs as bodies ask for them: OpenAI's response_format, and the names that vLLM gives them.
+
+Pure functions; must not know engines. Invariants: a body has at most one constraint; errors name the field that asked.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.http.bodies import Generation
+from wicore_trt.types import Constraint, ConstraintKind
+
+GUIDED = {
+    "guided_json": ConstraintKind.JSON_SCHEMA,
+    "guided_regex": ConstraintKind.REGEX,
+    "guided_choice": ConstraintKind.CHOICE,
+    "guided_grammar": ConstraintKind.GRAMMAR,
+}
+STRUCTURED = {kind.removeprefix("guided_"): found for kind, found in GUIDED.items()}
+"""Names inside of structured_outputs, beside json_object."""
+
+
+def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
+    """The field that asks for a constraint, and that. Raises InvalidRequestError."""
+    found: list[tuple[str, Constraint]] = []
+    if body.response_format is not None:
+        found += [("response_format", made) for made in _response_format(body.response_format)]
+    if body.structured_outputs is not None:
+        found += [("structured_outputs", made) for made in _structured(body.structured_outputs)]
+    for name, kind in GUIDED.items():
+        value = getattr(body, name)
+        if value is not None:
+            found.append((name, _constraint(name, kind, value)))
+    if len(found) > 1:
+        raise InvalidRequestError(f"{found[0][0]} and {found[-1][0]} exclude each other.", field=found[-1][0])
+    return found[0] if found else None
+
+
+def named(error: InvalidRequestError, body: Generation) -> InvalidRequestError:
+    """An error of a constraint under the name of the field that asked for it."""
+    if error.field != "constraint":
+        return error
+    found = constraint_of(body)
+    return InvalidRequestError(error.message, field="tools" if found is None else found[0], fix=error.fix)
+
+
+def _response_format(given: dict[str, Any]) -> list[Constraint]:
+    kind = given.get("type")
+    match kind:
+        case "text":
+            return []
+        case "json_object":
+            return [Constraint(ConstraintKind.JSON_OBJECT)]
+        case "json_schema":
+            inside = given.get("json_schema")
+            if not isinstance(inside, dict) or not isinstance(inside.get("schema"), (dict, bool)):
+                raise InvalidRequestError(
+                    "response_format.json_schema.schema must be a JSON schema.", field="response_format"
+                )
+            return [_constraint("response_format", ConstraintKind.JSON_SCHEMA, inside["schema"])]
+    raise InvalidRequestError(
+        f"response_format.type is text, json_object or json_schema, got {shown(kind)}.", field="response_format"
+    )
+
+
+def _structured(given: dict[str, Any]) -> list[Constraint]:
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(asked) != 1:
+        raise InvalidRequestError("structured_outputs takes exactly one constraint.", field="structured_outputs")
+    [(name, value)] = asked.items()
+    if name == "json_object" and value is True:
+        return [Constraint(ConstraintKind.JSON_OBJECT)]
+    if name not in STRUCTURED:
+        raise InvalidRequestError(f"structured_outputs.{name[:64]} is not supported.", field="structured_outputs")
+    return [_constraint("structured_outputs", STRUCTURED[name], value)]
+
+
+def _constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
+    """A schema may come as JSON or as its text."""
+    as_json = kind is ConstraintKind.CHOICE or (kind is ConstraintKind.JSON_SCHEMA and not isinstance(value, str))
+    if not as_json and not isinstance(value, str):
+        raise InvalidRequestError(f"{field}: a {kind.value} is a text, got {shown(value)}.", field=field)
+    try:
+        return Constraint(kind, json.dumps(value, ensure_ascii=False) if as_json else str(value))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=field) from None
