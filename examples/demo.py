@@ -1,16 +1,21 @@
-"""From nothing to served text in one go: fetch Gemma 3 270M, convert, build, serve, ask over gRPC, shut down.
+"""From nothing to served text in one go: fetch Gemma 3 270M, convert, build, serve, ask over gRPC.
 
 Run by `make demo`. Everything goes through the public commands and the public gRPC API. A second run finds the
-checkpoint and the engine and goes straight to serving.
+checkpoint and the engine and goes straight to serving. On a terminal the server stays until Ctrl-C, so that the curl
+line and the page that are printed last can be tried; otherwise they are tried here, and it is shut down.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -57,17 +62,20 @@ def build() -> None:
     wicore("build", CHECKPOINT, ENGINE)
 
 
-def serve() -> tuple[subprocess.Popen[str], str]:
-    """Start the server on a free port; returns it and its address once it is ready."""
+def serve() -> tuple[subprocess.Popen[str], str, str]:
+    """Start the server on free ports; returns it, its address and its URL once it is ready."""
     step("Serve")
-    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--http-port", "none", "--log-level", "warning"]
+    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--http-port", "0", "--log-level", "warning"]
     print("$ wicore", *command[len(WICORE) :], flush=True)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
+    address = ""
     for line in server.stdout:
         print(line, end="", flush=True)
+        if match := re.search(r"HTTP on (http://\S+)", line):
+            return server, address, match[1]
         if match := re.search(r"(127\.0\.0\.1:\d+)", line):
-            return server, match[1]
+            address = match[1]
     raise SystemExit(f"the server ended with exit code {server.wait()}")
 
 
@@ -110,10 +118,28 @@ def show(stats: pb.GetStatsResponse) -> None:
         print(f"{pool.group} pages: {pool.cached_pages} hold reusable KV, {pool.total_pages} in all ({size:.0f} MiB)")
 
 
+def try_it(url: str, server: subprocess.Popen[str]) -> None:
+    """Print a curl line and the page's address: for somebody at a terminal, until Ctrl-C; otherwise ask both here."""
+    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+    curl = ["curl", "-s", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    print(shlex.join(curl))
+    print(f"page: {url}/", flush=True)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        print("Ctrl-C shuts the server down.", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.wait()
+        return
+    asked = urllib.request.Request(curl[2], body.encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(asked) as answer:
+        print(json.load(answer)["choices"][0]["text"])
+    with urllib.request.urlopen(f"{url}/") as page:
+        assert b"WiCore-TRT" in page.read()
+
+
 def main() -> None:
     began = time.monotonic()
     build()
-    server, address = serve()
+    server, address, url = serve()
     try:
         with grpc.insecure_channel(address) as channel:
             wait_until_serving(channel, server)
@@ -124,6 +150,8 @@ def main() -> None:
             ask(stub, STORY + " wrote")
             step("What the engine did")
             show(stub.GetStats(pb.GetStatsRequest()))
+        step("Try it yourself")
+        try_it(url, server)
     finally:
         step("Shut down")
         server.send_signal(signal.SIGTERM)

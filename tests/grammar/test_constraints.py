@@ -31,7 +31,7 @@ K = ConstraintKind
         (K.CHOICE, "[]", "list of texts"),
         (K.CHOICE, '["a", 1]', "list of texts"),
         (K.CHOICE, json.dumps([str(i) for i in range(5000)]), "at most 4096"),
-        (K.REGEX, "(" * 2000 + "a" + ")" * 2000, "exceeded the maximum number of nested"),
+        (K.REGEX, "(" * 2000 + "a" + ")" * 2000, "exceed the maximum number of nested"),
         (K.JSON_SCHEMA, '{"type":"object","properties":{"a":' * 200 + "{}" + "}}" * 200, "recursion"),
     ],
 )

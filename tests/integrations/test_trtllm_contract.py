@@ -15,7 +15,7 @@ from wicore_trt.backends.trtllm.executor import TrtllmExecutor
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+from wicore_trt.types import Constraint, ConstraintKind, FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 PROMPT = (5, 6, 7)
 WAIT_S = 0.01
@@ -148,6 +148,7 @@ def test_poll_waits_no_longer_than_told(executor: TrtllmExecutor) -> None:
         ({"frequency_penalty": 0.1}, "frequency_penalty"),
         ({"logprobs": 0}, "logprobs"),
         ({"logit_bias": {1: 2.0}}, "logit_bias"),
+        ({"constraint": Constraint(ConstraintKind.JSON_OBJECT)}, "constraint"),
         ({"min_tokens": 1, "stop_token_ids": (3, 4)}, "min_tokens"),
     ],
 )

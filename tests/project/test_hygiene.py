@@ -22,6 +22,9 @@ TEXT = (
     ".proto",
     ".sh",
     ".json",
+    ".js",
+    ".css",
+    ".html",
     "Makefile",
     "run",
 )

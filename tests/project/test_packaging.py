@@ -11,7 +11,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import ROOT, tracked
 
 import wicore_trt
 from wicore_trt.recipe import list_recipes
@@ -69,6 +69,8 @@ def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> N
 def test_wheel_contents(installed: Path) -> None:
     names = {p.relative_to(installed).as_posix() for p in installed.rglob("*")}
     assert {"wicore_trt/py.typed", "wicore_trt/cli/main.py", "wicore_trt/recipes/gemma3-270m-cpu.yaml"} <= names
+    page = [n for n in tracked() if n.startswith("wicore_trt/http/static/")]
+    assert len(page) >= 12 and {*page} <= names
     assert {p.split("/")[0] for p in names} - {"bin"} == {
         "wicore_trt",
         f"wicore_trt-{wicore_trt.__version__}.dist-info",

@@ -10,7 +10,7 @@ from repository import GENERATED, ROOT, SOURCES, python_sources, tracked
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-CODE = (".py", ".cpp", ".cu", ".h", ".proto", ".yaml")
+CODE = (".py", ".cpp", ".cu", ".h", ".proto", ".yaml", ".js", ".css", ".html")
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -14,7 +14,7 @@ export function bytes(count) {
 }
 
 const whole = (x) => Math.round(x).toLocaleString("en");
-const short = (x) => (x >= 100 || x === 0 ? whole(x) : x.toPrecision(2));
+const short = (x) => (x >= 100 || Number.isInteger(x) ? whole(x) : x.toPrecision(2));
 const ms = (x) => `${short(x)} ms`, percent = (x) => `${Math.round(x)} %`, perSecond = (x) => short(x);
 const or = (x, show) => (x == null ? "–" : show(x));
 
