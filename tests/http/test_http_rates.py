@@ -72,3 +72,21 @@ async def test_both_ways_into_the_server_count_together():
             assert any(detail.type_url.endswith("google.rpc.RetryInfo") for detail in status.details)
         assert (await running.completion()).status_code == 429
         await grpc_server.stop(0)
+
+
+async def test_origins_and_rates_change_while_the_server_runs():
+    async with serving(requests_per_minute=5) as running:
+        for _ in range(2):
+            assert (await running.completion()).status_code == 200
+        page = {"origin": "https://chat.example.org"}
+        assert "access-control-allow-origin" not in (await running.client.get("/health", headers=page)).headers
+        changed = ServerSettings(requests_per_minute=1, cors_origins=(page["origin"],))
+        running.server.change(changed)
+        running.server.context.admission.change(changed)
+        answer = await running.client.get("/health", headers=page)
+        assert answer.headers["access-control-allow-origin"] == page["origin"]
+        answer = await running.completion()  # three were left, and a bucket holds one now
+        assert answer.headers["x-ratelimit-limit-requests"] == "1"
+        assert (await running.completion()).status_code == 429
+        running.server.context.admission.change(ServerSettings())
+        assert (await running.completion()).status_code == 200

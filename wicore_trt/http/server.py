@@ -54,6 +54,7 @@ class HttpServer:
         self._app = self._make_app(settings.cors_origins)
         self._config = Config(
             self._answer,
+            interface="asgi3",  # which uvicorn does not see of a method
             http=GuardedHttp,
             ws=GuardedWebSocket,
             lifespan="off",
