@@ -22,7 +22,7 @@ from wicore_trt.types import Constraint, ConstraintKind, FinishReason, SamplingP
 
 K = ConstraintKind
 CONSTRAINTS = {
-    "yes|no, é": Constraint(K.CHOICE, '["yes", "no, é"]'),
+    "yes|no, e": Constraint(K.CHOICE, '["yes", "no, e"]'),
     "[0-9]{3}": Constraint(K.REGEX, "[0-9]{3}"),
     "<(a|b)>": Constraint(K.GRAMMAR, 'start: "<" ("a" | "b") ">"'),
     "7|true": Constraint(K.JSON_SCHEMA, '{"enum": [7, true]}'),
