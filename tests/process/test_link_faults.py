@@ -37,7 +37,7 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO)))
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
     await until(lambda: remote.dead is None)
     request = GenerateRequest("1/0", (1, 2), SamplingParams(max_tokens=4, n=2))
     adding = asyncio.ensure_future(remote.add(request))
