@@ -239,6 +239,14 @@ class Settings:
 _TREE = TypeAdapter(Settings)
 
 
+def value_of(settings: Settings, key: str) -> Any:
+    """The value behind a dotted key."""
+    found: Any = settings
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
     """Settings with the origin of every value that is not a default, by dotted key ("kv.device_bytes")."""
@@ -250,9 +258,7 @@ class LoadedSettings:
         """(key, value, source) of every setting in the tree's order; secrets are masked."""
         found = []
         for key in KEYS:
-            value: Any = self.settings
-            for part in key.split("."):
-                value = getattr(value, part)
+            value = value_of(self.settings, key)
             masked = "***" if key in SECRETS and value is not None else value
             found.append((key, masked, self.sources.get(key, "default")))
         return found

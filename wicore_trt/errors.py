@@ -149,6 +149,20 @@ class UnwrittenPageError(WicoreError):
     token. It ends the sequence that it concerns."""
 
 
+def error_named(
+    kind: str, message: str, *, fix: str | None, field: str | None = None, retry_after_s: float | None = None
+) -> WicoreError:
+    """An error that another process told by the name of its class; a plain one where that class is not of this module
+    or wants more than was told."""
+    given = {"fix": fix, "field": field, "retry_after_s": retry_after_s}
+    made: Any = globals().get(kind, WicoreError)
+    try:
+        error: WicoreError = made(message, **{name: value for name, value in given.items() if value is not None})
+    except TypeError:
+        error = WicoreError(message, fix=fix)
+    return error
+
+
 def install(*extras: str) -> str:
     """The sentence that says how to install extras: the package is on no index, so from the clone or a wheel."""
     names = ",".join(extras)

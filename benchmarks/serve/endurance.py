@@ -15,34 +15,28 @@ import asyncio
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import say
-from benchmarks.serve.front_cost import children_of, front_of
-from benchmarks.serve.paced import OPTIONS, token_after
-from benchmarks.serve.step_wait import child
+from benchmarks.serve.front_cost import child_of, front_of
+from benchmarks.serve.paced import OPTIONS, serve, token_after
+from benchmarks.serve.step_wait import child, stop
 
 CLIENTS = 4
+CHANNELS = 4
+"""Connections of one client process."""
 LEAVE = 0.1
 """Share of the streams whose client leaves before the end."""
 STUCK_S = 120.0
 TYPED = {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "429", "503", "504"}
 
 
-def serve() -> None:
-    """The server's processes; prints the address of gRPC and the URL of HTTP."""
-    from wicore_trt.config import SchedulerSettings, ServerSettings, Settings
-    from wicore_trt.process.supervisor import Parts, Supervisor
-
-    settings = Settings(server=ServerSettings(port=0, http_port=0), scheduler=SchedulerSettings(max_waiting=4096))
-    here = "benchmarks.serve.paced"
-    parts = Parts(load_engine=f"{here}:load_engine", load_tokenizer=f"{here}:load_tokenizer")
-    Supervisor(settings, parts=parts, announce=lambda *at: print(*at, flush=True)).run()
+_CHANNELS: dict[int, Any] = {}
 
 
 async def over_grpc(address: str, prompt: str, count: int, leave: int | None) -> str:
@@ -52,9 +46,10 @@ async def over_grpc(address: str, prompt: str, count: int, leave: int | None) ->
     from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
     from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 
-    channel = _CHANNELS.setdefault(
-        random.randrange(4), grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-    )
+    place = random.randrange(CHANNELS)
+    if place not in _CHANNELS:
+        _CHANNELS[place] = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+    channel = _CHANNELS[place]
     stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
     sampling = pb2.SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
     call = stub.Generate(pb2.GenerateRequest(text=prompt, sampling=sampling))
@@ -69,9 +64,6 @@ async def over_grpc(address: str, prompt: str, count: int, leave: int | None) ->
     except grpc.aio.AioRpcError as error:
         return str(error.code().name)
     return "ok" if ended and right(text, prompt, count) else "wrong"
-
-
-_CHANNELS: dict[int, object] = {}
 
 
 async def over_http(url: str, prompt: str, count: int, leave: int | None) -> str:
@@ -155,9 +147,7 @@ def measure(how: str, streams: int, seconds: float, step_s: float) -> bool:
     try:
         time.sleep(min(10.0, seconds / 2))
         front = front_of(server.pid)
-        [engine] = [
-            pid for pid in children_of(server.pid) if b"process.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        engine = child_of(server.pid, "process.engine")
         before = megabytes(front), megabytes(engine)
         outcomes: Counter[str] = Counter()
         for other in others:
@@ -165,10 +155,7 @@ def measure(how: str, streams: int, seconds: float, step_s: float) -> bool:
             outcomes.update(json.loads(other.stdout.read()))
         after = megabytes(front), megabytes(engine)
     finally:
-        for other in others:
-            other.kill()
-        server.send_signal(signal.SIGTERM)
-        server.wait()
+        stop(server, others)
     bad = {what: n for what, n in outcomes.items() if what not in ("ok", "left", *TYPED)}
     say(f"{how}: {streams} streams at once, {dict(outcomes)}; not allowed: {bad or 'none'}")
     say(f"{how}: memory of front and engine, MiB: {before} after the first seconds, {after} at the end")
@@ -186,7 +173,7 @@ def main() -> None:
     parser.add_argument("--target", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve()
+        serve(0)
     elif given.client:
         asyncio.run(clients(given.client, given.target, given.streams, given.seconds))
     else:

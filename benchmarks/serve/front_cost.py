@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import platform
-import signal
 import subprocess
 import time
 import urllib.request
@@ -23,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.common import say
-from benchmarks.serve.paced import OPTIONS, VOCAB
-from benchmarks.serve.step_wait import child, read_streams
+from benchmarks.serve.paced import OPTIONS, VOCAB, serve
+from benchmarks.serve.step_wait import child, read_streams, stop
 from wicore_trt.config import Settings
 from wicore_trt.text.tokenizer import Tokenizer
 
@@ -51,16 +50,6 @@ def load_tokenizer(settings: Settings | None = None) -> Tokenizer:
     return Tokenizer(backend, bos_id=None, eos_ids=(1,))
 
 
-def serve() -> None:
-    """The server's processes; prints the address of gRPC and the URL of HTTP."""
-    from wicore_trt.config import SchedulerSettings, ServerSettings
-    from wicore_trt.process.supervisor import Parts, Supervisor
-
-    settings = Settings(server=ServerSettings(port=0, http_port=0), scheduler=SchedulerSettings(max_waiting=4096))
-    parts = Parts(load_engine="benchmarks.serve.paced:load_engine", load_tokenizer=f"{__spec__.name}:load_tokenizer")
-    Supervisor(settings, parts=parts, announce=lambda *at: print(*at, flush=True)).run()
-
-
 async def read_http(url: str, streams: int) -> None:
     """Read so many streams until this process is killed."""
     host, _, port = url.removeprefix("http://").rpartition(":")
@@ -79,9 +68,14 @@ async def read_http(url: str, streams: int) -> None:
 
 def front_of(supervisor: int) -> int:
     """The front's process id."""
-    found = [pid for pid in children_of(supervisor) if b"serve.front" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    [front] = children_of(found[0])  # it is a fork of the template
+    [front] = children_of(child_of(supervisor, "serve.front"))  # it is a fork of the template
     return front
+
+
+def child_of(supervisor: int, module: str) -> int:
+    """The process id of the child that runs a module."""
+    found = [pid for pid in children_of(supervisor) if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found[0]
 
 
 def children_of(pid: int) -> list[int]:
@@ -118,11 +112,7 @@ def measure(how: str, streams: int, step_s: float, seconds: float) -> tuple[floa
         time.sleep(seconds)
         cpu, tokens, took = cpu_s(front) - cpu, tokens_of(url) - tokens, time.monotonic() - began
     finally:
-        for process in clients:
-            process.kill()
-            process.wait()
-        server.send_signal(signal.SIGTERM)
-        server.wait()
+        stop(server, clients)
     return 1e6 * cpu / tokens, tokens / took
 
 
@@ -136,7 +126,7 @@ def main() -> None:
     parser.add_argument("--grpc", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve()
+        serve(0, f"{__spec__.name}:load_tokenizer")
     elif given.http:
         asyncio.run(read_http(given.http, given.streams))
     elif given.grpc:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import say
-from benchmarks.serve.paced import OPTIONS, load_engine, load_tokenizer
+from benchmarks.serve.paced import OPTIONS, load_engine, load_tokenizer, serve
 
 WARM = 0.3
 """Share of the steps that are left out at the beginning, while streams come."""
@@ -42,17 +42,6 @@ def serve_in_one_process() -> None:
         return TextEngine(LocalEngine(core, max_waiting=4096), load_tokenizer(), info)  # type: ignore[arg-type]
 
     run_server(ServerSettings(port=0, http_port=None), engine, lambda address, url: print(address, flush=True))
-
-
-def serve_in_processes() -> None:
-    """As `wicore serve` does."""
-    from wicore_trt.config import SchedulerSettings, ServerSettings, Settings
-    from wicore_trt.process.supervisor import Parts, Supervisor
-
-    settings = Settings(server=ServerSettings(port=0, http_port=None), scheduler=SchedulerSettings(max_waiting=4096))
-    here = "benchmarks.serve.paced"
-    parts = Parts(load_engine=f"{here}:load_engine", load_tokenizer=f"{here}:load_tokenizer")
-    Supervisor(settings, parts=parts, announce=lambda address, url: print(address, flush=True)).run()
 
 
 async def read_streams(address: str, streams: int) -> None:
@@ -74,6 +63,15 @@ async def read_streams(address: str, streams: int) -> None:
         await asyncio.gather(*(read() for _ in range(streams)))
 
 
+def stop(server: subprocess.Popen[str], clients: list[subprocess.Popen[str]]) -> None:
+    """End the clients at once, and the server as an operator does."""
+    for process in clients:
+        process.kill()
+        process.wait()
+    server.send_signal(signal.SIGTERM)
+    server.wait()
+
+
 def child(*arguments: str, module: str = __spec__.name, **more: Any) -> subprocess.Popen[str]:
     """This or another module in another process."""
     return subprocess.Popen([sys.executable, "-m", module, *arguments], text=True, **more)
@@ -92,11 +90,7 @@ def measure(how: str, streams: int, step_s: float, seconds: float) -> dict[str, 
         try:
             time.sleep(seconds)
         finally:
-            for process in clients:
-                process.kill()
-                process.wait()
-            server.send_signal(signal.SIGTERM)
-            server.wait()
+            stop(server, clients)
         steps = json.loads(report.read_text())
     steps = steps[int(len(steps) * WARM) :]
     waits = sorted(1e3 * waited for _, waited, _ in steps)
@@ -122,7 +116,7 @@ def main() -> None:
     elif given.thread:
         serve_in_one_process()
     elif given.process:
-        serve_in_processes()
+        serve(http_port=None)
     else:
         say("streams, engine in: sequences a step, wait for the lock a step in ms (mean, p99)")
         for streams in map(int, given.streams.split(",")):

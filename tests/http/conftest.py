@@ -1,12 +1,22 @@
-"""One server for all tests of a module that do not change it."""
+"""One server for all tests of a module that do not change it, over the engine that the module's `make_one` makes."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import openai
+import pytest
 import pytest_asyncio
 from web import make_engine, serving
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running():
-    async with serving(make_engine(logprobs=True)) as found:
+async def running(request):
+    make_one = getattr(request.module, "make_one", partial(make_engine, logprobs=True))
+    async with serving(make_one()) as found:
         yield found
+
+
+@pytest.fixture
+def client(running):
+    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

@@ -15,11 +15,6 @@ EXTRA = {"extra_body": {"ignore_eos": True}}
 USER = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture
-def client(running):
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-
-
 async def test_a_conversation_is_answered(client):
     found = await client.chat.completions.create(model="fake", messages=USER, max_tokens=8, temperature=0, **EXTRA)
     assert found.object == "chat.completion" and found.id.startswith("chatcmpl-") and found.model == "fake"

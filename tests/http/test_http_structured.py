@@ -6,14 +6,13 @@ import json
 import re
 from typing import Literal
 
-import openai
 import pydantic
 import pytest
-import pytest_asyncio
 from constrained_web import make_constrained_engine
-from web import error_of, serving
+from web import error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+make_one = make_constrained_engine
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -22,17 +21,6 @@ class Answer(pydantic.BaseModel):
 
     mood: Literal["good", "bad"]
     numbers: list[Literal[1, 2, 3]]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running():
-    async with serving(make_constrained_engine()) as found:
-        yield found
-
-
-@pytest.fixture
-def client(running):
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
 async def test_a_pydantic_model_is_parsed(client):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
-import pytest_asyncio
 from constrained_web import make_constrained_engine
-from web import error_of, serving
+from web import error_of
 
 from wicore_trt.text.turns import render
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+make_one = make_constrained_engine
 USER = [{"role": "user", "content": "hello"}]
 PAINT = {
     "type": "object",
@@ -26,17 +25,6 @@ TOOLS = [
 ]
 BRACE = {str(ord("{") - 32): 100}
 """Makes the model open a call, and nothing else where nothing else begins so."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running():
-    async with serving(make_constrained_engine()) as found:
-        yield found
-
-
-@pytest.fixture
-def client(running):
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
 def asking(**more) -> dict:

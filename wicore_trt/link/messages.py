@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from wicore_trt import errors
-from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
+from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import (
@@ -137,15 +135,7 @@ class Refused(Struct, tag=3, array_like=True):
         return cls(call, type(error).__name__, error.message, error.fix, field, retry)
 
     def error(self) -> WicoreError:
-        kind = getattr(errors, self.kind, WicoreError)
-        more: dict[str, Any] = {"fix": self.fix}
-        if kind is InvalidRequestError:
-            more["field"] = self.field
-        elif kind is QueueFullError:
-            more["retry_after_s"] = self.retry_after_s
-        made = kind(self.message, **more)
-        assert isinstance(made, WicoreError)
-        return made
+        return error_named(self.kind, self.message, fix=self.fix, field=self.field, retry_after_s=self.retry_after_s)
 
 
 class KVChange(Struct, array_like=True):

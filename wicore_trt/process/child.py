@@ -20,8 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from wicore_trt import errors
-from wicore_trt.errors import WicoreError, shortened
+from wicore_trt.errors import WicoreError, error_named, shortened
 
 MAX_MESSAGE = 1 << 17
 MAX_FDS = 4
@@ -97,12 +96,7 @@ class Control:
 
 def error_of(message: dict[str, Any]) -> WicoreError:
     """The error that a child said."""
-    kind = getattr(errors, message["error"], WicoreError)
-    try:
-        error: WicoreError = kind(message["message"], fix=message["fix"])
-    except TypeError:  # it takes more than a message
-        error = WicoreError(message["message"], fix=message["fix"])
-    return error
+    return error_named(message["error"], message["message"], fix=message["fix"])
 
 
 class Child:
@@ -117,7 +111,6 @@ class Child:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True,
         )  # fmt: skip
         theirs.close()
-        self.pid = self._process.pid
 
     def kill(self) -> None:
         self._process.kill()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import read_tls
-from wicore_trt.config import KEYS, Settings
+from wicore_trt.config import KEYS, Settings, value_of
 from wicore_trt.errors import ConfigError
 
 LIVE = frozenset(
@@ -39,10 +38,10 @@ def checked(running: Settings, read: Callable[[], Settings]) -> Change:
     """The change from what runs to what is written now. Raises ConfigError for settings or files that are wrong; then
     nothing changes."""
     wanted = read()
-    differ = [key for key in KEYS if value(wanted, key) != value(running, key)]
+    differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
     changed = tuple(key for key in differ if key in LIVE)
     restart = [key for key in differ if key not in LIVE]
-    server = replace(running.server, **{_leaf(k): value(wanted, k) for k in changed if k.startswith("server.")})
+    server = replace(running.server, **{_leaf(k): value_of(wanted, k) for k in changed if k.startswith("server.")})
     if (server.tls_cert is None) != (running.server.tls_cert is None):
         raise ConfigError("TLS cannot be switched on or off while the server runs.", fix="Start it again.")
     Admission.of(server)
@@ -51,14 +50,6 @@ def checked(running: Settings, read: Callable[[], Settings]) -> Change:
         raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
     log = replace(running.log, level=wanted.log.level)
     return Change(replace(running, server=server, log=log), changed, tuple(restart))
-
-
-def value(settings: Settings, key: str) -> Any:
-    """The value behind a dotted key."""
-    found: Any = settings
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _leaf(key: str) -> str:

@@ -9,14 +9,13 @@ signal ends everything at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wicore_trt.access.log import set_level
@@ -62,7 +61,7 @@ class Supervisor:
         reread: Callable[[], Settings] | None = None,
     ) -> None:
         self._given, self._reread = settings, reread or (lambda: settings)
-        self._ports: dict[str, int] = {}
+        self._ports: dict[str, Any] = {}  # where the front listens
         self._settings = settings_to_json(settings)
         self._had_terminal = has_terminal()
         self._grace_s = settings.server.grace_s
@@ -216,7 +215,7 @@ class Supervisor:
 
     def _keep(self, settings: Settings) -> None:
         self._given = settings
-        self._settings = json.dumps(_merged(json.loads(settings_to_json(settings)), {"server": self._ports}))
+        self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
     def _reload(self) -> None:
         """Take what the files say now where it can change, and tell the front and the engine."""
@@ -278,11 +277,6 @@ class Supervisor:
             engine.control.send("stop", timeout_s=STOP_S)
             await asyncio.to_thread(engine.wait, 2 * STOP_S)
         self._finish(0 if code == 0 else 1)
-
-
-def _merged(tree: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the leaves of another one put in."""
-    return tree | {k: _merged(tree[k], v) if isinstance(v, dict) else v for k, v in more.items()}
 
 
 class _Place:
