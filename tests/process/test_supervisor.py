@@ -277,6 +277,16 @@ async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
         assert (server.alive("engine"), server.alive("front")) == ([engine], [front])
 
 
+async def taken(port):
+    """A listener at `port` as soon as the dying process that holds it lets go."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return socket.create_server(("127.0.0.1", port))
+            except OSError:
+                await asyncio.sleep(0.002)
+
+
 async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
     async with supervised(tmp_path) as server:
         await serving(server)
@@ -284,9 +294,7 @@ async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
         port = int(server.address.rpartition(":")[2])
         os.kill(template, signal.SIGSTOP)
         os.kill(front, signal.SIGKILL)
-        while server.alive("front"):
-            await asyncio.sleep(0.002)
-        with socket.create_server(("127.0.0.1", port)):
+        with await taken(port):
             os.kill(template, signal.SIGCONT)
             async with asyncio.timeout(60):
                 while b"is in use" not in await server.process.stderr.readline():
