@@ -44,7 +44,7 @@ bench-gpu: setup  ## needs a GPU; VLLM_SITE and VBENCH measure vLLM beside us, A
 bench-kv: setup
 	$(PY) -m benchmarks.kv.sessions
 
-bench-kv-gpu: setup  ## needs a GPU with 80 GiB or more; ARGS="--help" lists the rest
+bench-kv-gpu: setup  ## needs a GPU of 80 GiB or more; ARGS="--vllm-site DIR --peer-scripts DIR" runs vLLM too
 	$(PY) -m benchmarks.kv.on_gpu $(ARGS)
 
 proto: setup  ## generated gRPC code from the .proto file

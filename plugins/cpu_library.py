@@ -11,7 +11,7 @@ from pathlib import Path
 
 import wicore_trt
 
-ABI = 2
+ABI = 3
 LIBRARY = "libwicore_cpu.so"
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wicore_trt.errors import EnvironmentUnfitError
@@ -25,11 +27,8 @@ from wicore_trt.plugins.layout import Launch
 
 WARP = 32
 DEFAULT_SHARED = 48 * 1024  # dynamic shared memory of a block that needs no opt-in
-C_TYPES: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "fp32": ctypes.c_float,
-}
+C_CODES = {"i32": "i", "i64": "q", "fp32": "f"}
+"""Of `struct`; other types are pointers."""
 
 
 class Launcher(Protocol):
@@ -39,34 +38,59 @@ class Launcher(Protocol):
 
 
 class ParameterBlock:
-    """The values of one launch in C types, and the array of their addresses that cuLaunchKernel reads."""
+    """The parameters of a kernel's launches in C types, and the array of their addresses that cuLaunchKernel reads. One
+    launch after the other fills the same memory, which the driver copies."""
 
-    def __init__(self, kernel: CompiledKernel, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, kernel: CompiledKernel) -> None:
+        self._kernel = kernel
+        self._names = [name for name, _ in kernel.arguments]
+        self._aligned = [name for name in self._names if name in kernel.aligned]
+        codes = [C_CODES.get(type_, "Q") for _, type_ in kernel.arguments] + ["Q", "Q"]
+        self._layout = struct.Struct("@" + "".join(codes))
+        self._memory = ctypes.create_string_buffer(self._layout.size)
+        ends = [struct.calcsize("@" + "".join(codes[: n + 1])) for n in range(len(codes))]
+        base = ctypes.addressof(self._memory)
+        places = [base + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        self._addresses = (ctypes.c_void_p * len(codes))(*places)
+        self.address = ctypes.addressof(self._addresses)
+
+    def fill(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError for a name that is missing or too many, a value out of its type's range, or one that is not
         the multiple of 16 that the kernel was compiled for."""
-        names = {name for name, _ in kernel.arguments}
-        if names != {*arguments}:
-            raise ValueError(f"{kernel.name}: missing or unknown arguments {sorted(names ^ {*arguments})}")
-        self.values = [_convert(kernel, name, type_, arguments[name]) for name, type_ in kernel.arguments]
-        self.values += [ctypes.c_void_p(0), ctypes.c_void_p(0)]
-        self._addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._addresses)
+        try:
+            values = [arguments[name] for name in self._names]
+            if len(values) == len(arguments) and not any(arguments[name] & 15 for name in self._aligned):
+                self._layout.pack_into(self._memory, 0, *values, 0, 0)
+                return
+        except (KeyError, struct.error, OverflowError):
+            pass
+        raise ValueError(_misfit(self._kernel, arguments))
 
 
-def _convert(kernel: CompiledKernel, name: str, type_: str, value: Any) -> Any:
-    if name in kernel.aligned and value % 16:
-        raise ValueError(f"{kernel.name}: {name} = {value} is no multiple of 16")
-    if type_.startswith("*"):
-        if not 0 <= value < 1 << 64:
-            raise ValueError(f"{kernel.name}: {name} = {value} is no address")
-        return ctypes.c_void_p(value)
-    c_type = C_TYPES[type_]
-    if type_ != "fp32" and c_type(value).value != value:
-        raise ValueError(f"{kernel.name}: {name} = {value} does not fit {type_}")
-    return c_type(value)
+def _misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
+    """What does not fit."""
+    names = {name for name, _ in kernel.arguments}
+    if names != {*arguments}:
+        return f"{kernel.name}: missing or unknown arguments {sorted(names ^ {*arguments})}"
+    for name, type_ in kernel.arguments:
+        value = arguments[name]
+        if name in kernel.aligned and value & 15:
+            return f"{kernel.name}: {name} = {value} is no multiple of 16"
+        try:
+            struct.pack(C_CODES.get(type_, "Q"), value)
+        except (struct.error, OverflowError):
+            return f"{kernel.name}: {name} = {value} " + ("is no address" if type_[0] == "*" else f"does not fit {type_}")
+    raise AssertionError(kernel.name)
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What a thread's launches of a kernel have in common."""
+
+    kernel: CompiledKernel  # kept, so that its id stays its own
+    parameters: ParameterBlock
+    block: tuple[int, int, int]
+    config: Any = None
 
 
 class CudaLauncher:
@@ -78,6 +102,7 @@ class CudaLauncher:
         self._functions: dict[tuple[int, bytes, str], Any] = {}
         self._digests: dict[int, tuple[CompiledKernel, bytes]] = {}
         self._lock = threading.Lock()
+        self._ready = threading.local()
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
         """Launch on the stream with this handle (0: the default stream) of the current context.
@@ -85,15 +110,24 @@ class CudaLauncher:
         A grid with a 0 launches nothing. Raises EnvironmentUnfitError without a driver, a context or a cubin for this
         GPU, ValueError for arguments that do not fit, RuntimeError for what CUDA reports.
         """
-        parameters = ParameterBlock(kernel, call.arguments)
+        blocks: dict[int, _Prepared] = self._ready.__dict__.setdefault("blocks", {})
+        prepared = blocks.get(id(kernel))
+        if prepared is None:
+            prepared = blocks[id(kernel)] = _Prepared(kernel, ParameterBlock(kernel), (kernel.num_warps * WARP, 1, 1))
+        parameters = prepared.parameters
+        parameters.fill(call.arguments)
         if 0 in call.grid:
             return
         function = self._function(kernel)
-        block = (kernel.num_warps * WARP, 1, 1)
         if kernel.dependent:
-            config = dependent_config(self._driver, call.grid, block, kernel.shared_bytes, stream)
+            if prepared.config is None:
+                prepared.config = dependent_config(self._driver, prepared.block, kernel.shared_bytes)
+            config = prepared.config
+            config.gridDimX, config.gridDimY, config.gridDimZ = call.grid
+            config.hStream = stream
             self._call("cuLaunchKernelEx", config, function, parameters.address, 0)
             return
+        block = prepared.block
         self._call("cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0)
 
     def _function(self, kernel: CompiledKernel) -> Any:
@@ -135,18 +169,14 @@ class CudaLauncher:
         return values[0] if values else None
 
 
-def dependent_config(
-    driver: Any, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int
-) -> Any:
-    """CUlaunchConfig of a launch that need not wait for the end of the kernel in front."""
+def dependent_config(driver: Any, block: tuple[int, int, int], shared_bytes: int) -> Any:
+    """CUlaunchConfig of launches that need not wait for the end of the kernel in front, but for grid and stream."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared_bytes
-    config.hStream = stream
     config.attrs = [attribute]
     config.numAttrs = 1
     return config

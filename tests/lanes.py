@@ -66,6 +66,16 @@ class Lane:
             pass
 
 
+class AtOnce:
+    """A `page_copier.Starter` without a thread."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        work()
+
+    def shutdown(self) -> None:
+        pass
+
+
 class Digests:
     """Digests of pages, computed when the lane gets there."""
 

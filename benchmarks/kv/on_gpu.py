@@ -6,8 +6,9 @@ Weights are made up (FP8), so text means nothing and times hold. `sessions`: con
 device pool take turns, some at a time; every turn sends the whole history and some new tokens. `prefix`: time to first
 token of one prefix with a new end, when it is computed, on the device, in host memory, and on disk for a new process's
 engine. `decode`: milliseconds a step of a batch that decodes at long contexts, beside the bytes it must read over the
-copy bandwidth of the same run. Invariant: every request must give the tokens that were asked for, or the run ends.
-Prints Markdown tables; what does not fit into the budget is skipped, and the table says so. Needs a GPU.
+copy bandwidth of the same run. With --vllm-site and --peer-scripts vLLM's scripts run behind ours. Invariant: every
+request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what does not fit into the
+budget is skipped, and the table says so. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.machine import describe, measure_gpu_rates
 from benchmarks.gpu.ours import free_device_memory
+from benchmarks.kv.peer import RUNS, run_peer
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.types import GenerateRequest, SamplingParams
+from wicore_trt.types import GenerateRequest, SamplingParams, TierStats
 
 GIB = 1 << 30
 SESSIONS, HISTORY, TURNS, AT_ONCE, NEW, OUT = 48, 8192, 3, 8, 256, 64
@@ -169,7 +171,7 @@ def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: r
 
 
 def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[Turned], dict[str, Any]]:
-    """(seconds until ready, rounds, decisions of the planner)."""
+    """(seconds until ready, rounds, decisions of the planner and what the tiers moved)."""
     device, host, on_disk = ARMS[arm]
     flags: dict[str, Any] = {"kv__host_bytes": host * GIB} if host else {}
     if arm.endswith("nothing cached"):
@@ -184,7 +186,16 @@ def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[
             seconds, p50, p90, found = one_round(engine, history, chosen, rng)
             rows.append(Turned(arm, order, turn, seconds, SESSIONS / seconds, p50, p90, found))
             say(f"sessions {arm}, {order}, turn {turn}: {SESSIONS / seconds:.2f} turns/s, TTFT {p50:.3f}, {found:.2f}")
-        return engine.ready_s, rows, dict(engine.core.stats().kv.decisions)
+        kv = engine.core.stats().kv
+        return engine.ready_s, rows, dict(kv.decisions) | {tier.tier: traffic(tier) for tier in kv.tiers}
+
+
+def traffic(tier: TierStats) -> dict[str, Any]:
+    """What a tier moved, and at what rate while it moved."""
+    moved = {"read": (tier.read_bytes, tier.read_seconds), "write": (tier.write_bytes, tier.write_seconds)}
+    found = {f"{way}_gb": round(count / 1e9, 1) for way, (count, _) in moved.items()}
+    found |= {f"{way}_gb_per_s": round(count / s / 1e9, 1) for way, (count, s) in moved.items() if s}
+    return found | {"evictions": dict(tier.evictions), "failures": dict(tier.failures)}
 
 
 def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,15 +281,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
     parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
     parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
+    parser.add_argument("--engines", type=Path, help="made by `benchmarks.gpu.run prebuild`; others are built now")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--vllm-site", type=Path, help="packages of vLLM, to measure it beside us with --peer-scripts")
+    parser.add_argument("--peer-scripts", type=Path, help="folder with the scripts that `benchmarks.kv.peer` calls")
+    parser.add_argument("--peer-runs", default=",".join(RUNS), help=f"of {','.join(RUNS)}")
     parser.add_argument("--budget-s", type=float, default=1800.0)
     parser.add_argument("--output", type=Path, default=Path("build/bench-kv-gpu.json"))
     args = parser.parse_args(argv)
     rates = measure_gpu_rates()
     document: dict[str, Any] = {"machine": describe(), "bytes_per_s": rates.copy_bytes_per_s}
-    document |= {"sessions": [], "ready_s": {}, "decisions": {}, "prefix": [], "decode": [], "skipped": []}
+    document |= {"sessions": [], "ready_s": {}, "decisions": {}, "prefix": [], "decode": [], "skipped": [], "vllm": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        engines = Engines(document["machine"]["target"], Path(scratch), None, say)
+        engines = Engines(document["machine"]["target"], Path(scratch), args.engines, say)
         disk = args.disk or Path(scratch) / "kv"
 
         def ready(what: str) -> bool:
@@ -303,7 +318,16 @@ def main(argv: list[str] | None = None) -> int:
                     seconds, rows, decisions = sessions(path, arm, order, disk / f"sessions-{number}-{order}")
                     document["ready_s"][name], document["decisions"][name] = seconds, decisions
                     document["sessions"] += [asdict(row) for row in rows]
+        for name in args.peer_runs.split(",") if args.vllm_site and args.peer_scripts else ():
+            if ready(f"vLLM, {name}"):
+                left = args.budget_s - (time.monotonic() - BEGUN)
+                document["vllm"][name] = run_peer(
+                    name, args.vllm_site, args.peer_scripts.resolve(), Path(scratch), left
+                )
+                say(f"vLLM, {name}: {document['vllm'][name]}")
         ready("")
+    for name, found in document["vllm"].items():
+        print(f"vLLM {found['version']}, {name} {found['problem']}\n\n{table(found['rows'])}")
     print(table(document["sessions"]), table(document["prefix"]), table(document["decode"]), sep="\n")
     print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
     return 0

@@ -135,7 +135,8 @@ def test_a_dependent_kernel_need_not_wait_for_the_end_of_the_one_in_front() -> N
 
 def test_the_drivers_own_structures_hold_such_a_launch() -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="pip install cuda-bindings")
-    config = dependent_config(driver, (5, 6, 7), (128, 1, 1), 70_000, 0xBEEF)
+    config = dependent_config(driver, (128, 1, 1), 70_000)
+    config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream = 5, 6, 7, 0xBEEF
     assert read_config(config) == ((5, 6, 7), (128, 1, 1), 70_000, 0xBEEF, (6, 1))
 
 

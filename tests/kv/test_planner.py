@@ -58,6 +58,16 @@ def test_latency_makes_short_prefixes_computed():
     assert choose(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
 
 
+def test_beside_a_fast_link_nothing_is_computed_meanwhile_whoever_else_loads():
+    """Each of many that load at once waits for its turn, which computing a slice would shorten by next to nothing."""
+    for queued in (0, 10**9, 8 * 10**9):
+        compute = ComputeRate(1e-4, share=1 / (1 + queued // 10**9))
+        chosen = choose(8192, 0, [candidate(8128, "host")], compute, {"host": TierRate(1e10, queued_bytes=queued)})
+        assert chosen.decision == "load" and chosen.wait_s >= chosen.load_seconds >= queued / 1e10
+    half = choose(8192, 0, [candidate(8128, "host")], ComputeRate(1e-4), {"host": TierRate(2e7)})
+    assert half.decision == "split"
+
+
 def test_the_queue_and_the_link_count():
     tiers = {"host": TierRate(1e6), "disk": TierRate(1e9)}
     made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two

@@ -12,7 +12,8 @@ from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.prefix.rates import HOST_PRIOR, PrefillMeter
+from wicore_trt.kv.prefix.planner import TierRate
+from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter
 from wicore_trt.kv.tiers import tiers as lower_tiers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Fetch
@@ -64,8 +65,7 @@ def measured(core, tokens_per_s: float, load_s: float) -> None:
     scheduler.prefill.__init__()
     scheduler.prefill.observe([(0, 64)], 64 / tokens_per_s)
     loader = scheduler.loader
-    loader._host_meter.__init__(HOST_PRIOR)
-    loader._host_meter.observe(3200, load_s, now=loader._clock())
+    loader._host_meter = TierMeter(TierRate(3200 / load_s, 1e-6))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -50,7 +50,7 @@ def test_the_link_is_rated_without_writing_what_nobody_wrote():
     layout = KVLayout(4, "float32", {"global": 600}, {"global": 8192})
     copier = make_copier({"global": pool}, 4)
     _, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
-    assert loader._probed.get_nowait()[0] == 600 * 8192
+    assert loader._probed.get_nowait()[1] == 600 * 8192
     assert pool.isnan().all()
 
 

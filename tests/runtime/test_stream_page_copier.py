@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Digests, Event, Lane
+from lanes import AtOnce, Digests, Event, Lane
 
 from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.runtime import cuda_lanes
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.page_copier import (
@@ -74,6 +76,7 @@ class World:
             alone,
             digests,
             digest,  # type: ignore[arg-type]
+            AtOnce,
         )
         self.digests: list[tuple[bytes | None, bytes]] = []
         self.reads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -201,6 +204,57 @@ def test_copies_begin_in_batches() -> None:
     assert BATCH > SLOTS
 
 
+def test_slots_side_by_side_are_one_copy() -> None:
+    """But for memory that was locked piece by piece, whose borders no copy may pass."""
+    world, slab = World(4), aligned_buffer(4 * 4096)
+    asked: list[list[tuple[int, int, int]]] = []
+    for lane in world.device.lanes:
+        lane.copy = lambda pieces: asked.append(list(pieces))  # type: ignore[method-assign]
+    parts = [slab[at : at + 16] for at in (0, 16, 48, 32)]
+    world.copier.to_host("global", 1, parts, lambda *_: None)
+    world.copier.flush()
+    world.copier.pin(slab[16:])
+    world.copier.to_device("global", 1, parts, lambda *_: None)
+    world.copier.flush()
+    base = world.pool.data_ptr() + BYTES
+    host = ctypes.addressof(ctypes.c_char.from_buffer(slab))
+    assert asked[0] == [(host, base, 32), (host + 48, base + 32, 16), (host + 32, base + 48, 16)]
+    assert [(source - host, size) for _, source, size in asked[1]] == [(0, 16), (16, 16), (48, 16), (32, 16)]
+    world.device.run(1000)
+    world.copier.close()
+
+
+def test_a_busy_driver_does_not_hold_up_who_asks() -> None:
+    """And a step that writes the slot waits until its copy is on the lane."""
+    free, order = threading.Event(), list[str]()
+    world = World(5)
+    copier = StreamPageCopier({"global": world.pool}, PAGE_TOKENS, world.device.lanes, world.device)  # type: ignore[arg-type]
+    out, real = world.device.lanes[1], world.device.lanes[1].copy
+
+    def slow(pieces: Any) -> None:
+        assert free.wait(20)
+        order.append("copy")
+        real(pieces)
+
+    out.copy = slow  # type: ignore[method-assign]
+    done = threading.Event()
+    copier.to_host("global", 1, [aligned_buffer(BYTES)[:BYTES]], lambda *_: done.set())
+    copier.flush()
+    copier.begin_step(StepBatch([piece([0, 2], PAGE_TOKENS, 1)]))
+    step = threading.Thread(
+        target=lambda: (copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS, 1)])), order.append("step"))
+    )
+    step.start()
+    time.sleep(0.02)
+    assert not order
+    free.set()
+    step.join(20)
+    assert order == ["copy", "step"]
+    world.device.run(1000)
+    assert done.wait(20)
+    copier.close()
+
+
 def test_steps_wait_for_the_slots_that_they_write_alone() -> None:
     world = World(2)
     world.save(0)
@@ -235,7 +289,7 @@ def test_a_device_that_fails_is_heard_of() -> None:
     world = World(3)
     slab, parts = world.buffer()
     done, happened = world.called()
-    world.copier._out._over = lambda batch: 1 / 0  # as synchronizing raises on a device that is lost
+    world.copier._out.finisher._over = lambda batch: 1 / 0  # as synchronizing raises on a device that is lost
     world.copier.to_host("global", 0, parts, done)
     world.copier.flush()
     world.device.run(100)
@@ -252,7 +306,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
     for overlapping in (layout.overlapping, alone):
         memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
         pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
-        copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping)  # type: ignore[arg-type]
+        copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping, starter=AtOnce)  # type: ignore[arg-type]
         compute, out, into = device.lanes
         host, done = aligned_buffer(32)[:32], threading.Event()
         copier.to_host("global", 4, [host], lambda *_, done=done: done.set())  # bytes 128 to 160: local pages 2 and 3
@@ -275,7 +329,7 @@ def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
     layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
     memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
     pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
-    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping)  # type: ignore[arg-type]
+    copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping, starter=AtOnce)  # type: ignore[arg-type]
     host, done = aligned_buffer(48)[:48], threading.Event()
     copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # bytes 96 to 128
     copier.to_host("local", 2, [host], lambda *_: done.set())  # 96 to 144
@@ -311,10 +365,25 @@ def test_a_copy_that_cannot_begin_breaks_the_copier() -> None:
 
     world.device.lanes[2].copy = copy  # type: ignore[method-assign]
     world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
-    with pytest.raises(RuntimeError, match="cuMemcpyAsync"):
-        world.copier.flush()
-    assert isinstance(world.copier.broken, RuntimeError)
+    world.copier.flush()
+    assert str(world.copier.broken) == "cuMemcpyAsync"
+    with pytest.raises(RuntimeError, match="could not begin"):
+        world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS, 1)]))
     world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
-    with pytest.raises(RuntimeError, match="cuMemcpyAsync"):
-        world.copier.close()
+    world.copier.close()
     assert not world.device.pinned
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_copies_go_to_the_driver_in_order_until_one_is_refused(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_size_t, ctypes.c_void_p)
+    memcpy = kind(lambda *call: 0 if len(seen) < 5 and seen.append(call) is None else 7)
+    if not native:
+        monkeypatch.setattr(cuda_lanes, "open_library", lambda: None)
+    elif cuda_lanes.open_library() is None:
+        pytest.skip("the library was not built")
+    put = cuda_lanes.copy_all(memcpy)
+    pieces = [(1 << 40, 2, 3), (4, 5, 6), (7, 8, 1 << 33)]
+    assert put(pieces, 9) == 0 and seen == [(*p, 9) for p in pieces]
+    assert put(pieces, 9) == 7 and len(seen) == 5

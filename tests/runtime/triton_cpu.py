@@ -84,7 +84,7 @@ class InterpretingLauncher:
         self.launched: list[str] = []
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
-        ParameterBlock(kernel, call.arguments)
+        ParameterBlock(kernel).fill(call.arguments)
         if 0 in call.grid:
             return
         spec = self._specs[kernel.name]

@@ -6,6 +6,7 @@ names of pages and the namespace on disk.
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 
@@ -14,6 +15,7 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.page_store import PageStore
+from wicore_trt.kv.disk.rate import rate_reads
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.events import KVEventLog
@@ -29,6 +31,9 @@ from wicore_trt.kv.tiers.transfers import Transfers, open_transfers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout, PageCopier
 from wicore_trt.types import MAX_TTL_S
+
+SWITCH_S = 1e-4
+"""After so long a thread of this process lets another one run that waits for the interpreter."""
 
 
 def make_cache(
@@ -75,10 +80,15 @@ def make_cache(
     )
     loader = None
     if tiers is not None:
+        # the threads that move pages run a few lines at a time, and would wait 5 ms for each beside a busy engine
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         loader = PrefixLoader(manager, tiers, layout.page_bytes)
         tiers.transfers.up.disk_rate = loader.disk_read
         _keep_times(manager.retention, tiers.transfers)
         loader.probe()
+        if tiers.disk is not None and not tiers.disk.newest(1) and settings.disk_path is not None:
+            spare = settings.disk_bytes // 16
+            rate_reads(settings.disk_path, spare, settings.disk_threads, loader.disk_probed)
     return manager, loader
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.cpu_library import open_library
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.step_layout import DigestArrays, page_digest_launch
 from wicore_trt.runtime.page_digest import PageDigest
@@ -63,6 +64,28 @@ class CudaEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+def copy_all(memcpy: Any) -> Callable[[Sequence[tuple[int, int, int]], int], int]:
+    """What puts copies (target, source, bytes) on a stream by `memcpy` (cuMemcpyAsync as a function of ctypes), and
+    gives the first status that is not 0. One call of the library for all, because `memcpy` waits while the driver's
+    queue is full: other threads run meanwhile, and get their turn once and not for each copy."""
+    address, library = ctypes.cast(memcpy, ctypes.c_void_p), open_library()
+    if library is None:
+        memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+        def one_by_one(pieces: Sequence[tuple[int, int, int]], stream: int) -> int:
+            return next((status for piece in pieces if (status := int(memcpy(*piece, stream)))), 0)
+
+        return one_by_one
+    call: Any = library.wicore_cpu_copy_all
+    call.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_void_p)
+
+    def together(pieces: Sequence[tuple[int, int, int]], stream: int) -> int:
+        columns = ((ctypes.c_uint64 * len(pieces))(*column) for column in zip(*pieces, strict=True))
+        return int(call(address, *columns, len(pieces), stream))
+
+    return together
+
+
 class CudaLane:
     """Implements `Lane` on a CUDA stream."""
 
@@ -74,9 +97,7 @@ class CudaLane:
             self.stream = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
         else:
             self.stream = torch.cuda.default_stream(device)
-        # PyDLL: the call returns at once, and giving up the GIL for each page would cost more than the call
-        self._memcpy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
-        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_all = copy_all(ctypes.CDLL("libcuda.so.1").cuMemcpyAsync)
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.stream)
@@ -85,12 +106,10 @@ class CudaLane:
         self.stream.wait_event(event.event)
 
     def copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        stream = int(self.stream.cuda_stream)
         with torch.cuda.stream(self.stream):  # its device's context is this thread's, whichever the caller had
-            for target, source, count in pieces:
-                status = self._memcpy(target, source, count, stream)
-                if status:
-                    raise RuntimeError(f"cuMemcpyAsync of {count} bytes failed with CUDA error {status}")
+            status = self._copy_all(list(pieces), int(self.stream.cuda_stream))
+        if status:
+            raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
 
 class CudaDigests:

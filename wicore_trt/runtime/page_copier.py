@@ -8,6 +8,8 @@ order of the calls, whatever runs at the same time. `TorchPageCopier` has it bec
 - a step that writes a slot starts after the copies of that slot (`begin_step`); reading needs no such wait, because a
   page on its way to the device is used by nobody before `done`, and a copy to the host only reads;
 - where layer groups share memory, copies of a slot are copies of all slots that have a byte of it (`overlapping`);
+- a thread for each direction puts batches on the device, in the order of the calls and after those that they wait for:
+  a driver whose queue is full (1,024 copies) makes its caller wait, which must not be the engine's thread;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
 - a digest is of the page's bytes on the device: before they leave, and after they came.
 """
@@ -18,7 +20,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -178,10 +182,24 @@ class _Copy:
     done: Done
 
 
+class Starter(Protocol):
+    """Does what it is given, one after the other."""
+
+    def submit(self, work: Callable[[], None], /) -> object: ...
+
+    def shutdown(self) -> None:
+        """Returns when all is done."""
+        ...
+
+
+def new_starter() -> Starter:
+    return ThreadPoolExecutor(1, "wicore-page-copies")
+
+
 class StreamPageCopier:
-    """Copies beside the steps: a lane for each direction, and a thread for each that calls `done`. Copies begin in
-    batches of at most BATCH, at `flush` and before a step. `lanes` are the steps' own, the one to the host and the one
-    to the device. All calls but `digest` come from one thread.
+    """Copies beside the steps: a lane for each direction, and for each a thread that puts copies on it and one that
+    calls `done`. Copies begin in batches of at most BATCH, at `flush` and before a step. `lanes` are the steps' own,
+    the one to the host and the one to the device. All calls but `digest` come from one thread.
 
     `digests` computes digests on the device; without it pages have none."""
 
@@ -194,6 +212,7 @@ class StreamPageCopier:
         overlapping: Callable[[str, int], list[SlotKey]] = alone,
         digests: DeviceDigests | None = None,
         digest: PageDigest | None = None,
+        starter: Callable[[], Starter] = new_starter,
     ) -> None:
         self._overlapping = overlapping
         flat = _flat(pools)
@@ -204,15 +223,18 @@ class StreamPageCopier:
         self.checks = digests is not None
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
-        self._under_way: dict[SlotKey, Event] = {}
-        """The last copy of a slot; it waited for those before."""
+        self._under_way: dict[SlotKey, _Batch] = {}
+        """That with the last copy of a slot; it waits for those before."""
         self._asked: set[SlotKey] = set()
         """Slots with a byte of a copy that has not begun."""
-        self._out, self._into = _Finisher(out, self._over, self._broke), _Finisher(into, self._over, self._broke)
+        self._out, self._into = (_Way(lane, starter(), _Finisher(self._over, self._broke)) for lane in (out, into))
+        self._pinned: set[int] = set()
+        """Where memory that was locked by itself begins: one copy must not pass such a border."""
         self._leaving: list[_Copy] = []
         self._coming: list[_Copy] = []
 
     def pin(self, memory: memoryview) -> bool:
+        self._pinned.add(host_address(memory))
         return self._memory.pin(memory)
 
     def digest(self, parts: Sequence[memoryview]) -> bytes:
@@ -228,14 +250,10 @@ class StreamPageCopier:
 
     def flush(self) -> None:
         """Begin what was asked for."""
-        try:
-            if self._leaving:
-                self._start(self._out, self._leaving)
-            if self._coming:
-                self._start(self._into, self._coming)
-        except Exception as error:  # whoever catches this goes on, and these copies will never end
-            self._broke(error)
-            raise
+        if self._leaving:
+            self._start(self._out, self._leaving)
+        if self._coming:
+            self._start(self._into, self._coming)
         self._asked.clear()
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -244,27 +262,32 @@ class StreamPageCopier:
             if not self._under_way:
                 return
             written = set(written_slots(batch, self._page_tokens))
-            events = {self._under_way.get(key) for slot in written for key in self._overlapping(*slot)}
-        for event in events:
-            if event is not None:
-                self._compute.wait(event)
+            before = {self._under_way.get(key) for slot in written for key in self._overlapping(*slot)}
+        for copies in before:
+            if copies is not None:
+                self._compute.wait(copies.end())
 
     def close(self) -> None:
         try:
             self.flush()
         finally:
-            for finisher in (self._out, self._into):
-                finisher.close()
+            for way in (self._out, self._into):
+                way.starter.shutdown()
+                way.finisher.close()
             self._memory.unpin_all()
             self._pools = {}
 
     def _ask(self, batch: list[_Copy], group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         base, count = self._places[group]
         address = at = base + slot * count
-        pieces = []
+        pieces = list[tuple[int, int, int]]()
         for part in parts:
-            size = part.nbytes
-            pieces.append((at, host_address(part), size))
+            there, size = host_address(part), part.nbytes
+            if pieces and there == pieces[-1][1] + pieces[-1][2] and there not in self._pinned:
+                device, there, before = pieces.pop()
+                pieces.append((device, there, before + size))
+            else:
+                pieces.append((at, there, size))
             at += size
         assert at == address + count
         shared = self._overlapping(group, slot)
@@ -275,26 +298,36 @@ class StreamPageCopier:
         if len(batch) >= BATCH:
             self.flush()
 
-    def _start(self, finisher: _Finisher, batch: list[_Copy]) -> None:
-        """Put a batch on its lane."""
-        copies = batch[:]
-        batch.clear()
-        lane, leaving = finisher.lane, finisher is self._out
-        lane.wait(self._compute.record())
+    def _start(self, way: _Way, asked: list[_Copy]) -> None:
+        """Have a batch put on its lane."""
+        batch = _Batch(asked[:], self._compute.record())
+        asked.clear()
         with self._lock:
-            before = {self._under_way.get(key) for copy in copies for key in copy.shared}
-        for event in before:
-            if event is not None:
-                lane.wait(event)
-        begun, pages = lane.record(), [(copy.address, copy.count) for copy in copies]
-        found = self._digests.start(lane, pages) if self._digests is not None and leaving else None
-        lane.copy((h, d, n) if leaving else (d, h, n) for copy in copies for d, h, n in copy.pieces)
-        if self._digests is not None and not leaving:
-            found = self._digests.start(lane, pages)
-        ended = lane.record()
-        with self._lock:
-            self._under_way.update((copy.shared[0], ended) for copy in copies)
-        finisher.put(_Batch(copies, begun, ended, found))
+            before = (self._under_way.get(key) for copy in batch.copies for key in copy.shared)
+            batch.before = {earlier for earlier in before if earlier is not None}
+            self._under_way.update((copy.shared[0], batch) for copy in batch.copies)
+        way.starter.submit(partial(self._put, way, batch))
+
+    def _put(self, way: _Way, batch: _Batch) -> None:
+        lane, leaving, found = way.lane, way is self._out, None
+        try:
+            lane.wait(batch.behind)
+            for earlier in batch.before:
+                lane.wait(earlier.end())
+            begun, pages = lane.record(), [(copy.address, copy.count) for copy in batch.copies]
+            if self._digests is not None and leaving:
+                found = self._digests.start(lane, pages)
+            lane.copy((h, d, n) if leaving else (d, h, n) for copy in batch.copies for d, h, n in copy.pieces)
+            if self._digests is not None and not leaving:
+                found = self._digests.start(lane, pages)
+            batch.begun, batch.ended = begun, lane.record()
+        except Exception as error:  # these copies will never end
+            self._broke(error)
+            return
+        finally:
+            batch.before = set()
+            batch.started.set()
+        way.finisher.put(batch, found)
 
     def _broke(self, error: BaseException) -> None:
         self.broken = error
@@ -302,33 +335,52 @@ class StreamPageCopier:
     def _over(self, batch: _Batch) -> None:
         with self._lock:
             for copy in batch.copies:
-                if self._under_way.get(copy.shared[0]) is batch.ended:
+                if self._under_way.get(copy.shared[0]) is batch:
                     del self._under_way[copy.shared[0]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
-    """Copies between two points of a lane; `digests()` are theirs once the second is reached."""
+    """Copies that begin together, after the point `behind` of the steps' lane and after the batches `before`, and lie
+    between two points of their own lane once they have `started`."""
 
     copies: list[_Copy]
-    begun: Event
-    ended: Event
-    digests: Callable[[], Sequence[bytes]] | None
+    behind: Event
+    before: set[_Batch] = field(default_factory=set)
+    started: threading.Event = field(default_factory=threading.Event)
+    begun: Event | None = None
+    ended: Event | None = None
+
+    def end(self) -> Event:
+        """Waits until the batch is on its lane. Raises RuntimeError when it could not be put there."""
+        self.started.wait()
+        if self.ended is None:
+            raise RuntimeError("page copies could not begin")
+        return self.ended
+
+
+@dataclass(slots=True)
+class _Way:
+    """What copies in one direction."""
+
+    lane: Lane
+    starter: Starter
+    finisher: _Finisher
 
 
 class _Finisher:
     """A thread that sleeps until a lane's batches are over, one after the other, and tells."""
 
-    def __init__(self, lane: Lane, over: Callable[[_Batch], None], broke: Callable[[BaseException], None]) -> None:
-        self.lane = lane
+    def __init__(self, over: Callable[[_Batch], None], broke: Callable[[BaseException], None]) -> None:
         self._over = over
         self._broke = broke
-        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="wicore-page-copies", daemon=True)
+        self._queue: SimpleQueue[tuple[_Batch, Callable[[], Sequence[bytes]] | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="wicore-page-copies-over", daemon=True)
         self._thread.start()
 
-    def put(self, batch: _Batch) -> None:
-        self._queue.put(batch)
+    def put(self, batch: _Batch, digests: Callable[[], Sequence[bytes]] | None) -> None:
+        """`digests()` are the pages' once the batch is over."""
+        self._queue.put((batch, digests))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -336,10 +388,12 @@ class _Finisher:
 
     def _run(self) -> None:
         try:
-            while (batch := self._queue.get()) is not None:
+            while (item := self._queue.get()) is not None:
+                batch, found = item
+                assert batch.begun is not None and batch.ended is not None
                 batch.ended.synchronize()
                 seconds = batch.ended.seconds_after(batch.begun) / sum(copy.count for copy in batch.copies)
-                digests = batch.digests() if batch.digests is not None else [None] * len(batch.copies)
+                digests = found() if found is not None else [None] * len(batch.copies)
                 self._over(batch)
                 for copy, digest in zip(batch.copies, digests, strict=True):
                     copy.done(digest, seconds * copy.count)

@@ -346,13 +346,14 @@ class Scheduler:
         return self.loader.resume(sequence.pages)
 
     def _compute_rate(self) -> ComputeRate:
-        """What a newcomer's prefill gets: its turn comes after what is being prefilled, and each step gives a token to
-        every sequence that decodes. More than that must not count for a load, or its request waits longer for it than
-        computing takes."""
+        """What a newcomer's prefill gets: its turn comes after what is being prefilled, each step gives a token to
+        every sequence that decodes, and those that load would compute meanwhile too. More than that must not count for
+        a load, or its request waits longer for it than computing takes."""
         busy = [s for s in self.running if s.pages.load is None]
         ahead = sum(s.remaining for s in busy if s.remaining > 1)
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
+        share /= 1 + len(self.running) - len(busy)
         rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
         return replace(rate, delay_s=rate.seconds(0, ahead))
 

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 #define WICORE_API __attribute__((visibility("default")))
-#define WICORE_CPU_ABI 2
+#define WICORE_CPU_ABI 3
 #define WICORE_PACK_ROWS 64  // weight rows that are interleaved in one block
 
 enum wicore_dtype { WICORE_F32 = 0, WICORE_BF16 = 1, WICORE_F16 = 2 };
@@ -165,6 +165,14 @@ WICORE_API int wicore_cpu_run(const struct wicore_command* commands, int64_t cou
 
 // Runs beside operators, in the calling thread.
 WICORE_API void wicore_cpu_page_digest(const struct wicore_page_digest* args);
+
+// cuMemcpyAsync of the CUDA driver.
+typedef int (*wicore_copy_async)(uint64_t target, uint64_t source, size_t bytes, void* stream);
+
+// Calls `copy` for each of `count` copies, in the calling thread; the driver may let it wait. The first status that is
+// not 0, else 0.
+WICORE_API int wicore_cpu_copy_all(wicore_copy_async copy, const uint64_t* targets, const uint64_t* sources,
+                                   const uint64_t* bytes, int64_t count, void* stream);
 
 // Bytes of a packed [n, k] weight.
 WICORE_API int64_t wicore_cpu_packed_bytes(int64_t n, int64_t k, int64_t dtype);

@@ -111,6 +111,14 @@ int wicore_cpu_run(const wicore_command* commands, int64_t count) {
   return 0;
 }
 
+int wicore_cpu_copy_all(wicore_copy_async copy, const uint64_t* targets, const uint64_t* sources, const uint64_t* bytes,
+                        int64_t count, void* stream) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (int status = copy(targets[i], sources[i], bytes[i], stream)) return status;
+  }
+  return 0;
+}
+
 void wicore_cpu_page_digest(const wicore_page_digest* args) { wicore::active()->page_digest(*args); }
 
 }  // extern "C"

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 4
 """Resume points to choose among, the longest first."""
+DISK_SLICES = 8
+"""Slices that a sequence computes at once beside a load from disk, whose next reads are asked for between steps."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
@@ -61,6 +63,8 @@ class _Begun:
     choice: LoadChoice
     since: float
     disk_bytes: int
+    """Read from disk, until this is known to be late."""
+    from_disk: int
     idle_s: float = 0.0
     waiting_since: float | None = None
 
@@ -84,7 +88,7 @@ class PrefixLoader:
         self._host_meter = TierMeter(HOST_PRIOR)
         self._disk_meter = TierMeter(DISK_PRIOR)
         self._host_read = (0, 0.0)
-        self._probed: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
 
     def probe(self) -> None:
@@ -99,7 +103,7 @@ class PrefixLoader:
             copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(page_bytes, count)
 
             def over(seconds: float) -> None:
-                self._probed.put((count * page_bytes, seconds))
+                self._probed.put((self._host_meter, count * page_bytes, seconds))
                 transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
 
             done = _Sum(count, over)
@@ -113,6 +117,10 @@ class PrefixLoader:
             # a page on its way is in use, and the time to live of one that is in use starts anew
             self.tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))
 
+    def disk_probed(self, count: int, seconds: float) -> None:
+        """Reads of `count` bytes of the disk took so long. Any thread."""
+        self._probed.put((self._disk_meter, count, seconds))
+
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
     def choose(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadChoice | None:
@@ -122,11 +130,20 @@ class PrefixLoader:
             return None
         now = self._clock()
         while not self._probed.empty():
-            self._host_meter.observe(*self._probed.get_nowait(), now=now)
-        rates: dict[str, TierRate] = {"host": self._host_meter.rate(now=now)}
+            meter, count, seconds = self._probed.get_nowait()
+            meter.observe(count, seconds, now=now)
+        rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
         return choose(total, hit.tokens, candidates, compute, rates)
+
+    def _queued_bytes(self) -> int:
+        """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
+        wanted = 0
+        for load, begun in self._begun.items():
+            lacking = sum(load.lacking(group) * count for group, count in self._page_bytes.items())
+            wanted += max(0, lacking - begun.from_disk)
+        return wanted
 
     def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
         manager, keys = self._manager, pages.keys
@@ -212,7 +229,7 @@ class PrefixLoader:
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
-        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes)
+        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes, disk_bytes)
         self.tiers.begin(load)
         return True
 
@@ -267,7 +284,8 @@ class PrefixLoader:
         over = load.failed or load.finished
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
-            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
+            most = DISK_SLICES * begun.choice.slice_tokens if begun.from_disk else step.max_tokens
+            step = NextMove("compute", manager.pages_for(computed + min(step.max_tokens, most)) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 

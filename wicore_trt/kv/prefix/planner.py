@@ -25,6 +25,9 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 
 MARGIN = 0.05
 """A load must be predicted to save this share of the recompute time; less is not worth the reads."""
+SPLIT_MARGIN = 0.1
+"""Beside a load of host memory alone, which is sure, computing a part must be predicted to save this share of what the
+load takes: the device's time is the other sequences' too, and a fast link brings most before it could be computed."""
 BAND = 0.35
 """How much faster than predicted a load may be without running out of requested pages: a split requests more pages
 than it expects to need."""
@@ -143,9 +146,10 @@ def choose(
         pages = sums.setdefault(id(candidate.global_pages), _page_sums(candidate.global_pages))
         load = _Load(candidate, start, pages, compute, tiers)
         meet = load.meeting(1.0)
-        if meet - start < compute.slice_tokens:
-            meet = start
         front = compute.delay_s + compute.seconds(start, meet)
+        least = (1 - SPLIT_MARGIN * (not load.disk_bytes(start))) * max(compute.delay_s, load.seconds(start))
+        if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
+            meet, front = start, compute.delay_s
         score = max(front, CAUTION * load.seconds(meet)) + compute.seconds(candidate.tokens, total)
         if best is None or score < best[0]:
             best = (score, load, meet)
@@ -162,7 +166,7 @@ def choose(
         wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
-        wait_s += max(0.0, load_s - compute.delay_s)
+        wait_s += max(0.0, load_s - compute.delay_s) if load.disk_bytes(start) else load_s
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
     first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
@@ -226,9 +230,8 @@ class _Load:
         candidate = self.candidate
         page = (begin - self._first) // candidate.page_tokens
         host = (self._sums[0][self._pages] - self._sums[0][page]) * candidate.page_bytes
-        disk = (self._sums[1][self._pages] - self._sums[1][page]) * candidate.page_bytes
         host += candidate.window_bytes.get(HOST, 0)
-        disk += candidate.window_bytes.get(DISK, 0)
+        disk = self.disk_bytes(begin)
         if HOST not in self._tiers or (disk and DISK not in self._tiers):
             return float("inf") if host or disk else 0.0
         link = self._tiers[HOST]
@@ -237,6 +240,12 @@ class _Load:
             last = link.latency_s + candidate.page_bytes / link.bytes_per_s
             seconds = max(seconds, self._tiers[DISK].seconds(disk) + last)
         return seconds
+
+    def disk_bytes(self, begin: int) -> int:
+        """Of the windows and pages from token `begin` on, those on disk."""
+        page = (begin - self._first) // self.candidate.page_tokens
+        pages = self._sums[1][self._pages] - self._sums[1][page]
+        return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(DISK, 0)
 
     def meeting(self, factor: float) -> int:
         """The boundary with the soonest end of computing up to it and loading from it, if loads take `factor` times

@@ -120,7 +120,8 @@ class TierIndex:
         need = self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
-        copy = TierCopy(page, tuple(self._free.pop() for _ in range(need)))
+        slots = sorted(self._free.pop() for _ in range(need))  # side by side where that can be: fewer, larger moves
+        copy = TierCopy(page, tuple(slots))
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)

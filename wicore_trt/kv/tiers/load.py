@@ -74,6 +74,10 @@ class PrefixLoad:
         """Nothing more will arrive."""
         return self.cancelled or (not self.in_flight and not self.todo)
 
+    def lacking(self, group: str) -> int:
+        """Pages of a layer group that are still to arrive."""
+        return self._windows if group == LOCAL else len(self._missing) - self._windows
+
     def meeting_page(self) -> int:
         """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
         waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]

@@ -19,8 +19,9 @@ from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.types import TierStats
 
-IN_FLIGHT = 64
-"""Pages of one load that come from disk at the same time: enough for the disk's queue, few enough to stop soon."""
+IN_FLIGHT = 192
+"""Pages of one load that come from disk at the same time: enough for the disk's queue during a step (27B: 0.5 GB, 0.2 s
+of a fast disk), few enough to stop soon."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 RETAIN_S = 0.1

@@ -1,0 +1,49 @@
+"""vLLM beside us at 27B's shapes: its scripts, each in a process of its own, and the rows that they wrote.
+
+A script is called as its first lines say (`SCRIPT vllm MODEL_DIR OUT.json ...`, `kvbench.py OUT.json`), in its own
+folder, where `g27` (a config.json) lies. It must not know what the rows are compared with. Invariant: a row is what a
+script wrote; one that failed or ran out of time leaves the rows it had, and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.peer import end_group, last_words, peer_environment, peer_version
+
+CASES = "32x4096,16x8192,8x32768,1x32768,1x130000"
+RUNS: dict[str, Sequence[str]] = {
+    "sessions": ("sessions.py", "vllm", "g27", "OUT", "80GiB", "0"),
+    "prefix": ("kvbench.py", "OUT"),
+    "decode": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "auto", CASES),
+    "decode, FP8 KV": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "fp8", CASES),
+}
+
+
+def run_peer(name: str, site: Path, scripts: Path, scratch: Path, timeout_s: float) -> dict[str, Any]:
+    """{version, rows, problem} of one of RUNS. Waits at most `timeout_s`; ends all that it started."""
+    out, log = scratch / f"{name}.json", scratch / f"{name}.log"
+    script, *arguments = (str(out) if word == "OUT" else word for word in RUNS[name])
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, script, *arguments], cwd=scripts, stdout=stream, stderr=subprocess.STDOUT,
+            env=peer_environment(site), start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = []
+    rows = found["rows"] if isinstance(found, dict) else [row for row in found if "startup_s" not in row]
+    why = f"no end within {timeout_s:.0f} s" if code is None else f"exit code {code}: {last_words(log)}"
+    return {"version": peer_version(site), "rows": rows, "problem": "" if code == 0 else why}

@@ -1,0 +1,40 @@
+"""A short form of the campaign on a tiny random model: it finds nothing wrong, and would find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tiny_source import write_tiny_source
+
+from real_weights import campaign
+from wicore_trt.engine.build import build_engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scratch = tmp_path_factory.mktemp("tiny")
+    return build_engine(write_tiny_source(scratch / "source"), scratch / "engine", dtype="float32", page_tokens=4).path
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WICORE_EXECUTOR__THREADS", "1")  # tiny operators are slower in two
+
+
+OPTIONS = ["--device", "cpu", "--faults", "600", "--conversations", "6"]
+
+
+def test_no_fault_is_believed(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = campaign.main([str(engine), *OPTIONS])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    for way in ("found host bit", "found leaving", "found coming", "disk: corrupt"):
+        assert way in said, said
+
+
+def test_without_the_check_answers_are_wrong(engine: Path) -> None:
+    assert campaign.main([str(engine), *OPTIONS, "--unchecked"]) == 0

@@ -1,0 +1,80 @@
+"""How fast a disk reads, for a directory that has no pages yet: a file without a name, written and read again.
+
+It must not know pages. Invariant: nothing is left behind, whatever happens; a disk that cannot be rated is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from wicore_trt.kv.disk.files import aligned_buffer
+
+PIECE_BYTES = 4 << 20
+PIECES = 16
+_log = logging.getLogger(__name__)
+
+
+def rate_reads(directory: str, limit: int, threads: int, rated: Callable[[int, float], None]) -> threading.Thread:
+    """In a thread: `rated(bytes, seconds)` hears how long `threads` readers took for PIECES pieces, or as many as fit
+    `limit` bytes. It is not called when there is no room for one, or where the system refuses."""
+    count = min(PIECES, limit // PIECE_BYTES)
+    thread = threading.Thread(
+        target=_rate, args=(directory, count, threads, rated), name="wicore-kv-disk-rate", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _rate(directory: str, count: int, threads: int, rated: Callable[[int, float], None]) -> None:
+    try:
+        if count:
+            rated(count * PIECE_BYTES, _seconds(directory, count, threads))
+    except OSError as error:
+        _log.debug("the disk of %s was not rated: %s", directory, error)
+
+
+def _seconds(directory: str, count: int, threads: int) -> float:
+    fd = _open(directory)
+    try:
+        written, read = aligned_buffer(PIECE_BYTES), aligned_buffer(threads * PIECE_BYTES)
+        written[:] = secrets.token_bytes(PIECE_BYTES)
+        places, rooms = range(0, count * PIECE_BYTES, PIECE_BYTES), range(0, threads * PIECE_BYTES, PIECE_BYTES)
+        with ThreadPoolExecutor(threads) as pool:
+            _all(pool.map(lambda at: os.pwritev(fd, [written], at), places))
+            os.fdatasync(fd)
+            mine = threading.local()
+            free = iter(rooms)
+
+            def move(at: int) -> int:
+                if not hasattr(mine, "room"):
+                    begin = next(free)
+                    mine.room = read[begin : begin + PIECE_BYTES]
+                return os.preadv(fd, [mine.room], at)
+
+            begun = time.perf_counter()
+            _all(pool.map(move, places))
+            return time.perf_counter() - begun
+    finally:
+        os.close(fd)
+
+
+def _all(counts: Iterable[int]) -> None:
+    for count in counts:
+        if count != PIECE_BYTES:
+            raise OSError(errno.EIO, "a short transfer")
+
+
+def _open(directory: str) -> int:
+    """A file without a name, past the page cache where the file system can."""
+    flags = os.O_TMPFILE | os.O_RDWR
+    with suppress(OSError):
+        return os.open(directory, flags | os.O_DIRECT, 0o600)
+    return os.open(directory, flags, 0o600)
