@@ -29,7 +29,8 @@ async def test_the_synchronous_client_is_served_too(running):
     def ask():
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
             assert [model.id for model in client.models.list()] == ["fake"]
-            assert client.models.retrieve("fake").created > 0
+            found = client.models.retrieve("fake")
+            assert found.created > 0 and found.max_model_len == MAX_CONTEXT and found.chat_template is False
             stream = client.chat.completions.create(
                 model="fake", messages=USER, max_completion_tokens=8, temperature=0, stream=True, **EXTRA
             )

@@ -13,7 +13,7 @@ from typing import Any
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
-from wicore_trt.http.tools import Tools
+from wicore_trt.text.tools import Tools
 from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
 
 COMPLETION_TOKENS = 16
@@ -32,7 +32,7 @@ _SAME = (
 def sampling(
     body: Sampling, logprobs: int | None, max_tokens: int | None, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Raises InvalidRequestError for values out of range, and for a constraint beside the one that is given."""
+    """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
@@ -45,9 +45,7 @@ def sampling(
     if isinstance(body, Generation):
         if body.n is not None:
             given["n"] = body.n
-        found = constraint_of(body)
-        if found is not None and constraint is not None:
-            raise InvalidRequestError(f"{found[0]} and tools exclude each other.", field=found[0])
+        found = constraint_of(body) if constraint is None else None
         given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
