@@ -165,6 +165,11 @@ async def test_roles_and_parts_of_messages(running):
         {"role": "user", "content": [{"type": "text", "text": "kind"}], "name": "me"},
         {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "reasoning_content": "hm"},
         {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "parsed": {"a": 1}, "tool_calls": [], "function_call": None},
+        {"role": "user", "content": "there"},
+        {"role": "assistant", "content": "?", "provider_specific_fields": {"a": 1}, "reasoning_details": [{}]},
+        {"role": "user", "content": "now"},
+        {"role": "user", "content": "then"},
     ]
     found = await running.post("/v1/chat/completions", {"messages": turns, "max_tokens": 3, **GREEDY})
     assert found.status_code == 200, found.text

@@ -20,7 +20,12 @@ COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
-IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning", "reasoning_content", "id", "cache_control"))
+IGNORED_IN_MESSAGES = frozenset(
+    (
+        *("refusal", "annotations", "reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"),
+        *("id", "cache_control", "parsed", "provider_specific_fields"),
+    )
+)
 """What clients send back with the model's own messages."""
 _SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -80,7 +85,7 @@ def _common(body: Sampling, tenant: str) -> dict[str, Any]:
 
 def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
     """Raises InvalidRequestError."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

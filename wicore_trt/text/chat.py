@@ -92,10 +92,14 @@ def _turn(index: int, message: object) -> dict[str, str]:
     surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
     if surplus:
         raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
-    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", message.get("content"))}
+    content = message.get("content")
+    if content is None and ROLES[role] == "assistant":
+        content = ""  # clients send an answer without text back so
+    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", content)}
 
 
 def content_text(where: str, content: object) -> str:
+    """The text of a message's content. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
