@@ -30,6 +30,6 @@ def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert url, log.read_text()
         yield Served(process, url, address, httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0 and "Traceback" not in log.read_text(), log.read_text()[-10_000:]
+        assert process.wait(200) == 0 and "Traceback" not in log.read_text(), log.read_text()[-10_000:]
     finally:
         process.kill()

@@ -78,6 +78,16 @@ def test_parsed_calls_beside_an_answer_of_a_schema(served, client):
     assert bool(choice.message.tool_calls) is (choice.finish_reason == "tool_calls")
 
 
+@pytest.mark.parametrize("stop", [None, "本語", "👧"])
+def test_characters_come_whole_and_nothing_of_a_stop_string_comes(served, client, stop):
+    """These are several tokens each, some of a byte."""
+    text = "Zoë: 日本語, 👩‍👩‍👧 𓀀 done"
+    fields = asking(served, stop=stop, extra_body={"guided_choice": [text]})
+    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**fields, stream=True)]
+    assert "".join(parts) == (text.partition(stop)[0] if stop else text)
+    assert len([part for part in parts if part]) > 3 and not any("\ufffd" in part for part in parts)
+
+
 async def test_many_at_a_time_by_the_asynchronous_client(served):
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -123,19 +133,6 @@ def test_many_bad_schemas_hurt_nobody(served, client):
                 client.chat.completions.create(**asking(served), **{field: value})
             assert caught.value.param == field
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("stop", "length")
-
-
-def test_a_stream_that_breaks_is_an_error_of_the_client_and_the_server_comes_back(served, client):
-    fields = asking(served, max_completion_tokens=20_000, temperature=1, extra_body={"ignore_eos": True})
-    stream = client.chat.completions.create(**fields, stream=True)
-    next(stream)
-    served.child("wicore_trt.process.engine").kill()
-    with pytest.raises(openai.APIError) as caught:
-        for _ in stream:
-            pass
-    assert not isinstance(caught.value, openai.APIConnectionError) and caught.value.body["type"] == "server_error"
-    until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
-    assert client.chat.completions.create(**asking(served, max_completion_tokens=4)).choices[0].message.content
 
 
 async def test_websocket_conversations_with_calls_and_schemas(served):
@@ -189,3 +186,17 @@ def test_a_client_that_knows_no_proto_file_asks_reflection(served):
     assert found[-1]["finish"]["reason"] == "FINISH_REASON_STOP"
     deltas = [m.get("delta", m.get("finish", {}).get("delta", {})) for m in found]
     paint.model_validate_json("".join(p.get("arguments", "") for d in deltas for p in d.get("toolCalls", ())))
+
+
+@pytest.mark.timeout(400)
+def test_a_stream_that_breaks_is_an_error_of_the_client_and_the_server_comes_back(served, client):
+    fields = asking(served, max_completion_tokens=20_000, temperature=1, extra_body={"ignore_eos": True})
+    stream = client.chat.completions.create(**fields, stream=True)
+    next(stream)
+    served.child("wicore_trt.process.engine").kill()
+    with pytest.raises(openai.APIError) as caught:
+        for _ in stream:
+            pass
+    assert not isinstance(caught.value, openai.APIConnectionError) and caught.value.body["type"] == "server_error"
+    until(lambda: httpx.get(f"{served.url}/ready").status_code == 200, limit_s=200)  # it loads the model
+    assert client.chat.completions.create(**asking(served, max_completion_tokens=4)).choices[0].message.content

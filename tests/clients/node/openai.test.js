@@ -4,7 +4,7 @@ import { test } from "node:test";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { MODEL, atRest, baseURL } from "./server.js";
+import { MODEL, atRest, baseURL, running } from "./server.js";
 
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "The capital of France is" }];
@@ -138,7 +138,7 @@ test("the tool runner calls the function and sends its result back", async () =>
 });
 
 test("completions: a text, token ids, lists, echo, stop", async () => {
-  const { prompt } = { prompt: "Water boils at" };
+  const prompt = "Water boils at";
   const one = await client.completions.create({ model: MODEL, prompt, max_tokens: 6, temperature: 0, echo: true });
   assert.ok(one.choices[0].text.startsWith(prompt));
   const ids = [2, 9259, 1902];
@@ -154,7 +154,7 @@ test("completions: a text, token ids, lists, echo, stop", async () => {
 });
 
 test("a stream that is aborted or left ends the work", async () => {
-  const long = ask({ stream: true, max_completion_tokens: 2000, min_tokens: 2000, temperature: 1 });
+  const long = ask({ stream: true, max_completion_tokens: 20_000, ignore_eos: true, temperature: 1 });
   const first = await client.chat.completions.create(long);
   for await (const _ of first) first.controller.abort();
   await atRest();
@@ -162,8 +162,10 @@ test("a stream that is aborted or left ends the work", async () => {
   await atRest();
   const controller = new AbortController();
   const waiting = client.chat.completions.create({ ...long, stream: false }, { signal: controller.signal });
-  setTimeout(() => controller.abort(), 300);
-  await assert.rejects(waiting, OpenAI.APIUserAbortError);
+  const rejected = assert.rejects(waiting, OpenAI.APIUserAbortError);
+  await running();
+  controller.abort();
+  await rejected;
   await atRest();
   await assert.rejects(
     client.chat.completions.create({ ...long, stream: false }, { timeout: 500 }), OpenAI.APIConnectionTimeoutError,

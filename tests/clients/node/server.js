@@ -3,14 +3,18 @@ export const root = process.env.BASE_URL;
 export const baseURL = `${root}/v1`;
 export const MODEL = (await (await fetch(`${baseURL}/models`)).json()).data[0].id;
 
-/** Resolves when no request is open, and fails when one stays so. */
-export async function atRest(limitMs = 30_000) {
-  const until = Date.now() + limitMs;
+async function until(holds) {
+  const end = Date.now() + 60_000;
   for (;;) {
-    const { requests_open } = await (await fetch(`${root}/status`)).json();
     const { requests_running, requests_waiting } = await (await fetch(`${baseURL}/stats`)).json();
-    if (!requests_open && !requests_running && !requests_waiting) return;
-    if (Date.now() > until) throw new Error(`still open: ${requests_open} ${requests_running} ${requests_waiting}`);
+    if (holds(requests_running, requests_waiting)) return;
+    if (Date.now() > end) throw new Error(`${requests_running} run and ${requests_waiting} wait`);
     await new Promise((resolve) => setTimeout(resolve, 20));
   }
 }
+
+/** Resolves when the engine has nothing to do. */
+export const atRest = () => until((running, waiting) => running + waiting === 0);
+
+/** Resolves when a request is being computed. */
+export const running = () => until((running) => running > 0);
