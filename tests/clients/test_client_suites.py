@@ -36,7 +36,8 @@ PYTEST = (
 
 def run(served: Served, command: list[str], folder: Path, passed: str) -> None:
     """Run a suite; `passed` finds the number of its tests that passed, and there must be some."""
-    env = {**os.environ, "BASE_URL": served.url, "MODEL": served.model, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    told = {"BASE_URL": served.url, "MODEL": served.model, "SERVER_PID": str(served.process.pid)}
+    env = {**os.environ, **told, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or litellm fetches it
     env = {name: value for name, value in env.items() if not name.startswith(("PYTEST", "PYTHON", "OPENAI"))}
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1100

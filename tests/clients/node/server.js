@@ -3,6 +3,15 @@ export const root = process.env.BASE_URL;
 export const baseURL = `${root}/v1`;
 export const MODEL = (await (await fetch(`${baseURL}/models`)).json()).data[0].id;
 
+/** Resolves when the server takes requests. */
+export async function ready() {
+  const end = Date.now() + 200_000;
+  while (!(await fetch(`${root}/ready`)).ok) {
+    if (Date.now() > end) throw new Error("the server is not ready again");
+    await new Promise((resolve) => setTimeout(resolve, 100));
+  }
+}
+
 async function until(holds) {
   const end = Date.now() + 60_000;
   for (;;) {
