@@ -5,7 +5,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13
 export PYTHONDONTWRITEBYTECODE :=  # where an environment sets it, each of hundreds of processes compiles all modules
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
+.PHONY: setup lint format test test-targets test-long test-clients test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -28,6 +28,18 @@ test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU neede
 
 test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
+
+CLIENTS := .venv-clients/.setup .venv-clients-litellm/.setup tests/clients/node/node_modules/.setup
+test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 3 270M; minutes, and 900 MB of packages
+	$(PY) -m pytest -m "long or not long" -rs tests/clients
+
+.venv-client%/.setup: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -q --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip install -q --group client$*
+	touch $@
+
+tests/clients/node/node_modules/.setup: tests/clients/node/package-lock.json
+	cd tests/clients/node && npm ci --no-audit --no-fund && touch node_modules/.setup
 
 test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 48 ways; each must be caught, an hour at most
 	$(PY) tests/mutants/run.py

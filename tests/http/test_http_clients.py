@@ -280,6 +280,16 @@ async def test_silent_connections_end_and_busy_ones_do_not(monkeypatch):
         assert (await running.client.get("/health")).status_code == 200
 
 
+async def test_a_connection_that_rested_is_used_again(monkeypatch):
+    """The limit for a head runs from its first byte: pools of clients and proxies keep connections for a minute."""
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    async with serving() as running, connection(running) as (reader, writer):
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"200" in await reader.readuntil(b'{"status":"ok"}')
+            await asyncio.sleep(0.4)  # it must outlast the limit; how much later it is asked again does not matter
+
+
 async def test_connections_have_an_end(monkeypatch):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
     async with serving() as running:

@@ -86,6 +86,7 @@ async def test_fields_of_other_routes_are_refused(running):
     assert (await running.chat(echo=False)).status_code == 200
     found = await running.completion(top_logprobs=2)
     assert found.status_code == 400 and error_of(found)["param"] == "top_logprobs"
+    assert (await running.chat(top_logprobs=0)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ async def test_bad_messages_are_named(running, messages, param):
 async def test_top_logprobs_need_logprobs(running):
     found = await running.chat(top_logprobs=2)
     assert found.status_code == 400 and error_of(found)["param"] == "top_logprobs"
+    assert (await running.chat(top_logprobs=0)).status_code == 200
 
 
 @pytest.mark.parametrize(

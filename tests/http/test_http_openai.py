@@ -29,7 +29,8 @@ async def test_the_synchronous_client_is_served_too(running):
     def ask():
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
             assert [model.id for model in client.models.list()] == ["fake"]
-            assert client.models.retrieve("fake").created > 0
+            found = client.models.retrieve("fake")
+            assert found.created > 0 and found.max_model_len == MAX_CONTEXT and found.chat_template is False
             stream = client.chat.completions.create(
                 model="fake", messages=USER, max_completion_tokens=8, temperature=0, stream=True, **EXTRA
             )
@@ -164,6 +165,11 @@ async def test_roles_and_parts_of_messages(running):
         {"role": "user", "content": [{"type": "text", "text": "kind"}], "name": "me"},
         {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "reasoning_content": "hm"},
         {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "parsed": {"a": 1}, "tool_calls": [], "function_call": None},
+        {"role": "user", "content": "there"},
+        {"role": "assistant", "content": "?", "provider_specific_fields": {"a": 1}, "reasoning_details": [{}]},
+        {"role": "user", "content": "now"},
+        {"role": "user", "content": "then"},
     ]
     found = await running.post("/v1/chat/completions", {"messages": turns, "max_tokens": 3, **GREEDY})
     assert found.status_code == 200, found.text

@@ -151,8 +151,8 @@ async def test_usage_and_logprobs_go_with_calls(client):
         ({"tools": TOOLS, "tool_choice": "paint"}, "tool_choice", "required or a function"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "exclude"),
-        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "exclude"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "Beside tools"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "Beside tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": 3}}}]}, "tools",
          "required"),
         ({"functions": [{"name": "a"}]}, "functions", "not supported"),
@@ -169,3 +169,11 @@ async def test_a_call_that_is_cut_off_says_so(running):
     answer = await running.chat(tools=TOOLS, tool_choice=choice, max_tokens=45, temperature=1, seed=1)
     [found] = answer.json()["choices"]
     assert found["finish_reason"] == "length" and found["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_a_stop_string_cuts_is_not_whole(client, stream):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    found = await client.chat.completions.create(**asking(tool_choice=choice, stop=["size"], seed=3, stream=stream))
+    reasons = [c.choices[0].finish_reason async for c in found] if stream else [found.choices[0].finish_reason]
+    assert [reason for reason in reasons if reason] == ["stop"]

@@ -16,7 +16,7 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
-from wicore_trt.text.chat import _turn
+from wicore_trt.text.chat import checked_turns
 from wicore_trt.text.turns import has_calls, render
 from wicore_trt.types import TokenLogprob
 
@@ -33,7 +33,7 @@ class WebTokenizer(FakeTokenizer):
     def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None):
         if functions or has_calls(messages):
             return self.encode(render(messages, functions, add_generation_prompt=add_generation_prompt))
-        return self.encode("".join(_turn(i, m)["content"] for i, m in enumerate(messages)))
+        return self.encode("".join(turn["content"] for turn in checked_turns(messages)))
 
 
 TOKENIZER = WebTokenizer()

@@ -180,13 +180,22 @@ def test_aliases_of_roles(chat: Tokenizer) -> None:
         ([{"role": "system", "content": "x"}], "no user turn"),
         ([{"role": "user", "content": "x"}, {"role": "system", "content": "x"}], "first"),
         ([{"role": "assistant", "content": "x"}], "alternate"),
-        ([{"role": "user", "content": "x"}] * 2, "alternate"),
+        ([{"role": "system", "content": "x"}] * 2, "no user turn"),
     ],
 )
 def test_wrong_messages_are_refused(chat: Tokenizer, messages: object, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as error:
         chat.apply_chat(messages)
     assert error.value.field == "messages"
+
+
+def test_turns_of_one_role_in_a_row_become_one(chat: Tokenizer) -> None:
+    roles = ["system", "developer", "user", "user", "assistant", "model", "user"]
+    given = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    whole = ["0\n\n1", "2\n\n3", "4\n\n5", "6"]
+    merged = [{"role": r, "content": c} for r, c in zip(["system", *["user", "assistant"] * 2], whole, strict=False)]
+    assert chat.apply_chat(given) == chat.apply_chat(merged)
+    assert "0\n\n1\n\n2\n\n3" in chat.decode(chat.apply_chat(given))
 
 
 def test_no_template_and_failing_templates(tmp_path: Path) -> None:

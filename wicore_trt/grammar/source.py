@@ -12,13 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, missing_package, shortened
+from wicore_trt.text.calls import WHITESPACE
 from wicore_trt.types import Constraint, ConstraintKind
 
 FIELD = "constraint"
 LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "verbose_errors": False}
 """Beside llguidance's own limits of the work for one grammar and one token: symbols, and states of 1 to 2 kB each."""
-WHITESPACE = r" |\n[ \t]{0,32}"
-"""Between the parts of JSON: what formatters write. Where any amount may come, weak models go on with it for ever."""
 MAX_CHOICES = 4096
 _REASON = 300
 """Characters of llguidance's reason."""

@@ -13,14 +13,19 @@ from typing import Any
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, Generation, InferenceBody, Sampling
 from wicore_trt.http.structured import constraint_of
-from wicore_trt.http.tools import Tools
+from wicore_trt.text.tools import Tools
 from wicore_trt.types import CacheHints, CachePriority, Constraint, SamplingParams, TextRequest
 
 COMPLETION_TOKENS = 16
 """What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
-IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning", "reasoning_content", "id", "cache_control"))
+IGNORED_IN_MESSAGES = frozenset(
+    (
+        *("refusal", "annotations", "reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"),
+        *("id", "cache_control", "parsed", "provider_specific_fields"),
+    )
+)
 """What clients send back with the model's own messages."""
 _SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -32,7 +37,7 @@ _SAME = (
 def sampling(
     body: Sampling, logprobs: int | None, max_tokens: int | None, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Raises InvalidRequestError for values out of range, and for a constraint beside the one that is given."""
+    """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
@@ -45,9 +50,7 @@ def sampling(
     if isinstance(body, Generation):
         if body.n is not None:
             given["n"] = body.n
-        found = constraint_of(body)
-        if found is not None and constraint is not None:
-            raise InvalidRequestError(f"{found[0]} and tools exclude each other.", field=found[0])
+        found = constraint_of(body) if constraint is None else None
         given["constraint"] = constraint if found is None else found[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
@@ -82,7 +85,7 @@ def _common(body: Sampling, tenant: str) -> dict[str, Any]:
 
 def chat_request(body: ChatBody, tenant: str, tools: Tools | None = None) -> TextRequest:
     """Raises InvalidRequestError."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

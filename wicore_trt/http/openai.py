@@ -47,6 +47,7 @@ def _model(context: Context) -> dict[str, object]:
         "created": int(context.began),
         "owned_by": "wicore-trt",
         "max_model_len": info.max_context_tokens,
+        "chat_template": info.chat,
     }
 
 

@@ -2,7 +2,8 @@
 
     in   {"type": "generate", "id": ID, ...}   the fields of /v1/chat/completions, or with `prompt` of /v1/completions
          {"type": "cancel", "id": ID}
-    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}
+    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}, where tools may be called
+         with "tool_calls", as chunks of /v1/chat/completions have them
          {"type": "done", "id", "usage"}
          {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
 
@@ -33,8 +34,9 @@ from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.intake import decoded, validated
-from wicore_trt.http.shapes import ChatShape, encode
-from wicore_trt.http.tools import tools_of
+from wicore_trt.http.shapes import encode
+from wicore_trt.http.tools import ToolShape, tools_of
+from wicore_trt.text.tools import Tools
 from wicore_trt.types import TextOutput, TextRequest
 
 log = logging.getLogger(__name__)
@@ -49,23 +51,27 @@ MAX_ID = 128
 FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody, CompletionBody)}
 
 
-class FrameShape(ChatShape):
-    """The frames of one generation."""
+class FrameShape(ToolShape):
+    """The frames of one generation. `calls`: they may have calls of functions."""
 
-    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool) -> None:
+    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool, calls: bool) -> None:
         super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
+        self._calls = calls
 
     def frame(self, index: int, output: TextOutput) -> bytes:
         """The frame of an output, b"" where there is nothing to say."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        text, reason, calls = output.text, output.finish_reason and output.finish_reason.value, b""
+        if self._calls:
+            delta, reason = self.delta(index, output)
+            text = delta.get("content", "")
+            calls = b',"tool_calls":' + encode(delta["tool_calls"]) if "tool_calls" in delta else b""
+        if not (text or calls or reason or output.logprobs):
             return b""
         logprobs = encode(self._logprobs(index, output)["content"]) if output.logprobs else b"null"
-        end = b"null"
-        if output.finish_reason is not None:
-            end = b'"%b","stop_reason":%b' % (output.finish_reason.value.encode(), encode(output.stop_reason))
-        text = encode(output.text)
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, text, logprobs, end)
+        end = b"null" if reason is None else b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
+        parts = (self._delta, index, encode(text), calls, logprobs, end)
+        return b'%b%d,"text":%b%b,"logprobs":%b,"finish_reason":%b}' % parts
 
 
 def check_origin(headers: Headers, origins: Sequence[str]) -> None:
@@ -167,9 +173,12 @@ class Connection:
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.serving()
         self._context.check_model(body.model)
-        shape = FrameShape(frame_id, engine, include_stop=bool(body.include_stop_str_in_output))
+        tools = tools_of(body) if isinstance(body, ChatBody) else None
+        requests = self._requests(body, call.who.tenant, tools)
+        include_stop = bool(body.include_stop_str_in_output)
+        shape = FrameShape(frame_id, engine, include_stop=include_stop, calls=tools is not None)
         try:
-            generation = await Generation.start(self._context, call, self._requests(body, call.who.tenant))
+            generation = await Generation.start(self._context, call, requests)
         except InvalidRequestError as error:
             raise structured.named(error, body) from None
         try:
@@ -181,11 +190,9 @@ class Connection:
             await generation.aclose()
         await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
 
-    def _requests(self, body: ChatBody | CompletionBody, tenant: str) -> list[TextRequest]:
+    def _requests(self, body: ChatBody | CompletionBody, tenant: str, tools: Tools | None) -> list[TextRequest]:
         if isinstance(body, ChatBody):
-            if tools_of(body) is not None:
-                raise InvalidRequestError("tools are not supported here.", field="tools", fix="Use HTTP.")
-            return [convert.chat_request(body, tenant)]
+            return [convert.chat_request(body, tenant, tools)]
         if body.echo:
             raise InvalidRequestError("echo is not supported here.", field="echo")
         return convert.completion_requests(body, tenant)

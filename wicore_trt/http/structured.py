@@ -39,11 +39,12 @@ def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
 
 
 def named(error: InvalidRequestError, body: Generation) -> InvalidRequestError:
-    """An error of a constraint under the name of the field that asked for it."""
+    """An error of a constraint under the name of the field that asked for it: tools, where they may be called."""
     if error.field != "constraint":
         return error
     found = constraint_of(body)
-    return InvalidRequestError(error.message, field="tools" if found is None else found[0], fix=error.fix)
+    tools = getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none"
+    return InvalidRequestError(error.message, field="tools" if found is None or tools else found[0], fix=error.fix)
 
 
 def _response_format(given: dict[str, Any]) -> list[Constraint]:

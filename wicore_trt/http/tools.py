@@ -1,73 +1,43 @@
-"""Tools of chat requests: what the model is told, what it is held to, and answers with calls in OpenAI's shape.
+"""Tools of chat requests: taking apart their fields, and answers with calls in OpenAI's shape.
 
-Must not know engines. Invariants: a request whose tools may be called is constrained, so that what looks like a call is
-one; an answer has calls or text; ids of calls are the same in all chunks.
+Must not know engines. Invariants: an answer has calls or text; ids of calls are the same in all chunks.
 """
 
 from __future__ import annotations
 
-import re
-import uuid
-from dataclasses import dataclass
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import ChatBody
 from wicore_trt.http.generation import Totals
 from wicore_trt.http.shapes import ChatShape, encode
-from wicore_trt.text.calls import CallFinder, Function, Piece, calls_constraint
-from wicore_trt.types import Completion, Constraint, FinishReason, TextOutput
-
-MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """Functions that may be called in an answer, and the constraint that the answer is under."""
-
-    functions: tuple[Function, ...]
-    constraint: Constraint
+from wicore_trt.http.structured import constraint_of
+from wicore_trt.text.calls import CallFinder, Function, Piece, gathered
+from wicore_trt.text.tools import AUTO, NONE, REQUIRED, Tools, make_function, make_tools
+from wicore_trt.types import Completion, FinishReason, TextOutput
 
 
 def tools_of(body: ChatBody) -> Tools | None:
     """None where no function may be called. Raises InvalidRequestError."""
     functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())]
-    if len(functions) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {len(functions)} items; at most {MAX_TOOLS} are taken.", field="tools")
-    names = [function.name for function in functions]
-    if len(set(names)) < len(names):
-        raise InvalidRequestError("tools has a name twice.", field="tools")
-    choice = _choice(body.tool_choice, names)
-    if not functions or choice == "none":
-        return None
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise InvalidRequestError(
-            "response_format and tools exclude each other.", field="response_format", fix="Set tool_choice to none."
-        )
-    wanted = functions if choice in ("auto", "required") else [functions[names.index(choice[1:])]]
+    choice, named = _choice(body.tool_choice)
     several = body.parallel_tool_calls is not False
-    constraint = calls_constraint(wanted, must=choice != "auto", several=several)
-    return Tools(tuple(functions), constraint)
+    return make_tools(functions, choice, named, several=several, beside=constraint_of(body))
 
 
-def _choice(given: object, names: list[str]) -> str:
-    """none, auto, required, or "=" and the name of a function."""
+def _choice(given: object) -> tuple[str, str | None]:
+    """none, auto or required, and the name of a function that must be called."""
     if given is None:
-        return "auto"
-    if isinstance(given, str) and given in ("none", "auto", "required"):
-        if given == "required" and not names:
-            raise InvalidRequestError("tool_choice is required, and there are no tools.", field="tool_choice")
-        return given
+        return AUTO, None
+    if isinstance(given, str) and given in (NONE, AUTO, REQUIRED):
+        return given, None
     function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequestError(
             f"tool_choice is none, auto, required or a function, got {shown(given)}.", field="tool_choice"
         )
-    if name not in names:
-        raise InvalidRequestError(f"tool_choice names {shown(name)}, which is none of the tools.", field="tool_choice")
-    return f"={name}"
+    return REQUIRED, name
 
 
 def _function(where: str, tool: dict[str, Any]) -> Function:
@@ -75,16 +45,7 @@ def _function(where: str, tool: dict[str, Any]) -> Function:
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise InvalidRequestError(f"{where} must be of type function.", field=where)
     name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{where}.function.name must be 1 to 64 letters, digits, _, . or -, got {shown(name)}.", field=where
-        )
-    if description is not None and not isinstance(description, str):
-        raise InvalidRequestError(f"{where}.function.description must be a text.", field=where)
-    parameters = parameters or {}
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise InvalidRequestError(f"{where}.function.parameters must be a schema of an object.", field=where)
-    return Function(name, description or "", {"type": "object", **parameters}, function.get("strict") is True)
+    return make_function(where, name, description, parameters, function.get("strict") is True)
 
 
 class ToolShape(ChatShape):
@@ -95,19 +56,24 @@ class ToolShape(ChatShape):
         self._finders: dict[int, CallFinder] = {}
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
-        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        delta, reason = self.delta(index, output)
         if not (delta or reason or output.logprobs or self._continuous):
             return b""
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(index, output) if output.logprobs else None,
-            "finish_reason": None if reason is None else _reason(reason, finder),
+            "finish_reason": reason,
             **({} if reason is None else {"stop_reason": output.stop_reason}),
         }
         raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
         return raw + (self._counts(totals) if self._continuous else self._tail)
+
+    def delta(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+        """What an output adds to its message, and why that ended."""
+        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
+        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        return delta, None if reason is None else _reason(reason, finder)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         finder = CallFinder()
@@ -122,20 +88,19 @@ class ToolShape(ChatShape):
 
 
 def _reason(reason: FinishReason, finder: CallFinder) -> str:
-    return "tool_calls" if finder.calls and reason is FinishReason.STOP else reason.value
+    return "tool_calls" if finder.whole and reason is FinishReason.STOP else reason.value
 
 
 def _delta(pieces: list[Piece]) -> dict[str, Any]:
     """What pieces add to a message: text, or calls, the parts of each put together."""
-    delta: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if piece.call is None:
-            delta["content"] = delta.get("content", "") + piece.text
-            continue
-        call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
-        if piece.name is not None:
-            call |= {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-            call["function"] = {"name": piece.name, "arguments": ""}
-        call["function"]["arguments"] += piece.arguments
-    return delta | ({"tool_calls": list(calls.values())} if calls else {})
+    text, calls = gathered(pieces)
+    delta: dict[str, Any] = {"content": text} if text else {}
+    return delta | ({"tool_calls": [_part(call) for call in calls]} if calls else {})
+
+
+def _part(call: Piece) -> dict[str, Any]:
+    """What a piece adds to a call."""
+    if call.name is None:
+        return {"index": call.call, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.call, "id": call.id, "type": "function", "function": function}

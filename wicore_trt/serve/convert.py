@@ -19,6 +19,8 @@ from wicore_trt.kv.events import Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
+from wicore_trt.text.calls import CallFinder, Function, gathered
+from wicore_trt.text.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tools, make_function, make_tools
 from wicore_trt.types import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -46,6 +48,12 @@ _OPTIONAL_SAMPLING = tuple(
     field.name for field in pb2.SamplingParams.DESCRIPTOR.fields if field.containing_oneof is not None
 )
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_CHOICES = {
+    pb2.TOOL_CHOICE_UNSPECIFIED: AUTO,
+    pb2.TOOL_CHOICE_AUTO: AUTO,
+    pb2.TOOL_CHOICE_REQUIRED: REQUIRED,
+    pb2.TOOL_CHOICE_NONE: NONE,
+}
 _FINISH = {reason: getattr(pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
     getattr(kv_pb2, f"CACHE_PRIORITY_{priority.name}"): priority for priority in CachePriority
@@ -91,13 +99,22 @@ def constraint(message: pb2.Constraint) -> Constraint:
     return Constraint(kind, getattr(message, name))
 
 
+_PATHS = {
+    "timeout_s": "timeout",
+    "ttl_s": "cache.ttl",
+    "session": "cache.session",
+    "tools": "tools.functions",
+    "tool_choice": "tools.choice",
+}
+
+
 def field_path(name: str, prompt_kind: str | None) -> str:
     """Path in GenerateRequest of a field of TextRequest or SamplingParams; other names are returned as they are."""
     if name in _SAMPLING_FIELDS:
         return f"sampling.{name}"
     if name in ("prompt", "prompt_token_ids", "messages"):
         return prompt_kind or "prompt"
-    return {"timeout_s": "timeout", "ttl_s": "cache.ttl", "session": "cache.session"}.get(name, name)
+    return _PATHS.get(name, name)
 
 
 def positive_seconds(message: Duration, field: str) -> float:
@@ -127,11 +144,47 @@ def chat_messages(chat: pb2.Chat, most: int) -> tuple[dict[str, object], ...]:
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
     check_count(chat.messages, most, "chat.messages")
-    return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
+    return tuple(map(_turn, chat.messages))
 
 
-def _fill(delta: pb2.Delta, output: TextOutput) -> None:
-    delta.text = output.text
+def _turn(message: pb2.ChatMessage) -> dict[str, object]:
+    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        called = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
+        turn["tool_calls"] = [{"id": name, "function": function} for name, function in called]
+    if message.HasField("tool_call_id"):
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def tools(message: pb2.Tools, constraint: Constraint | None) -> Tools | None:
+    """None where no function may be called; `constraint` is what an answer is held to. Raises InvalidRequestError."""
+    check_count(message.functions, MAX_TOOLS, "tools.functions")
+    functions = [_function(f"tools.functions[{i}]", function) for i, function in enumerate(message.functions)]
+    named = message.function if message.HasField("function") else None
+    if message.choice not in _CHOICES or (named is not None and message.choice):
+        raise InvalidRequestError("tools has a choice or the name of a function.", field="tools.choice")
+    beside = ("sampling.constraint", constraint) if constraint is not None else None
+    several = message.parallel if message.HasField("parallel") else True
+    return make_tools(functions, _CHOICES[message.choice], named, several=several, beside=beside)
+
+
+def _function(where: str, message: pb2.Function) -> Function:
+    try:
+        parameters = json.loads(message.parameters) if message.HasField("parameters") else {}
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(f"The parameters of {where} must be JSON.", field=where) from None
+    return make_function(where, message.name, message.description, parameters, message.strict)
+
+
+def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> None:
+    if finder is None:
+        delta.text = output.text
+    else:
+        pieces = finder.push(output.text) + (finder.end() if output.finish_reason is not None else [])
+        delta.text, calls = gathered(pieces)
+        for call in calls:
+            delta.tool_calls.add(index=call.call, id=call.id, name=call.name, arguments=call.arguments)
     delta.token_ids.extend(output.token_ids)
     for entry in output.logprobs:
         message = delta.logprobs.add(token_id=entry.token_id, logprob=entry.logprob)
@@ -154,24 +207,27 @@ def _pieces(output: TextOutput) -> Iterator[TextOutput]:
         yield piece if i == count - 1 else dataclasses.replace(piece, finish_reason=None)
 
 
-def responses(output: TextOutput, *, first_token_s: float | None, total_s: float) -> Iterator[pb2.GenerateResponse]:
+def responses(
+    output: TextOutput, *, first_token_s: float | None, total_s: float, finder: CallFinder | None = None
+) -> Iterator[pb2.GenerateResponse]:
     """Messages for one output: one, or more when a reader that fell behind gets its backlog.
 
-    `first_token_s` and `total_s` are seconds since the request arrived; they go into the finish event.
+    `first_token_s` and `total_s` are seconds since the request arrived; they go into the finish event. `finder` is that
+    of the sequence, where it may have calls.
     """
     for piece in _pieces(output) if len(output.token_ids) > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
         if piece.finish_reason is None:
             message.delta.SetInParent()  # an event of this kind, even when nothing is in it
-            _fill(message.delta, piece)
+            _fill(message.delta, piece, finder)
         else:
+            _fill(message.finish.delta, piece, finder)
             _finish(message.finish, piece, first_token_s, total_s)
         yield message
 
 
 def _finish(finish: pb2.Finish, output: TextOutput, first_token_s: float | None, total_s: float) -> None:
     assert output.finish_reason is not None
-    _fill(finish.delta, output)
     finish.reason = _FINISH[output.finish_reason]
     if isinstance(output.stop_reason, str):
         finish.stop_string = output.stop_reason

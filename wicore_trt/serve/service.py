@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -30,11 +31,14 @@ from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.serve.interceptors import CURRENT_CALL
+from wicore_trt.text.calls import CallFinder
 from wicore_trt.types import FinishReason, TextRequest
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine, TextStream
 
+Finders = defaultdict[int, CallFinder]
+"""What finds calls in an output, by its sequence."""
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_SUBSCRIBERS = 32
 """Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
@@ -87,8 +91,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle.clear()
         try:
             with self._admission.metered(call.who.tenant) as meter:
-                async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
-                    reasons = await self._relay(stream, call, context, meter)
+                stream, finders = await self._submit(engine, request, call, timeout_s, meter)
+                async with aclosing(stream):
+                    reasons = await self._relay(stream, finders, call, context, meter)
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
@@ -99,8 +104,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @staticmethod
     async def _submit(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None, meter: Meter
-    ) -> TextStream:
-        """Start a request on the engine; errors name fields by their path in the message."""
+    ) -> tuple[TextStream, Finders | None]:
+        """Start a request on the engine; errors name fields by their path in the message. With what finds calls in its
+        sequences, where they may have some."""
         if request.HasField("request_id"):
             request_id = checked_id(request.request_id)
         else:
@@ -115,15 +121,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             meter.reserve([text_request])
             stream = await engine.submit(await engine.encode(text_request))
         except InvalidRequestError as error:
-            path = convert.field_path(error.field, request.WhichOneof("prompt"))
+            tools = error.field == "constraint" and bool(request.tools.functions)
+            path = "tools.functions" if tools else convert.field_path(error.field, request.WhichOneof("prompt"))
             kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
             raise kind(error.message, field=path, fix=error.fix) from error
         meter.begin()
-        return stream
+        return stream, defaultdict(CallFinder) if text_request.functions else None
 
     @staticmethod
     async def _relay(
-        stream: TextStream, call: Call, context: grpc.aio.ServicerContext, meter: Meter
+        stream: TextStream, finders: Finders | None, call: Call, context: grpc.aio.ServicerContext, meter: Meter
     ) -> set[FinishReason]:
         """Write a stream's outputs as messages; while a write waits for its reader, the engine merges what follows.
 
@@ -146,7 +153,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if output.usage is not None:
                 call.facts |= {"prompt": output.usage.prompt_tokens, "cached": output.usage.cached_tokens}
             first = first_token_s.get(output.index)
-            for message in convert.responses(output, first_token_s=first, total_s=elapsed):
+            finder = finders[output.index] if finders is not None else None
+            for message in convert.responses(output, first_token_s=first, total_s=elapsed, finder=finder):
                 await context.write(message)
         return reasons
 
@@ -236,10 +244,15 @@ def _text_request(
 ) -> TextRequest:
     """The plain form of a request. Raises InvalidRequestError."""
     kind, limit = request.WhichOneof("prompt"), engine.info.max_context_tokens
+    params = convert.sampling_params(request.sampling)
+    tools = convert.tools(request.tools, params.constraint)
+    if tools is not None and kind != "chat":
+        raise InvalidRequestError("tools are for a chat.", field="tools")
     make = partial(
         TextRequest,
         request_id=request_id,
-        params=convert.sampling_params(request.sampling),
+        params=params if tools is None else replace(params, constraint=tools.constraint),
+        functions=tuple(function.declared() for function in tools.functions) if tools is not None else (),
         timeout_s=timeout_s,
         priority=request.priority,
         tenant=tenant,

@@ -1,13 +1,15 @@
 """Calls of functions: the constraint that makes them well-formed, and finding them in a text as it comes.
 
 A call is {"name": ..., "parameters": {...}}, several are a list of these; `text.turns` tells the model so. It must not
-know requests or transports. Invariant: under the constraint every output is calls or a text, which its first characters
-decide, and the texts of a call's arguments, put together, are JSON.
+know requests or transports. Invariant: under the constraint every output is calls or a text, which its beginning
+decides, and the texts of a call's arguments, put together, are JSON.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +17,25 @@ from typing import Any
 from wicore_trt.types import Constraint, ConstraintKind
 
 MAX_CALLS = 32
-_FREE = r"TEXT: /[^\[\{](?s:.*)/"
-"""A text that does not begin as calls do. The first character must tell: of what could be both, llguidance reads on in
-the longer one, which the text always is."""
-_SPACE = " \n\t"
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""Between the parts of JSON: what formatters write. Where any amount may come, weak models go on with it for ever."""
+_FREE = r"TEXT: /[ \n\t]*[^\[\{ \n\t](?s:.*)/"
+"""A text that does not begin as calls do. The first character that is no blank must tell: of what could be both,
+llguidance reads on in the longer one, which the text always is."""
+_S = r"[ \n\t]*"
+_LISTED = re.compile(rf"{_S}(?:\[{_S})?")
+"""What may come before the first call."""
+_HEAD_PARTS = (
+    *(r"\{", _S, *'"name"', _S, ":", _S, '"', "([a-zA-Z0-9_.-]{1,64})", '"'),
+    *(_S, ",", _S, *'"parameters"', _S, ":", _S),
+)
+_HEAD = re.compile("".join(_HEAD_PARTS) + r"(?=\{)")
+"""A call up to its arguments."""
+_HEAD_SO_FAR = re.compile("".join(f"(?:{part}" for part in _HEAD_PARTS) + ")?" * len(_HEAD_PARTS))
+"""Any beginning of that."""
+_BLANKS = {"whitespace_pattern": WHITESPACE}
+_OPENS = frozenset(("patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref"))
+"""Keywords of a schema by which an object may have more properties than `properties` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +53,12 @@ class Function:
         return {"name": self.name, **described, "parameters": self.parameters}
 
 
-def calls_constraint(functions: Sequence[Function], *, must: bool, several: bool) -> Constraint:
-    """Outputs that call these functions; unless they `must`, a text will do too. `several` calls, or one."""
-    schemas = {f"f{i}": _moved(function.parameters, f"#/$defs/f{i}") for i, function in enumerate(functions)}
+def calls_constraint(
+    functions: Sequence[Function], *, must: bool, several: bool, answer: Mapping[str, Any] | None = None
+) -> Constraint:
+    """Outputs that call these functions; unless they `must`, a text will do too, or JSON of the schema `answer`.
+    `several` calls, or one. A schema that `tells_from_calls` is needed for `answer`."""
+    schemas = {f"f{i}": _moved(_closed(function.parameters), f"#/$defs/f{i}") for i, function in enumerate(functions)}
     each = [
         {
             "type": "object",
@@ -52,12 +72,29 @@ def calls_constraint(functions: Sequence[Function], *, must: bool, several: bool
     many = {"type": "array", "items": {"$ref": "#/$defs/call"}, "minItems": 1, "maxItems": MAX_CALLS}
     schema: dict[str, Any] = {"$defs": {**schemas, "call": one}}
     schema |= {"anyOf": [{"$ref": "#/$defs/call"}, many]} if several else {"$ref": "#/$defs/call"}
-    if not any(function.strict for function in functions):
-        schema["x-guidance"] = {"lenient": True, "coerce_one_of": True}
+    strict = any(function.strict for function in functions)
+    schema["x-guidance"] = _BLANKS if strict else {"lenient": True, "coerce_one_of": True} | _BLANKS
     text = json.dumps(schema, ensure_ascii=False)
     if must:
         return Constraint(ConstraintKind.JSON_SCHEMA, text)
-    return Constraint(ConstraintKind.GRAMMAR, f"start: calls | TEXT |\ncalls: %json {text}\n{_FREE}")
+    if answer is None:
+        return Constraint(ConstraintKind.GRAMMAR, f"start: calls | TEXT |\ncalls: %json {text}\n{_FREE}")
+    said = json.dumps({"x-guidance": _BLANKS, **answer}, ensure_ascii=False)
+    return Constraint(ConstraintKind.GRAMMAR, f"start: calls | answer\ncalls: %json {text}\nanswer: %json {said}")
+
+
+def tells_from_calls(answer: Mapping[str, Any]) -> bool:
+    """Whether no JSON of a schema can be taken for a call: it is of objects, which have not both keys of one."""
+    named = answer.get("properties", {})
+    closed = answer.get("type") == "object" and answer.get("additionalProperties") is False and isinstance(named, dict)
+    return closed and not {"name", "parameters"} <= named.keys() and not _OPENS & answer.keys()
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema of parameters without those that it does not name: the function would not take them."""
+    if "properties" not in schema or "additionalProperties" in schema or _OPENS & schema.keys():
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -72,13 +109,24 @@ def _moved(schema: Any, to: str) -> Any:
 
 @dataclass(slots=True)
 class Piece:
-    """What a stretch of an output brings: text, or more of a call. `name` comes with the first piece of a call, whose
-    number `call` is."""
+    """What a stretch of an output brings: text, or more of a call. `id` and `name` come with the first piece of a call,
+    whose number `call` is."""
 
     text: str = ""
     call: int | None = None
+    id: str | None = None
     name: str | None = None
     arguments: str = ""
+
+
+def gathered(pieces: Sequence[Piece]) -> tuple[str, list[Piece]]:
+    """The text of some pieces, and of each call one piece."""
+    calls: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece.call is not None:
+            call = calls.setdefault(piece.call, Piece(call=piece.call, id=piece.id, name=piece.name))
+            call.arguments += piece.arguments
+    return "".join(piece.text for piece in pieces), [*calls.values()]
 
 
 class CallFinder:
@@ -86,9 +134,14 @@ class CallFinder:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._held = ""  # what is neither text nor call yet, or the beginning of a name
+        self._held = ""  # what is neither text nor call yet
         self._state = self._opening
         self._depth, self._in_string, self._escaped = 0, False, False
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are calls, and the last one has all of its arguments."""
+        return self.calls > 0 and self._state == self._next
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that a text adds."""
@@ -100,42 +153,43 @@ class CallFinder:
     def end(self) -> list[Piece]:
         """What is left when the output has ended."""
         held, self._held = self._held, ""
-        return [Piece(text=held)] if held and self._state == self._opening else []
+        return [Piece(text=held)] if held and not self.calls else []
 
     def _opening(self, text: str, found: list[Piece]) -> str:
-        held = self._held + text
-        opens, at = _opens(held)
-        if opens is None:
+        held, self._held = self._held + text, ""
+        listed = _LISTED.match(held)
+        assert listed is not None
+        at = listed.end()
+        if _HEAD.match(held, at):
+            return self._begin(held, at, found)
+        if _HEAD_SO_FAR.fullmatch(held, at):
             self._held = held
-            return ""
-        self._held = ""
-        self._state = self._name if opens else self._text
-        return held[at:] if opens else held
+        else:
+            self._state = self._text
+            found.append(Piece(text=held))
+        return ""
 
     def _text(self, text: str, found: list[Piece]) -> str:
         found.append(Piece(text=text))
         return ""
 
-    def _name(self, text: str, found: list[Piece]) -> str:
-        """Up to the end of the string that is the name."""
-        held = (self._held + text).lstrip(_SPACE)
-        try:
-            name, at = json.JSONDecoder().raw_decode(held)
-        except ValueError:
-            self._held = held
-            return ""
-        self._held = ""
-        found.append(Piece(call=self.calls, name=str(name)))
-        self.calls += 1
-        self._state = self._before_arguments
-        return held[at:]
+    def _next(self, text: str, found: list[Piece]) -> str:
+        """Between two calls, or behind the last one."""
+        held = self._held + text
+        at = held.find("{")
+        if at >= 0 and _HEAD.match(held, at):
+            return self._begin(held, at, found)
+        self._held = held[at:] if at >= 0 else ""
+        return ""
 
-    def _before_arguments(self, text: str, found: list[Piece]) -> str:
-        at = text.find("{")
-        if at < 0:
-            return ""
-        self._state, self._depth = self._arguments, 0
-        return text[at:]
+    def _begin(self, held: str, at: int, found: list[Piece]) -> str:
+        """The head of a call; what follows it is returned."""
+        head = _HEAD.match(held, at)
+        assert head is not None
+        found.append(Piece(call=self.calls, id=f"call_{uuid.uuid4().hex[:24]}", name=head[1]))
+        self.calls += 1
+        self._state, self._held, self._depth = self._arguments, "", 0
+        return held[head.end() :]
 
     def _arguments(self, text: str, found: list[Piece]) -> str:
         for at, character in enumerate(text):
@@ -151,28 +205,7 @@ class CallFinder:
                 self._depth -= 1
                 if not self._depth:
                     found.append(Piece(call=self.calls - 1, arguments=text[: at + 1]))
-                    self._state = self._between
+                    self._state = self._next
                     return text[at + 1 :]
         found.append(Piece(call=self.calls - 1, arguments=text))
         return ""
-
-    def _between(self, text: str, found: list[Piece]) -> str:
-        """Up to the colon behind the next "name"; nothing else between two calls has one."""
-        at = text.find(":")
-        if at < 0:
-            return ""
-        self._state = self._name
-        return text[at + 1 :]
-
-
-def _opens(text: str) -> tuple[bool | None, int]:
-    """Whether a text begins as calls do (None: it may yet), and where the first name follows."""
-    at, parts = 0, ["[", "{", '"name"', ":"] if text[:1] == "[" else ["{", '"name"', ":"]
-    for number, part in enumerate(parts):
-        while number and text[at : at + 1] in tuple(_SPACE):
-            at += 1
-        seen = text[at : at + len(part)]
-        if seen != part:
-            return (None if part.startswith(seen) else False), at
-        at += len(part)
-    return True, at

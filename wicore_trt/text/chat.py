@@ -44,17 +44,16 @@ class ChatTemplate:
 
         A message is {"role", "content"}: the role is system or developer (first message only), user, assistant or
         model; the content a string or a list of {"type": "text", "text": str}. Several text parts are stripped and
-        joined, which is how Gemma's template renders them. Raises InvalidRequestError (field "messages") otherwise,
-        and when the template refuses, as Gemma's does for turns that do not alternate.
+        joined, which is how Gemma's template renders them. Turns of one role in a row become one. Raises
+        InvalidRequestError (field "messages") otherwise, and when the template refuses, as Gemma's does for a
+        conversation that the assistant begins.
         """
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-            raise _invalid("messages must be a non-empty list.")
-        turns = [_turn(index, message) for index, message in enumerate(messages)]
-        if all(turn["role"] == "system" for turn in turns):
-            raise _invalid("messages hold no user turn.")
         values = {
-            "messages": turns, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None
-        }  # fmt: skip
+            "messages": checked_turns(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
         answer = run_template(self._source, self._tokens, values)
         if "refused" in answer:
             raise _invalid(
@@ -65,6 +64,24 @@ class ChatTemplate:
         return answer["text"]
 
 
+def checked_turns(messages: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
+    """Messages as templates expect them: roles alternate. Raises InvalidRequestError."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise _invalid("messages must be a non-empty list.")
+    turns: list[dict[str, str]] = []
+    for index, message in enumerate(messages):
+        turn = _turn(index, message)
+        if turns and turns[-1]["role"] == turn["role"]:
+            turns[-1]["content"] += f"\n\n{turn['content']}"
+        elif turns and turn["role"] == "system":
+            raise _invalid(f"messages[{index}]: a {message['role']} message must come first.")
+        else:
+            turns.append(turn)
+    if turns[-1]["role"] == "system":
+        raise _invalid("messages hold no user turn.")
+    return turns
+
+
 def _turn(index: int, message: object) -> dict[str, str]:
     """One checked message as templates expect it."""
     if not isinstance(message, Mapping):
@@ -72,15 +89,17 @@ def _turn(index: int, message: object) -> dict[str, str]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _invalid(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {shown(role)}.")
-    if index and ROLES[role] == "system":
-        raise _invalid(f"messages[{index}]: a {role} message must come first.")
     surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
     if surplus:
         raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
-    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", message.get("content"))}
+    content = message.get("content")
+    if content is None and ROLES[role] == "assistant":
+        content = ""  # clients send an answer without text back so
+    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", content)}
 
 
 def content_text(where: str, content: object) -> str:
+    """The text of a message's content. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:

@@ -85,12 +85,13 @@ def _turn(index: int, message: object, names: dict[str, str]) -> tuple[str, str]
     if surplus:
         raise _invalid(f"{where} has {shown(surplus[0])}, which is not supported.")
     content, calls = message.get("content"), message.get("tool_calls")
-    if role == "assistant" and calls:
+    if role == "assistant":
         text = content_text(f"{where}.content", content).strip() if content else ""
-        return "model", "\n".join(filter(None, (text, _calls(f"{where}.tool_calls", calls, names))))
+        made = _calls(f"{where}.tool_calls", calls, names) if calls else ""
+        return "model", "\n".join(filter(None, (text, made)))
     text = content_text(f"{where}.content", content).strip()
     if role != "tool":
-        return ("model" if role == "assistant" else role), text
+        return role, text
     called = message.get("tool_call_id")
     if not isinstance(called, str) or called not in names:
         raise _invalid(f"{where} of role tool needs the tool_call_id of a call before it.")

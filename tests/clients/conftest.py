@@ -1,0 +1,35 @@
+"""`wicore serve` over Gemma 3 270M as a process of its own, one for all tests of a run's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from real_server import Served
+
+
+@pytest.fixture(scope="session")
+def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("served") / "log"
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine_270m), "--port", "0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--http-port", "0"], stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
+        )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("ready on ").strip()
+        url = process.stdout.readline().removeprefix("HTTP on ").strip()
+        assert url, log.read_text()
+        yield Served(process, url, address, httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(200) == 0 and "Traceback" not in log.read_text(), log.read_text()[-10_000:]
+    finally:
+        process.kill()
