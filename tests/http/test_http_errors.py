@@ -121,7 +121,10 @@ async def test_fields_of_other_routes_are_refused(running):
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": [96, 97]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
         ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"logprobs": 21}, "logprobs"),
     ],
 )

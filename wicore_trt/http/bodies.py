@@ -225,10 +225,14 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     prompt: str | list[str] | list[Id] | list[list[Id]]
     """A text or token ids, or a list of one of them."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens of one sequence; 0 where probabilities of the prompt alone are wanted."""
     echo: bool | None = None
-    """Put the prompt in front of the text."""
+    """Put the prompt in front of the text, and its tokens in front of those in logprobs."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same for the prompt's tokens, in vLLM's shape; not with stream."""
     add_special_tokens: bool | None = None
     """Put BOS in front of a text; default true."""
 

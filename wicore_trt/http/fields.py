@@ -41,7 +41,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "logprob_token_ids": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -68,7 +68,14 @@ async def completions(context: Context, call: Call, body: CompletionBody) -> Rep
     prompts: Sequence[str] = ()
     if body.echo:
         prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
-    shape = CompletionShape(engine.info.model_id, engine.tokenizer, prompts=prompts, **_wishes(body))
+    shape = CompletionShape(
+        engine.info.model_id,
+        engine.tokenizer,
+        prompts=prompts,
+        top=body.logprobs,
+        prompt_top=body.prompt_logprobs,
+        **_wishes(body),
+    )
     return await _answer(context, call, body, requests, shape)
 
 

@@ -56,9 +56,10 @@ class Shape(ABC):
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
         """The chunk of an output, b"" where there is nothing to say."""
         text, reason = output.text, output.finish_reason
-        if not (text or reason or output.logprobs or self._continuous):
+        reported = output.logprobs or output.prompt_logprobs
+        if not (text or reason or reported or self._continuous):
             return b""
-        logprobs = encode(self._logprobs(index, output)) if output.logprobs else b"null"
+        logprobs = encode(self._logprobs(index, output)) if reported else b"null"
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
@@ -126,13 +127,23 @@ class ChatShape(Shape):
 
 
 class CompletionShape(Shape):
-    """`prompts` are the texts that go in front, one for each sequence, where they are wanted."""
+    """`prompts` are the texts that go in front, one for each sequence, where they are wanted. Of what is reported of
+    prompts the first `prompt_top` alternatives go into `prompt_logprobs`, where it is not None; `top` is that of the
+    text's tokens."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *args: Any, prompts: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        prompts: Sequence[str] = (),
+        top: int | None = None,
+        prompt_top: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._prompts = prompts
+        self._prompts, self._top, self._prompt_top = prompts, top, prompt_top
+        self._echoed: dict[int, Echo] = {}
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int, totals: Totals) -> bytes:
@@ -145,31 +156,67 @@ class CompletionShape(Shape):
         return b'"text":' + encode(text)
 
     def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
-        tokens, offsets, alternatives = [], [], []
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = self._offsets.get(index, len(self._prompts[index]) if self._prompts else 0)
-        shown = self._shown(output)
-        for entry in shown:
-            tokens.append(self._text(entry.token_id))
-            offsets.append(offset)
-            offset += len(tokens[-1])
-            best_last = reversed(entry.top)  # several bytes may have one text
-            alternatives.append({self._text(token): logprob for token, logprob in best_last})
+        if self._prompts and self._top is not None:
+            echo = self._echoed.setdefault(index, Echo(self._prompts[index].encode()))
+            for entry in output.prompt_logprobs:
+                first = not echo.tokens
+                self._add(found, entry, echo.take(self._tokenizer.token_bytes(entry.token_id)))
+                if first:
+                    found["token_logprobs"][0] = found["top_logprobs"][0] = None
+        for entry in self._shown(output):
+            self._add(found, entry, offset)
+            offset += len(found["tokens"][-1])
         self._offsets[index] = offset
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in shown],
-            "top_logprobs": alternatives,
-            "text_offset": offsets,
-        }
+        return found
+
+    def _add(self, found: dict[str, list[Any]], entry: TokenLogprob, offset: int) -> None:
+        found["tokens"].append(self._text(entry.token_id))
+        found["token_logprobs"].append(entry.logprob)
+        best_last = reversed(entry.top[: self._top])  # several bytes may have one text
+        found["top_logprobs"].append({self._text(token): logprob for token, logprob in best_last})
+        found["text_offset"].append(offset)
+
+    def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
+        """As vLLM tells them: by token id, the prompt's own among them."""
+        found: list[dict[int, dict[str, Any]] | None] = [None]
+        for entry in completion.prompt_logprobs[1:]:
+            told: dict[int, dict[str, Any]] = {}
+            best = enumerate(entry.top[: self._prompt_top], 1)
+            for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
+                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+            found.append(told)
+        return found
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        asked = {} if self._prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(completion)}
         return {
             "index": index,
             "text": (self._prompts[index] if self._prompts else "") + completion.text,
-            "logprobs": self._logprobs(index, completion) if completion.logprobs else None,
+            "logprobs": self._logprobs(index, completion) if self._top is not None else None,
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
+            **asked,
         }
+
+
+class Echo:
+    """Where the tokens of a prompt lie in its text, in characters. Tokens that the text lacks, as BOS, have no length
+    there. `tokens` counts them."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._at = self._characters = self.tokens = 0
+
+    def take(self, token: bytes) -> int:
+        """Where the next token begins. Of a character's bytes all but the first begin behind it."""
+        begin = self._characters
+        self.tokens += 1
+        if self._text.startswith(token, self._at):
+            self._at += len(token)
+            self._characters += sum(byte & 0xC0 != 0x80 for byte in token)
+        return begin

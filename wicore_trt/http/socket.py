@@ -186,8 +186,9 @@ class Connection:
             if tools_of(body) is not None:
                 raise InvalidRequestError("tools are not supported here.", field="tools", fix="Use HTTP.")
             return [convert.chat_request(body, tenant)]
-        if body.echo:
-            raise InvalidRequestError("echo is not supported here.", field="echo")
+        for field in ("echo", "prompt_logprobs"):
+            if (value := getattr(body, field)) is not None and value is not False:
+                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         return convert.completion_requests(body, tenant)
 
     async def _fail(self, frame_id: str | None, error: WicoreError) -> None:
