@@ -1,4 +1,4 @@
-"""Answers and chunks in OpenAI's shapes.
+"""What every shape of an answer does, and answers and chunks with choices, as OpenAI's first routes have them.
 
 Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
 texts of a sequence's chunks, put together, are its text; a chunk is made of ready bytes and one encoded text, because a
@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from wicore_trt.errors import WicoreError
+from wicore_trt.http.errors import error_bytes
 from wicore_trt.http.generation import Totals
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
@@ -23,8 +25,37 @@ encode = msgspec.json.Encoder().encode
 
 
 class Shape(ABC):
-    """One answer: its head, and how a choice looks."""
+    """One answer, whole or as the events of a stream. `counts_first`: its first event tells the prompts' tokens."""
 
+    counts_first = False
+    done = b""
+    """What ends a stream that was not broken."""
+
+    @abstractmethod
+    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+        """The whole answer."""
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        """What comes before a sequence's first chunk."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        """The chunk of an output, b"" where there is nothing to say."""
+
+    def closing(self, totals: Totals) -> bytes:
+        """What comes when all sequences have ended."""
+        return b""
+
+    def broken(self, error: WicoreError) -> bytes:
+        """What ends a stream that broke."""
+        return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
+
+
+class ChoiceShape(Shape):
+    """An answer with choices: its head, and how a choice looks."""
+
+    done = b"data: [DONE]\n\n"
     prefix = ""
     kind = ""
     chunk_kind = ""
@@ -45,16 +76,15 @@ class Shape(ABC):
         head = encode({"object": self.chunk_kind, **self._head})
         self._open = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage, self._continuous = usage, continuous
+        self.counts_first = continuous
         self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
         self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
 
     def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
-        """The whole answer."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return encode({"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()})
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        """The chunk of an output, b"" where there is nothing to say."""
         text, reason = output.text, output.finish_reason
         reported = output.logprobs or output.prompt_logprobs
         if not (text or reason or reported or self._continuous):
@@ -66,10 +96,6 @@ class Shape(ABC):
         parts = (self._open, b"%d," % index, self._body(text), b',"logprobs":', logprobs, b',"finish_reason":', end)
         return b"".join((*parts, b"}]", self._counts(totals) if self._continuous else self._tail))
 
-    def opening(self, index: int, totals: Totals) -> bytes:
-        """What comes before a sequence's first chunk."""
-        return b""
-
     def closing(self, totals: Totals) -> bytes:
         """The last chunk, which has the counts, where they are wanted."""
         return self._empty + encode(totals.usage()) + b"}\n\n" if self._usage else b""
@@ -78,9 +104,7 @@ class Shape(ABC):
         return b',"usage":' + encode(totals.usage()) + b"}\n\n"
 
     def _shown(self, output: TextOutput | Completion) -> Sequence[TokenLogprob]:
-        """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
-        by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
-        return output.logprobs[:-1] if by_token and not self._include_stop else output.logprobs
+        return shown_logprobs(output, include_stop=self._include_stop)
 
     @abstractmethod
     def _body(self, text: str) -> bytes:
@@ -95,7 +119,24 @@ class Shape(ABC):
         """A sequence of the whole answer."""
 
 
-class ChatShape(Shape):
+def shown_logprobs(output: TextOutput | Completion, *, include_stop: bool) -> Sequence[TokenLogprob]:
+    """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
+    by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
+    return output.logprobs[:-1] if by_token and not include_stop else output.logprobs
+
+
+def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+    """A token, its probability and the alternatives, with text and bytes."""
+    chosen, *top = [
+        {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        for raw, logprob in (
+            (tokenizer.token_bytes(token), logprob) for token, logprob in ((entry.token_id, entry.logprob), *entry.top)
+        )
+    ]
+    return {**chosen, "top_logprobs": top}
+
+
+class ChatShape(ChoiceShape):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int, totals: Totals) -> bytes:
@@ -106,15 +147,7 @@ class ChatShape(Shape):
         return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
 
     def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
-        return {"content": [self._token(entry) for entry in self._shown(output)], "refusal": None}
-
-    def _token(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._pair(token, logprob) for token, logprob in entry.top]
-        return {**self._pair(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _pair(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"content": [token_entry(self._tokenizer, entry) for entry in self._shown(output)], "refusal": None}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
@@ -126,7 +159,7 @@ class ChatShape(Shape):
         }
 
 
-class CompletionShape(Shape):
+class CompletionShape(ChoiceShape):
     """`prompts` are the texts that go in front, one for each sequence, where they are wanted. Of what is reported of
     prompts the first `prompt_top` alternatives go into `prompt_logprobs`, where it is not None; `top` is that of the
     text's tokens."""
