@@ -2,7 +2,7 @@
 
     in   {"type": "generate", "id": ID, ...}   the fields of /v1/chat/completions, or with `prompt` of /v1/completions
          {"type": "cancel", "id": ID}
-    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}
+    out  {"type": "delta", "id", "index", "text", "logprobs", "finish_reason", "stop_reason"}; calls add "tool_calls"
          {"type": "done", "id", "usage"}
          {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
 
@@ -34,7 +34,7 @@ from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.intake import decoded, validated
 from wicore_trt.http.shapes import ChatShape, encode
-from wicore_trt.http.tools import tools_of
+from wicore_trt.http.tools import Calls, Tools, tools_of
 from wicore_trt.types import TextOutput, TextRequest
 
 log = logging.getLogger(__name__)
@@ -50,22 +50,28 @@ FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody,
 
 
 class FrameShape(ChatShape):
-    """The frames of one generation."""
+    """The frames of one generation. `calls`: functions may be called."""
 
-    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool) -> None:
+    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool, calls: bool) -> None:
         super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
+        self._calls = Calls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
 
     def frame(self, index: int, output: TextOutput) -> bytes:
         """The frame of an output, b"" where there is nothing to say."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        text, calls, reason = output.text, b"", output.finish_reason and output.finish_reason.value
+        if self._calls is not None:
+            delta, reason = self._calls.read(index, output)
+            text, found = delta.get("content", ""), delta.get("tool_calls", [])
+            calls = b',"tool_calls":' + encode(found) if found else b""
+        if not (text or calls or reason or output.logprobs):
             return b""
         logprobs = encode(self._logprobs(index, output)["content"]) if output.logprobs else b"null"
         end = b"null"
-        if output.finish_reason is not None:
-            end = b'"%b","stop_reason":%b' % (output.finish_reason.value.encode(), encode(output.stop_reason))
-        text = encode(output.text)
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, text, logprobs, end)
+        if reason is not None:
+            end = b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
+        told = encode(text) + calls
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, told, logprobs, end)
 
 
 def check_origin(headers: Headers, origins: Sequence[str]) -> None:
@@ -167,9 +173,11 @@ class Connection:
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.serving()
         self._context.check_model(body.model)
-        shape = FrameShape(frame_id, engine, include_stop=bool(body.include_stop_str_in_output))
+        tools = tools_of(body) if isinstance(body, ChatBody) else None
+        include_stop = bool(body.include_stop_str_in_output)
+        shape = FrameShape(frame_id, engine, include_stop=include_stop, calls=tools is not None)
         try:
-            generation = await Generation.start(self._context, call, self._requests(body, call.who.tenant))
+            generation = await Generation.start(self._context, call, self._requests(body, tools, call.who.tenant))
         except InvalidRequestError as error:
             raise structured.named(error, body) from None
         try:
@@ -181,11 +189,9 @@ class Connection:
             await generation.aclose()
         await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
 
-    def _requests(self, body: ChatBody | CompletionBody, tenant: str) -> list[TextRequest]:
+    def _requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
         if isinstance(body, ChatBody):
-            if tools_of(body) is not None:
-                raise InvalidRequestError("tools are not supported here.", field="tools", fix="Use HTTP.")
-            return [convert.chat_request(body, tenant)]
+            return [convert.chat_request(body, tenant, tools)]
         for field in ("echo", "prompt_logprobs"):
             if (value := getattr(body, field)) is not None and value is not False:
                 raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")

@@ -87,23 +87,35 @@ def _function(where: str, tool: dict[str, Any]) -> Function:
     return Function(name, description or "", {"type": "object", **parameters}, function.get("strict") is True)
 
 
+class Calls:
+    """Text and calls of an answer's sequences."""
+
+    def __init__(self) -> None:
+        self._finders: dict[int, CallFinder] = {}
+
+    def read(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+        """What an output adds to a message, and how the message ends with it."""
+        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
+        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        return delta, None if reason is None else _reason(reason, finder)
+
+
 class ToolShape(ChatShape):
     """A conversation's answer that may have calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._finders: dict[int, CallFinder] = {}
+        self._calls = Calls()
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
-        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        delta, reason = self._calls.read(index, output)
         if not (delta or reason or output.logprobs or self._continuous):
             return b""
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(index, output) if output.logprobs else None,
-            "finish_reason": None if reason is None else _reason(reason, finder),
+            "finish_reason": reason,
             **({} if reason is None else {"stop_reason": output.stop_reason}),
         }
         raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
