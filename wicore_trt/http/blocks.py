@@ -28,8 +28,12 @@ class Block:
 
     number: int
     name: str | None
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
     @property
     def whole(self) -> bool:
@@ -91,7 +95,7 @@ class BlockShape(Shape):
                 yield self._begin(piece.name)
             if piece.text or piece.arguments:
                 block, new = self.blocks[-1], piece.text or piece.arguments
-                block.text += new
+                block.parts.append(new)
                 yield "delta", block, new
         if ended:
             self.last = output

@@ -116,7 +116,8 @@ class MessagesShape(BlockShape):
 
     def whole(self, totals: Totals) -> dict[str, Any]:
         # A call without all of its arguments is none: stop_reason says that the answer was cut off.
-        content = [self._block(block) for block in self.blocks if block.whole]
+        whole = (block for block in self.blocks if block.whole)
+        content = [self._block(block, block.name and json.loads(block.text)) for block in whole]
         return {**self._head, "content": content, **self._end(), "usage": _usage(totals)}
 
     def opening(self, index: int, totals: Totals) -> bytes:
@@ -125,8 +126,7 @@ class MessagesShape(BlockShape):
 
     def event(self, change: Change, block: Block, new: str) -> bytes:
         if change == "open":
-            empty = Block(block.number, block.name, "" if block.name is None else "{}", block.id)
-            return named_event("content_block_start", index=block.number, content_block=self._block(empty))
+            return named_event("content_block_start", index=block.number, content_block=self._block(block, {}))
         if change == "close":
             return named_event("content_block_stop", index=block.number)
         is_text = block.name is None
@@ -147,15 +147,10 @@ class MessagesShape(BlockShape):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": "tool_use" if self.called else "end_turn", "stop_sequence": None}
 
-    def _block(self, block: Block) -> dict[str, Any]:
+    def _block(self, block: Block, given: Any) -> dict[str, Any]:
         if block.name is None:
             return {"type": "text", "text": block.text}
-        return {
-            "type": "tool_use",
-            "id": f"toolu_{block.id[:24]}",
-            "name": block.name,
-            "input": json.loads(block.text),
-        }
+        return {"type": "tool_use", "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}
 
 
 def _usage(totals: Totals) -> dict[str, Any]:

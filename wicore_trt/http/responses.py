@@ -16,7 +16,7 @@ from wicore_trt.http.bodies import ChatBody, ResponsesBody
 from wicore_trt.http.conversation import Conversation, chat_body, functions, member, text_of
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
-from wicore_trt.http.shapes import shown_logprobs, token_entry
+from wicore_trt.http.shapes import encode, shown_logprobs, token_entry
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, TextOutput
 
@@ -107,6 +107,7 @@ class ResponsesShape(BlockShape):
         self._numbers = 0
         self._logprobs: list[dict[str, Any]] = []
         self._fresh: list[dict[str, Any]] = []  # what no delta has told yet
+        self._delta = b""  # how a delta of the text begins
         text = body.text or {}
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -143,17 +144,21 @@ class ResponsesShape(BlockShape):
         self._fresh += found
 
     def event(self, change: Change, block: Block, new: str) -> bytes:
+        if change == "delta" and block.name is None:  # made of ready bytes, because there is one for every token
+            logprobs, self._fresh = self._fresh, []
+            self._numbers += 1
+            parts = (self._delta, encode(new), encode(logprobs), self._numbers - 1)
+            return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % parts
         item_id, at = self._item_id(block), {"output_index": block.number}
         inside = {"item_id": item_id, **at, "content_index": 0}
         match change, block.name:
             case "open", None:
+                head = named_event("response.output_text.delta", **inside, delta="")
+                self._delta = head.removesuffix(b'""}\n\n')
                 added = self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
                 return added + self._event("response.content_part.added", **inside, part=self._part(""))
             case "open", _:
                 return self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
-            case "delta", None:
-                logprobs, self._fresh = self._fresh, []
-                return self._event("response.output_text.delta", **inside, delta=new, logprobs=logprobs)
             case "delta", _:
                 return self._event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
         if block.name is None:
