@@ -8,7 +8,8 @@ import json
 import anthropic
 import pytest
 from constrained_web import make_constrained_engine
-from web import error_of, make_engine, serving
+from fakes import greedy
+from web import TOKENIZER, error_of, make_engine, serving
 
 from wicore_trt.text.turns import render
 
@@ -147,6 +148,19 @@ async def test_stop_sequences_are_told(claude):
     )
     assert found.content[0].text == text[: text.index(text[5:8])]
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", text[5:8])
+
+
+async def test_a_turn_of_a_base_model_ends_in_streams_too():
+    """Whose prompt is counted before the first event."""
+    tokens = greedy(TOKENIZER.encode("hello"), 12)
+    engine = make_engine()
+    engine.tokenizer = type("Base", (type(TOKENIZER),), {"turn_end": tokens[6]})()
+    async with serving(engine) as running:
+        body = {"messages": USER, "max_tokens": 12, "temperature": 0}
+        whole = (await running.post("/v1/messages", body)).json()
+        streamed = (await running.post("/v1/messages", {**body, "stream": True})).text
+    assert whole["stop_reason"] == "end_turn" and whole["usage"]["output_tokens"] <= 7
+    assert '"stop_reason":"end_turn"' in streamed, "the turn ends before max_tokens"
 
 
 async def test_tools_are_used(claude):

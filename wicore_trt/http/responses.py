@@ -58,7 +58,7 @@ def _conversation(body: ResponsesBody) -> Conversation:
         return found
     for i, item in enumerate(body.input):
         where = f"input[{i}]"
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 role = item.get("role")
                 if role not in ROLES:
