@@ -93,9 +93,7 @@ class Scheduler:
         self._too_few = []
 
     def _prefetch(self, sequence: Sequence) -> None:
-        if self.loader is None or sequence.prefetched or sequence.scoring:
-            return
-        if sequence.pages.parked is None:
+        if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
             sequence.prefetched = True
             hit = self.manager.lookup(sequence.pages, sequence.tokens)
             self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
