@@ -29,7 +29,7 @@ test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU neede
 test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m long
 
-test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 48 ways; each must be caught, an hour at most
+test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 51 ways; each must be caught, an hour at most
 	$(PY) tests/mutants/run.py
 
 demo: setup  ## fetch Gemma 3 270M, build, serve, ask
