@@ -79,7 +79,9 @@ def _misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
         try:
             struct.pack(C_CODES.get(type_, "Q"), value)
         except (struct.error, OverflowError):
-            return f"{kernel.name}: {name} = {value} " + ("is no address" if type_[0] == "*" else f"does not fit {type_}")
+            return f"{kernel.name}: {name} = {value} " + (
+                "is no address" if type_[0] == "*" else f"does not fit {type_}"
+            )
     raise AssertionError(kernel.name)
 
 

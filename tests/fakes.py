@@ -12,6 +12,7 @@ import random
 import time
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import pairwise
 from math import lcm
 
 from copiers import PlainCopier
@@ -27,7 +28,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.runtime.batch import UNREAD, SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.types import ModelInfo
+from wicore_trt.types import ModelInfo, TokenLogprob
 
 VOCAB = 97
 EOS = 1
@@ -71,12 +72,15 @@ class FakeExecutor(PlainCopier):
     """See the module's docstring. It is its own page copier. `fail_at` makes the step of that number raise;
     `step_s` slows steps down; `poison` lists seq_ids whose logits are not finite."""
 
-    def __init__(self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, num_pages: dict[str, int], page_tokens: int, window: int, max_batch_tokens: int, score_rows: int = 0
+    ) -> None:
         self.spec = tiny_spec(window, tuple(g for g in (LOCAL, GLOBAL) if g in num_pages))
         self.layout = KVLayout(page_tokens, "float32", num_pages, dict.fromkeys(num_pages, 8 * page_tokens))
         self.copier = self
         self.slice_tokens = page_tokens
         self.max_sequences: int | None = None
+        self.score_rows = score_rows
         self.kernels = "fake"
         self.max_batch_tokens = max_batch_tokens
         self.memory = {g: [[b""] * page_tokens for _ in range(n)] for g, n in num_pages.items()}
@@ -105,11 +109,14 @@ class FakeExecutor(PlainCopier):
         if self.fail_at is not None and len(self.steps) >= self.fail_at:
             raise RuntimeError("device lost")
         result = StepResult([])
+        assert sum(len(s.targets) for s in batch.slices) <= self.score_rows
         for piece in batch.slices:
             if piece.seq_id in self.poison:
                 result.failed[piece.seq_id] = "logits are not finite"
                 continue
             token = self._run(piece)
+            if piece.targets:
+                result.prompt_logprobs[piece.seq_id] = self._scores(piece)
             if token is not None:
                 result.tokens.append(SampledToken(piece.seq_id, token))
         return result
@@ -134,6 +141,14 @@ class FakeExecutor(PlainCopier):
         assert len(piece.history) == end, "sampling before the last token was computed"
         self._check(piece, end)
         return next_token(piece.history)
+
+    def _scores(self, piece) -> list[TokenLogprob]:
+        """From what is in the pages, as logits are."""
+        size, table = self.layout.page_tokens, piece.pages[GLOBAL]
+        return [
+            fake_logprob(self.memory[GLOBAL][table[at // size]][at % size], token, piece.params.prompt_logprobs)
+            for at, token in enumerate(piece.targets, piece.start)
+        ]
 
     def _check(self, piece, end: int) -> None:
         """Every position that the last query sees must hold this sequence's own prefix."""
@@ -234,6 +249,21 @@ def chain(before: bytes, token: int) -> bytes:
     return blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
+def fake_logprob(prefix: bytes, token: int, top: int) -> TokenLogprob:
+    """Of a token behind a prefix of this digest; the alternatives are the tokens from it on."""
+    value = -(int.from_bytes(blake2b(prefix, digest_size=2).digest(), "little") + token) / 4096
+    return TokenLogprob(token, value, tuple(((token + k) % VOCAB, value - k) for k in range(top)))
+
+
+def prompt_logprobs(prompt: list[int], top: int) -> tuple[TokenLogprob, ...]:
+    """What an engine over FakeExecutor must report of a prompt."""
+    found, digest = [TokenLogprob(prompt[0], 0.0)], b""
+    for before, token in pairwise(prompt):
+        digest = chain(digest, before)
+        found.append(fake_logprob(digest, token, top))
+    return tuple(found)
+
+
 def make_core(
     *,
     pages: dict[str, int] | None = None,
@@ -251,12 +281,13 @@ def make_core(
     ahead: int | None = None,
     slab_pages: dict[str, int] | None = None,
     kv_policy: str | None = None,
+    score_rows: int = 0,
 ) -> EngineCore:
     """An EngineCore over a FakeExecutor (core.executor) with small pools; with `kv` its cache is made as a server's is,
     `files` being what its disk tier does to the system. `ahead` is the seed of an executor that runs ahead.
     With `slab_pages` the groups share one memory; `kv_policy` orders what leaves it."""
     pages = pages or {GLOBAL: 64, LOCAL: 64}
-    sizes = (pages, page_tokens, window, max_batch_tokens)
+    sizes = (pages, page_tokens, window, max_batch_tokens, score_rows)
     executor = FakeExecutor(*sizes) if ahead is None else AheadFakeExecutor(*sizes, seed=ahead)
     executor.share(slab_pages)
     if kv is None:
@@ -280,6 +311,7 @@ def make_core(
         max_sequences=max_sequences,
         loader=loader,
         slice_tokens=executor.slice_tokens,
+        score_rows=score_rows,
     )
     return EngineCore(executor, scheduler, eos_ids=(EOS,), max_context=max_context, clock=clock)
 

@@ -8,7 +8,7 @@ For any thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,13 +227,18 @@ def _output_of(response: pb2.GenerateResponse) -> TextOutput:
         response.index,
         delta.text,
         tuple(delta.token_ids),
-        tuple(
-            TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
-            for entry in delta.logprobs
-        ),
+        _logprobs(delta.logprobs),
         reason,
         getattr(finish, stop) if stop is not None else None,
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if ended else None,
+        _logprobs(delta.prompt_logprobs),
+    )
+
+
+def _logprobs(entries: Iterable[pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+        for entry in entries
     )
 
 

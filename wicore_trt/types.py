@@ -85,9 +85,11 @@ class SamplingParams:
     `repetition_penalty` divides positive and multiplies negative logits of tokens seen in prompt or output
     (CTRL, arXiv:1909.05858); presence and frequency penalties count output tokens only (OpenAI's definition).
     `logprobs` is the number of alternatives reported per token (None: none at all, 0: the chosen token only),
-    taken from the untempered, unfiltered distribution, which no constraint changes. `max_tokens=None` means up to the
-    context limit. Under a `constraint` eos can be chosen only where the output may end, and is where nothing else may
-    follow, whatever `min_tokens` and `ignore_eos` say; an output that ends for another reason is the beginning of one.
+    taken from the untempered, unfiltered distribution, which no constraint changes. `prompt_logprobs` is the same for
+    the prompt's own tokens; nothing of such a prompt comes from the KV cache, and `max_tokens` may then be 0.
+    `max_tokens=None` means up to the context limit. Under a `constraint` eos can be chosen only where the output may
+    end, and is where nothing else may follow, whatever `min_tokens` and `ignore_eos` say; an output that ends for
+    another reason is the beginning of one.
 
     Raises InvalidRequestError with the field's name for values of another type, NaN, infinite or out of range.
     """
@@ -104,6 +106,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -113,7 +116,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, 1 << 31)
+            check_integer("max_tokens", self.max_tokens, int(self.prompt_logprobs is None), 1 << 31)
         check_integer("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", field="min_tokens")
@@ -132,8 +135,9 @@ class SamplingParams:
         if self.seed is not None:
             check_integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         check_integer("n", self.n, 1, MAX_N)
-        if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                check_integer(name, count, 0, MAX_LOGPROBS)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("include_stop", self.include_stop)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
@@ -262,7 +266,9 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
-    `error` is set with FinishReason.ERROR. It may cross to another process, so it is a msgspec.Struct.
+    `error` is set with FinishReason.ERROR. `prompt_logprobs`, where they were asked for, come before the first token,
+    one for each token of the prompt, in parts; the first one, which nothing comes before, is 0 and has no
+    alternatives. It may cross to another process, so it is a msgspec.Struct.
     """
 
     request_id: str
@@ -273,6 +279,7 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_reason: int | str | None = None
     usage: Usage | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +297,7 @@ class TextOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def merge(parts: Sequence[TextOutput]) -> TextOutput:
@@ -301,6 +309,7 @@ def merge(parts: Sequence[TextOutput]) -> TextOutput:
         text="".join(part.text for part in parts),
         token_ids=tuple(token for part in parts for token in part.token_ids),
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
     )
 
 
@@ -314,13 +323,17 @@ class Completion:
     stop_reason: int | str | None
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[TextOutput]) -> Completion:
         """The outputs of one sequence, its last included, put together."""
         whole = merge(parts)
         assert whole.finish_reason is not None and whole.usage is not None
-        return cls(whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.usage, whole.logprobs)
+        return cls(
+            whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.usage, whole.logprobs,
+            whole.prompt_logprobs,
+        )  # fmt: skip
 
 
 Prompt = str | Sequence[int]

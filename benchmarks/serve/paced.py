@@ -73,6 +73,7 @@ class PacedExecutor:
         self.layout = KVLayout(PAGE_TOKENS, "float32", {GLOBAL: pages}, {GLOBAL: 8 * PAGE_TOKENS})
         self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, 32
         self.max_sequences: int | None = None
+        self.score_rows = 0
         self.copier: Any = None
         self._step_ns = int(step_s * 1e9)
         self._report = report

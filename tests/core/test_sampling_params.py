@@ -23,6 +23,7 @@ BAD = {
     "seed": (2**64, -(2**63) - 1, 1.0),
     "n": (0, 33, -1),
     "logprobs": (-1, 21),
+    "prompt_logprobs": (-1, 21),
     "logit_bias": (
         {0: math.nan},
         {0: 101.0},

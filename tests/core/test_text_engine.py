@@ -6,12 +6,12 @@ import asyncio
 import random
 
 import pytest
-from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core, prompt_logprobs
 from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
-from wicore_trt.types import FinishReason, SamplingParams, TextRequest
+from wicore_trt.types import Completion, FinishReason, SamplingParams, TextRequest
 
 TOKENIZER = FakeTokenizer()
 FOREVER = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -51,6 +51,17 @@ async def test_many_requests_at_once_each_get_their_own_text():
     for prompt, (text, last) in zip(prompts, await asyncio.gather(*map(collect, streams)), strict=True):
         assert text == expected(prompt)
         assert last.finish_reason is FinishReason.LENGTH and last.usage.completion_tokens == 20
+    await engine.close()
+
+
+async def test_probabilities_of_a_prompt_arrive_whole_and_first():
+    engine = await started(score_rows=3)
+    for count in (0, 4):
+        asked = TextRequest("a", params(max_tokens=count, prompt_logprobs=2), prompt="a prompt")
+        outputs = [output async for output in await engine.submit(asked)]
+        done = Completion.of(outputs)
+        assert done.prompt_logprobs == prompt_logprobs(TOKENIZER.encode("a prompt"), 2)
+        assert (done.text, done.finish_reason) == (expected("a prompt", count), FinishReason.LENGTH)
     await engine.close()
 
 

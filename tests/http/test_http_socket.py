@@ -103,6 +103,7 @@ TOOL_FRAME = json.dumps(
         (TOOL_FRAME, "tools"),
         ('{"type": "generate", "id": "a", "prompt": "x", "guided_regex": "(a"}', "guided_regex"),
         ('{"type": "generate", "id": "a", "prompt": "x", "echo": true}', "echo"),
+        ('{"type": "generate", "id": "a", "prompt": "x", "prompt_logprobs": 0}', "prompt_logprobs"),
         ('{"type": "generate", "id": "a", "prompt": "x", "temprature": 1}', "temprature"),
         (b"\xff\xfe", None),
         ("", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import websockets
 from constrained_web import make_constrained_engine
 from web import error_of
 
@@ -79,6 +80,22 @@ async def test_streaming_helper_of_the_client_agrees(client):
             pass
         final = await stream.get_final_completion()
     check_paint(final.choices[0].message.tool_calls[0])
+
+
+async def test_calls_come_over_the_websocket(running):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    asked = {"messages": USER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "seed": 1}
+    async with websockets.connect(running.url.replace("http", "ws", 1) + "/v1/stream") as connection:
+        await connection.send(json.dumps({"type": "generate", "id": "a", "parallel_tool_calls": False, **asked}))
+        frames = [json.loads(await connection.recv())]
+        while frames[-1]["type"] == "delta":
+            frames.append(json.loads(await connection.recv()))
+    *deltas, done = frames
+    parts = [part for frame in deltas for part in frame.get("tool_calls", ())]
+    assert done["type"] == "done" and deltas[-1]["finish_reason"] == "tool_calls"
+    assert parts[0]["id"].startswith("call_") and parts[0]["function"]["name"] == "paint"
+    assert json.loads("".join(part["function"]["arguments"] for part in parts))["color"] in ("red", "blue")
+    assert not any(frame["text"] for frame in deltas)
 
 
 async def test_required_calls_something(client):

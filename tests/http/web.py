@@ -126,8 +126,10 @@ async def until(condition, timeout_s: float = 60.0) -> None:
 
 
 def error_of(response: httpx.Response) -> dict:
-    """The error of an answer, whose shape is checked."""
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    """The error of an answer, whose shape is checked: OpenAI's, or Anthropic's on its own routes."""
+    body = response.json()
+    error, anthropic = body["error"], response.url.path.startswith("/v1/messages")
+    assert set(error) == {"message", "type", "param"} | (set() if anthropic else {"code"}) and error["message"]
+    assert set(body) == ({"type", "error", "request_id"} if anthropic else {"error"})
     assert response.headers["x-request-id"]
     return error

@@ -243,8 +243,8 @@ MUTANTS = (
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "schedule.slices.append((sequence, count))\n                budget -= count\n        return budget",
-        "schedule.slices.append((sequence, count))\n        return budget",
+        "budget -= count\n                self._rows_left -= count * sequence.scoring\n        return budget",
+        "self._rows_left -= count * sequence.scoring\n        return budget",
     ),
     Mutant(
         "schedule/scheduler.py",
@@ -262,7 +262,25 @@ MUTANTS = (
         "                if victim is not sequence and sequence.pages.load is not None:",
         "tests/kv/test_written_pages.py",
     ),
+    Mutant(
+        "schedule/scheduler.py",
+        "        return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit\n",
+        "        return hit\n",
+        "tests/core/test_prompt_logprobs.py",
+    ),
+    Mutant(
+        "schedule/scheduler.py",
+        "if self.loader is not None and not sequence.scoring:\n",
+        "if self.loader is not None:\n",
+        "tests/core/test_prompt_logprobs.py",
+    ),
     # --- core
+    Mutant(
+        "core/engine.py",
+        "        new = found[max(0, sequence.scored - start - 1) :]\n",
+        "        new = found\n",
+        "tests/core/test_prompt_logprobs.py",
+    ),
     Mutant(
         "core/engine.py",
         "sequence.output_len + ahead < sequence.params.min_tokens",

@@ -11,24 +11,23 @@ import torch
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.model.spec import GROUPS, LOCAL
 from wicore_trt.runtime.batch import SampledToken, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class RecordingSampler:
+class RecordingSampler(Sampler):
     """Stands in for the executor's sampler: greedy, and keeps the step's logits [R, vocab]."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.logits = torch.empty(0)
 
     def sample(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
         self.logits = logits.float().cpu().clone()
         tokens = logits.argmax(1).tolist()
         return StepResult([SampledToken(s.seq_id, t) for s, t in zip(slices, tokens, strict=True)])
-
-    def release(self, seq_id: int) -> None:
-        pass
 
 
 @dataclass
@@ -47,7 +46,7 @@ class PagedDriver:
         self.executor = executor
         self.rng = random.Random(seed)
         self.sampler = RecordingSampler()
-        executor._sampler = self.sampler  # type: ignore[assignment]
+        executor._sampler = self.sampler
         self._free = {g: list(slots) for g, slots in executor.layout.apart().items()}
         self._count = 0
 

@@ -90,12 +90,15 @@ def test_outputs_and_parameters_come_back_as_they_were():
     for output in (
         TextOutput("r", 1, "ab", (5, 6), logprobs),
         TextOutput("r", 0, "c", (5, 6), logprobs, FinishReason.STOP, "stop", usage),
+        TextOutput("r", 0, "", (), prompt_logprobs=logprobs),
         TextOutput("r", 0, "", (), (), FinishReason.STOP, 106, usage),
         TextOutput("r", 0, "", (), (), FinishReason.DEADLINE, None, usage),
     ):
         (message,) = convert.responses(output, first_token_s=None, total_s=1.0)
         assert _output_of(message) == output
     given = SamplingParams(max_tokens=3, top_k=2, seed=0, n=2, logprobs=0, logit_bias={5: -1.0}, stop=("x",))
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert convert.sampling_params(_sampling(scored)) == scored
     assert convert.sampling_params(_sampling(given)) == given
     assert convert.sampling_params(_sampling(SamplingParams())) == SamplingParams()
 

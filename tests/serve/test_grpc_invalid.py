@@ -26,6 +26,7 @@ SAMPLING = {
     "frequency_penalty": [math.nan, -2.1, 1e308],
     "n": [0, 33, 2**32 - 1],
     "logprobs": [21, 2**32 - 1],
+    "prompt_logprobs": [0, 21],  # this engine has none
     "logit_bias": [{5: math.nan}, {5: 101.0}, {97: 1.0}, {2**32 - 1: 1.0}, dict.fromkeys(range(1025), 0.0)],
     "stop": [[""], ["x" * 257], ["a"] * 17],
     "stop_token_ids": [[97], [2**32 - 1]],

@@ -36,7 +36,8 @@ def test_outputs_of_any_size_arrive_whole_in_bounded_messages(seed):
     ids = tuple(rng.randrange(262_144) for _ in range(count))
     logprobs = tuple(TokenLogprob(t, -rng.random(), ((t, -0.5), (1, -2.0))) for t in ids)
     text = "".join(rng.choice("añ€😀 ") for _ in range(rng.randrange(3 * count + 2)))
-    output = TextOutput("r", 3, text, ids, logprobs, FinishReason.STOP, "end", Usage(9, count, 4))
+    prompt = tuple(TokenLogprob(t, -1.0) for t in range(rng.choice((0, 3, 512, 1300))))
+    output = TextOutput("r", 3, text, ids, logprobs, FinishReason.STOP, "end", Usage(9, count, 4), prompt)
     messages = list(convert.responses(output, first_token_s=0.25, total_s=61.5))
     assert [m.WhichOneof("event") for m in messages] == ["delta"] * (len(messages) - 1) + ["finish"]
     assert all((m.request_id, m.index) == ("r", 3) for m in messages)
@@ -45,7 +46,8 @@ def test_outputs_of_any_size_arrive_whole_in_bounded_messages(seed):
     assert [t for d in deltas for t in d.token_ids] == list(ids)
     entries = [entry for d in deltas for entry in d.logprobs]
     assert [e.token_id for e in entries] == list(ids) and all(len(e.top) == 2 for e in entries)
-    assert max(len(d.token_ids) for d in deltas) <= 512
+    assert [entry.token_id for d in deltas for entry in d.prompt_logprobs] == list(range(len(prompt)))
+    assert max(max(len(d.token_ids), len(d.prompt_logprobs)) for d in deltas) <= 512
     finish = messages[-1].finish
     assert finish.reason == pb2.FINISH_REASON_STOP and finish.stop_string == "end"
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (9, count, 4)

@@ -111,6 +111,7 @@ def _make_core(
         max_sequences=min(settings.scheduler.max_sequences, executor.max_sequences or settings.scheduler.max_sequences),
         loader=loader,
         slice_tokens=executor.slice_tokens,
+        score_rows=executor.score_rows,
     )
     warm_up(executor)
     eos_ids = grammars.tokenizer.eos_ids

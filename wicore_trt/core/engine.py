@@ -137,6 +137,12 @@ class EngineCore(Core):
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
         if request.params.constraint is not None and self._grammars is None:
             raise InvalidRequestError("This engine takes no constraint.", field="constraint", fix="Leave it out.")
+        if request.params.prompt_logprobs is not None and not self.scheduler.score_rows:
+            raise InvalidRequestError(
+                "This engine reports no log-probabilities of prompts.",
+                field="prompt_logprobs",
+                fix="Leave it out, or build an engine with --backend torch.",
+            )
 
     def prepare(self, request: GenerateRequest) -> None:
         if request.params.constraint is not None and self._grammars is not None:
@@ -215,9 +221,10 @@ class EngineCore(Core):
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
+        limit = sequence.params.max_tokens
         return (
             sequence.finish_reason is None
-            and sequence.output_len + 1 < (sequence.params.max_tokens or self.max_context)
+            and sequence.output_len + 1 < (self.max_context if limit is None else limit)
             and len(sequence.tokens) + 1 < self.max_context
         )
 
@@ -234,7 +241,7 @@ class EngineCore(Core):
         self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
         outputs = []
-        for sequence, count in flight.schedule.slices:
+        for (sequence, count), piece in zip(flight.schedule.slices, flight.batch.slices, strict=True):
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
             error = result.failed.get(sequence.seq_id)
@@ -248,7 +255,11 @@ class EngineCore(Core):
                 log.exception("sequence %d of a request read pages that nobody wrote", sequence.index)
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
-            if token is not None:
+            if sequence.scoring:
+                outputs.append(self._scored(sequence, piece.start, result.prompt_logprobs.get(sequence.seq_id, [])))
+            if token is not None and sequence.params.max_tokens == 0:
+                outputs.append(self._finish(sequence, FinishReason.LENGTH))
+            elif token is not None:
                 outputs.append(self._append(sequence, token))
             mass = result.attention.get(sequence.seq_id)
             if mass is not None and manager.attention is not None:
@@ -304,6 +315,9 @@ class EngineCore(Core):
                 start=start,
                 pages=sequence.pages.tables,
             )
+            if sequence.scoring:
+                piece.params = sequence.params
+                piece.targets = sequence.tokens[start + 1 : min(start + count + 1, sequence.prompt_len)]
             if ahead or start + count == len(sequence.tokens):
                 piece.sample = True
                 piece.params = sequence.params
@@ -322,6 +336,14 @@ class EngineCore(Core):
         assert piece.params is not None
         held = piece.stop_ids if piece.suppress_eos else self.eos_ids if piece.params.ignore_eos else ()
         piece.allowed, piece.suppress_eos = partial(self._matchers[piece.seq_id].allowed, held), False
+
+    def _scored(self, sequence: Sequence, start: int, found: list[TokenLogprob]) -> TokenOutput:
+        """Put out what a slice from `start` on found of the prompt, but for what was put out before a preemption."""
+        new = found[max(0, sequence.scored - start - 1) :]
+        if not sequence.scored:
+            new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
+        sequence.scored += len(new)
+        return self._output(sequence, (), (), prompt_logprobs=tuple(new))
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         """Add a sampled token and end the sequence if that token, or its number, ends it."""
@@ -379,6 +401,7 @@ class EngineCore(Core):
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...],
         error: str | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> TokenOutput:
         return TokenOutput(
             request_id=sequence.request.request_id,
@@ -389,6 +412,7 @@ class EngineCore(Core):
             stop_reason=sequence.stop_reason,
             usage=Usage(sequence.prompt_len, sequence.output_len, sequence.cached or 0),
             error=error,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

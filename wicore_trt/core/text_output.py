@@ -53,6 +53,7 @@ class SequenceText:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             usage=output.usage if self.finished else None,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _stopped(self, output: TokenOutput, text: str, count: int) -> TextOutput:
@@ -71,4 +72,5 @@ class SequenceText:
             finish_reason=FinishReason.STOP,
             stop_reason=self._detokenizer.matched,
             usage=usage,
+            prompt_logprobs=output.prompt_logprobs,
         )

@@ -1,8 +1,9 @@
 """What every request passes through: its id, its key, its place among the open calls, errors, the access line.
 
 Must not know what a route does. Invariants: nothing of a body is read before the key is known to be good; every answer
-has x-request-id and every error a body of one shape; no text of an unexpected exception reaches the client; a request
-writes one access line. What a client still sends behind an error is not waited for: its connection closes.
+has x-request-id and every error a body of the shape that its route's clients know; no text of an unexpected exception
+reaches the client; a request writes one access line. What a client still sends behind an error is not waited for: its
+connection closes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,7 +24,15 @@ from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
 from wicore_trt.http.context import Context
-from wicore_trt.http.errors import CLIENT_GONE, ClientGoneError, HttpError, error_bytes, error_headers, status_of
+from wicore_trt.http.errors import (
+    CLIENT_GONE,
+    ClientGoneError,
+    HttpError,
+    anthropic_error_bytes,
+    error_bytes,
+    error_headers,
+    status_of,
+)
 from wicore_trt.http.page import assets
 from wicore_trt.http.replies import json_reply, rate_headers
 from wicore_trt.http.table import OPEN, OPERATIONS, served_path
@@ -31,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generates)
 """Paths whose access lines are INFO; the small ones are DEBUG."""
+ANTHROPIC = frozenset(operation.path for operation in OPERATIONS if operation.anthropic)
 KEYLESS = OPEN | assets().keys()
 """Paths that need no key: the probes', and the page's own files."""
 EXPOSED = (
@@ -94,7 +105,11 @@ class Answer:
 
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
-        self._id = (REQUEST_ID_HEADER.encode(), call.call_id.encode())
+        self._ids = [(REQUEST_ID_HEADER.encode(), call.call_id.encode())]
+        self._error_bytes = error_bytes
+        if scope["path"] in ANTHROPIC:
+            self._ids.append((b"request-id", call.call_id.encode()))
+            self._error_bytes = partial(anthropic_error_bytes, request_id=call.call_id)
         self._begun = False
         self.status = 0
 
@@ -103,7 +118,7 @@ class Answer:
         if kind == "http.response.start" or kind == "websocket.accept":
             self._begun = True
             self.status = message.get("status", 101)
-            message["headers"] = [*message.get("headers", ()), self._id]
+            message["headers"] = [*message.get("headers", ()), *self._ids]
         await self._send(message)
 
     async def fail(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -117,7 +132,7 @@ class Answer:
         if self._scope["type"] == "websocket":
             await self._deny(error, found)
             return
-        await json_reply(error_bytes(error), status_of(error), found)(self._scope, _nothing, self)
+        await json_reply(self._error_bytes(error), status_of(error), found)(self._scope, _nothing, self)
 
     def _has_body(self) -> bool:
         headers = Headers(scope=self._scope)
@@ -126,7 +141,7 @@ class Answer:
     async def _deny(self, error: WicoreError, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer to a WebSocket handshake that is refused."""
         self.status = status_of(error)
-        found = [(b"content-type", b"application/json"), *headers, self._id]
+        found = [(b"content-type", b"application/json"), *headers, *self._ids]
         await self._send({"type": "websocket.http.response.start", "status": self.status, "headers": found})
         await self._send({"type": "websocket.http.response.body", "body": error_bytes(error), "more_body": False})
 

@@ -141,11 +141,12 @@ class Cache(BaseModel):
     """Seconds that the pages are kept at most after their last use."""
 
 
-class Sampling(Body):
-    """How tokens are chosen and when a sequence ends."""
+Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens of one sequence."""
+
+class Knobs(Body):
+    """How tokens are chosen and how a request is treated, by the same names on all routes."""
+
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """No end before so many tokens."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -166,8 +167,6 @@ class Sampling(Body):
     """Equal seeds give equal tokens."""
     logit_bias: dict[str, float] | None = None
     """Added to the logits of token ids, -100 to 100."""
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    """Strings that end a sequence."""
     stop_token_ids: list[Id] | None = None
     """Tokens that end a sequence."""
     include_stop_str_in_output: bool | None = None
@@ -181,6 +180,15 @@ class Sampling(Body):
     cache: Cache | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds until the request is given up."""
+
+
+class Sampling(Knobs):
+    """Knobs, and what ends a sequence."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of one sequence."""
+    stop: str | Stops | None = None
+    """Strings that end a sequence."""
 
 
 class Generation(Sampling):
@@ -225,12 +233,165 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     prompt: str | list[str] | list[Id] | list[list[Id]]
     """A text or token ids, or a list of one of them."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens of one sequence; 0 where probabilities of the prompt alone are wanted."""
     echo: bool | None = None
-    """Put the prompt in front of the text."""
+    """Put the prompt in front of the text, and its tokens in front of those in logprobs."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same for the prompt's tokens, in vLLM's shape; not with stream."""
     add_special_tokens: bool | None = None
     """Put BOS in front of a text; default true."""
+
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"type": ["string", "array"]},
+        "call_id": {"type": "string"},
+        "name": {"type": "string"},
+        "arguments": {"type": "string"},
+        "output": {"type": ["string", "array"]},
+    },
+}
+RESPONSE_TOOL = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": FUNCTION_NAME,
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
+RESPONSE_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, "name": FUNCTION_NAME},
+        },
+    ]
+}
+FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "schema": {"type": "object"}},
+}
+TEXT = {"type": "object", "properties": {"format": FORMAT}}
+
+
+class ResponsesBody(Knobs):
+    input: str | Annotated[list[Annotated[dict[str, Any], WithJsonSchema(ITEM)]], Field(min_length=1)]
+    """A text, or messages, calls of functions and their results."""
+    instructions: str | None = None
+    """What a system message says."""
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of the answer."""
+    stream: bool | None = None
+    """Send server-sent events."""
+    text: Annotated[dict[str, Any], WithJsonSchema(TEXT)] | None = None
+    """`format`: any JSON object, or JSON of a schema."""
+    tools: list[Annotated[dict[str, Any], WithJsonSchema(RESPONSE_TOOL)]] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(RESPONSE_TOOL_CHOICE)] | None = None
+    """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
+    parallel_tool_calls: bool | None = None
+    """Several calls in one answer; default true."""
+    include: list[str] | None = None
+    """message.output_text.logprobs: report the probabilities of the tokens."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives that are reported for each token."""
+    metadata: dict[str, Any] | None = None
+    """Comes back with the answer."""
+
+
+BLOCK = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "tool_use", "tool_result", "thinking"]},
+        "text": {"type": "string"},
+        "id": {"type": "string"},
+        "name": {"type": "string"},
+        "input": {"type": "object"},
+        "tool_use_id": {"type": "string"},
+        "content": {"type": ["string", "array"]},
+        "is_error": {"type": "boolean"},
+    },
+}
+TURN = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": BLOCK, "minItems": 1}]},
+    },
+}
+TEXT_BLOCK = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE_TOOL = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": {
+        "type": {"const": "custom"},
+        "name": FUNCTION_NAME,
+        "description": {"type": "string"},
+        "input_schema": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
+MESSAGE_TOOL_CHOICE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": FUNCTION_NAME,
+        "disable_parallel_tool_use": {"type": "boolean"},
+    },
+}
+OUTPUT_CONFIG = {
+    "type": "object",
+    "properties": {
+        "format": {
+            "type": "object",
+            "required": ["type", "schema"],
+            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+        }
+    },
+}
+
+
+class PromptBody(Body):
+    """The prompt of a message, as Anthropic's API has it."""
+
+    messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(TURN)]], Field(min_length=1)]
+    """The conversation; the last turn is the user's."""
+    system: str | list[Annotated[dict[str, Any], WithJsonSchema(TEXT_BLOCK)]] | None = None
+    """What a system message says."""
+    tools: list[Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL)]] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL_CHOICE)] | None = None
+    """Whether it may (auto, the default), must (any, or tool by name) or must not (none)."""
+
+
+class MessagesBody(PromptBody, Knobs):
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Most tokens of the answer."""
+    stop_sequences: Stops | None = None
+    """Strings that end the answer."""
+    stream: bool | None = None
+    """Send server-sent events."""
+    output_config: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_CONFIG)] | None = None
+    """`format`: JSON of a schema."""
 
 
 class InferenceBody(Sampling):
@@ -258,6 +419,6 @@ class DetokenizeBody(Body):
     """Default true."""
 
 
-GENERATIONS = (ChatBody, CompletionBody, InferenceBody)
+GENERATIONS = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, InferenceBody)
 EVERY_FIELD = frozenset(name for model in GENERATIONS for name in model.model_fields)
 """Fields that some generation route serves."""

@@ -35,7 +35,11 @@ _SAME = (
 
 
 def sampling(
-    body: Sampling, logprobs: int | None, max_tokens: int | None, constraint: Constraint | None = None
+    body: Sampling,
+    logprobs: int | None,
+    max_tokens: int | None,
+    constraint: Constraint | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """A `constraint` comes in place of the body's. Raises InvalidRequestError for values out of range."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
@@ -52,7 +56,7 @@ def sampling(
             given["n"] = body.n
         found = constraint_of(body) if constraint is None else None
         given["constraint"] = constraint if found is None else found[1]
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
 def _token(key: str) -> int:
@@ -108,9 +112,12 @@ def completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None and body.min_tokens is not None:
         max_tokens = max(max_tokens, body.min_tokens)
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo with logprobs is not supported.", field="echo", fix="Leave one of them out.")
-    params = sampling(body, body.logprobs, max_tokens)
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use echo with logprobs."
+        )
+    wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+    params = sampling(body, body.logprobs, max_tokens, prompt_logprobs=max(wanted, default=None))
     add_bos = body.add_special_tokens is not False
     return [
         TextRequest(

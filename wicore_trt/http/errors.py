@@ -1,7 +1,8 @@
 """Exceptions to HTTP statuses and error bodies.
 
 The only place that knows how a WicoreError looks over HTTP; must not know routes or engines. Invariant: every error has
-the body {"error": {"message", "type", "param", "code"}} with a message of bounded length and no traceback.
+the body {"error": {"message", "type", "param", "code"}}, or what clients of Anthropic's API expect, with a message of
+bounded length and no traceback.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ STATUSES = {
     "DEADLINE_EXCEEDED": Status(504, "timeout_error"),
 }
 """By the gRPC status of an error, so that each error has one meaning for both."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""What Anthropic's API calls errors, by status; others are invalid requests."""
 PARAMS: dict[str | None, str | None] = {
     "body": None,  # all of it
     "include_stop": "include_stop_str_in_output",
@@ -77,13 +89,28 @@ def code_of(error: WicoreError) -> str | None:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
+def message_of(error: WicoreError) -> str:
+    """What an error says to the client."""
+    return shortened(str(error), MAX_MESSAGE_CHARS)
+
+
+def param_of(error: WicoreError) -> str | None:
+    """The field that is wrong, as requests name it."""
+    field = getattr(error, "field", None)
+    return PARAMS.get(field, field)
+
+
 def error_object(error: WicoreError) -> dict[str, object]:
     """The body of an error."""
     kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code].kind
-    field = getattr(error, "field", None)
-    param = PARAMS.get(field, field)
-    message = shortened(str(error), MAX_MESSAGE_CHARS)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code_of(error)}}
+    return {"error": {"message": message_of(error), "type": kind, "param": param_of(error), "code": code_of(error)}}
+
+
+def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> bytes:
+    """The same as Anthropic's API has it, with the field that is wrong."""
+    kind = ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
+    found = {"type": kind, "message": message_of(error), "param": param_of(error)}
+    return msgspec.json.encode({"type": "error", "error": found, "request_id": request_id})
 
 
 def error_bytes(error: WicoreError) -> bytes:

@@ -19,13 +19,24 @@ HARMLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "reasoning_effort", "reasoning", "verbosity"),
+        *("truncation", "max_tool_calls", "prompt_cache_options", "background_options", "access_programs"),
+        *("thinking", "context_management", "inference_geo", "speed", "diagnostics", "user_profile_id"),
+        *("workspace_id", "cache_control", "betas"),
         *("include_reasoning", "request_id", "session_id", "stream_interval", "cache_prompt", "models", "provider"),
         *("timings_per_token", "separate_reasoning", "stream_reasoning", "stream_tokens", "keep_alive"),
     )
 )
-"""Accepted and ignored: they say nothing about the tokens of the answer."""
+"""Accepted and ignored: they say nothing about the tokens of the answer, or would only have let a prompt be shortened
+that is refused without them."""
 
 REFUSED: Mapping[str, tuple[object, ...]] = {
+    # What a server with a memory of its own would do.
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "moderation": (),
+    "container": (),
+    "mcp_servers": ([],),
     # Older names of tools.
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -41,7 +52,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "logprob_token_ids": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -84,14 +83,14 @@ class Generation:
         self._meter.reserve(requests)
         self._n = requests[0].params.n
         for request in requests:
-            if count_first and request.prompt_token_ids is None:
-                limit = engine.info.max_context_tokens
-                ids = await engine.work(tenant, partial(encode_request, engine.tokenizer, request, limit))
-                request = replace(request, prompt=None, messages=None, prompt_token_ids=ids)
+            request = await engine.encode(request)
+            if count_first and request.prompt_token_ids is None:  # a text that is short enough to be tokenized here
+                ids = encode_request(engine.tokenizer, request, engine.info.max_context_tokens)
+                request = replace(request, prompt=None, prompt_token_ids=ids)
             if count_first:
                 self.totals.prompt += len(request.prompt_token_ids or ())
                 self._counted.add(request.request_id)
-            stream = await engine.submit(await engine.encode(request))
+            stream = await engine.submit(request)
             self._exit.push_async_callback(stream.aclose)
             self._streams.append(stream)
         self._meter.begin()

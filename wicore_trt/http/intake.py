@@ -38,6 +38,8 @@ MANY_ITEMS = 50_000
 UNIONS = {
     "prompt": "a text, a list of texts, token ids or a list of token ids",
     "stop": "a text or a list of at most 16 texts",
+    "input": "a text or a list of items",
+    "system": "a text or a list of text blocks",
 }
 """Fields that take several types, and these in words."""
 _ITEMS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{]', re.DOTALL)

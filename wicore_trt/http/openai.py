@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: chat, completions, models.
+"""The routes of OpenAI's API: chat, responses, completions, models.
 
 Translates between bodies and generations and owns nothing else. Invariant: a generation that was started is closed, by
 the response that streams it or here.
@@ -7,7 +7,7 @@ the response that streams it or here.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -15,11 +15,13 @@ from starlette.responses import Response
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.http import convert, structured
-from wicore_trt.http.bodies import ChatBody, CompletionBody
+from wicore_trt.http.bodies import ChatBody, CompletionBody, ResponsesBody
 from wicore_trt.http.bodies import Generation as GenerationBody
 from wicore_trt.http.context import Context
+from wicore_trt.http.conversation import naming
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.replies import Reply, json_reply, rate_headers
+from wicore_trt.http.responses import CHAT_NAMES, ResponsesShape, chat_of
 from wicore_trt.http.shapes import ChatShape, CompletionShape, Shape
 from wicore_trt.http.sse import EventStream
 from wicore_trt.http.tools import ToolShape, tools_of
@@ -55,10 +57,32 @@ async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
     """Answer a conversation."""
     engine = context.serving()
     context.check_model(body.model)
+
+    def shape(calls: bool) -> Shape:
+        return (ToolShape if calls else ChatShape)(engine.info.model_id, engine.tokenizer, **_wishes(body))
+
+    return await converse(context, call, body, shape)
+
+
+async def responses(context: Context, call: Call, body: ResponsesBody) -> Reply:
+    """Answer a conversation, as OpenAI's newer API asks."""
+    engine = context.serving()
+    context.check_model(body.model)
+    asked = chat_of(body)
+    with naming(CHAT_NAMES):
+        return await converse(
+            context,
+            call,
+            asked,
+            lambda calls: ResponsesShape(body, engine.info.model_id, engine.tokenizer, calls=calls),
+        )
+
+
+async def converse(context: Context, call: Call, body: ChatBody, shape: Callable[[bool], Shape]) -> Reply:
+    """Answer a conversation in the shape of answers that have calls, or have none."""
     tools = tools_of(body)
     request = convert.chat_request(body, call.who.tenant, tools)
-    shape = (ChatShape if tools is None else ToolShape)(engine.info.model_id, engine.tokenizer, **_wishes(body))
-    return await _answer(context, call, body, [request], shape)
+    return await _answer(context, call, body, [request], shape(tools is not None))
 
 
 async def completions(context: Context, call: Call, body: CompletionBody) -> Reply:
@@ -69,7 +93,14 @@ async def completions(context: Context, call: Call, body: CompletionBody) -> Rep
     prompts: Sequence[str] = ()
     if body.echo:
         prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
-    shape = CompletionShape(engine.info.model_id, engine.tokenizer, prompts=prompts, **_wishes(body))
+    shape = CompletionShape(
+        engine.info.model_id,
+        engine.tokenizer,
+        prompts=prompts,
+        top=body.logprobs,
+        prompt_top=body.prompt_logprobs,
+        **_wishes(body),
+    )
     return await _answer(context, call, body, requests, shape)
 
 
@@ -91,9 +122,9 @@ def _wishes(body: GenerationBody) -> dict[str, Any]:
 async def _answer(
     context: Context, call: Call, body: GenerationBody, requests: Sequence[TextRequest], shape: Shape
 ) -> Reply:
-    continuous = bool(body.stream and body.stream_options and body.stream_options.continuous_usage_stats)
+    first = bool(body.stream) and shape.counts_first
     try:
-        generation = await Generation.start(context, call, requests, count_first=continuous)
+        generation = await Generation.start(context, call, requests, count_first=first)
     except InvalidRequestError as error:
         raise structured.named(error, body) from None
     headers = rate_headers(context, call)
@@ -103,7 +134,10 @@ async def _answer(
             log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
             return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
 
-        return EventStream(events(generation, shape), generation.aclose, failed, context.keep_alive_s, headers)
+        return EventStream(
+            events(generation, shape), generation.aclose, failed, context.keep_alive_s, headers,
+            done=shape.done, broken=shape.broken,
+        )  # fmt: skip
     try:
         raw = shape.answer(await generation.completions(), generation.totals)
     finally:
@@ -116,10 +150,9 @@ async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     opened: set[int] = set()
     totals = generation.totals
     async for index, output in generation.outputs():
-        chunk = shape.chunk(index, output, totals)
-        if index not in opened:
-            opened.add(index)
-            chunk = shape.opening(index, totals) + chunk
+        opening = b"" if index in opened else shape.opening(index, totals)
+        opened.add(index)
+        chunk = opening + shape.chunk(index, output, totals)
         if chunk:
             yield chunk
     last = shape.closing(totals)

@@ -26,6 +26,23 @@ ERROR = {
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "param"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+            },
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
 MEANINGS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
@@ -53,7 +70,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "WiCore-TRT", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**found.get("$defs", {}), "Error": ERROR},
+            "schemas": {**found.get("$defs", {}), "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
@@ -79,7 +96,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _response(operation: Operation, status: int) -> dict[str, Any]:
     if status != 200:
-        content = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+        name = "AnthropicError" if operation.anthropic else "Error"
+        content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         return {"description": MEANINGS[status], "content": content}
     found: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
     if operation.streams:

@@ -1,4 +1,4 @@
-"""Answers and chunks in OpenAI's shapes.
+"""What every shape of an answer does, and answers and chunks with choices, as OpenAI's first routes have them.
 
 Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
 texts of a sequence's chunks, put together, are its text; a chunk is made of ready bytes and one encoded text, because a
@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from wicore_trt.errors import WicoreError
+from wicore_trt.http.errors import error_bytes
 from wicore_trt.http.generation import Totals
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
@@ -23,8 +25,37 @@ encode = msgspec.json.Encoder().encode
 
 
 class Shape(ABC):
-    """One answer: its head, and how a choice looks."""
+    """One answer, whole or as the events of a stream. `counts_first`: its first event tells the prompts' tokens."""
 
+    counts_first = False
+    done = b""
+    """What ends a stream that was not broken."""
+
+    @abstractmethod
+    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+        """The whole answer."""
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        """What comes before a sequence's first chunk."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        """The chunk of an output, b"" where there is nothing to say."""
+
+    def closing(self, totals: Totals) -> bytes:
+        """What comes when all sequences have ended."""
+        return b""
+
+    def broken(self, error: WicoreError) -> bytes:
+        """What ends a stream that broke."""
+        return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
+
+
+class ChoiceShape(Shape):
+    """An answer with choices: its head, and how a choice looks."""
+
+    done = b"data: [DONE]\n\n"
     prefix = ""
     kind = ""
     chunk_kind = ""
@@ -45,29 +76,25 @@ class Shape(ABC):
         head = encode({"object": self.chunk_kind, **self._head})
         self._open = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage, self._continuous = usage, continuous
+        self.counts_first = continuous
         self._tail = b',"usage":null}\n\n' if usage and not continuous else b"}\n\n"
         self._empty = b"data: " + head[:-1] + b',"choices":[],"usage":'
 
     def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
-        """The whole answer."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return encode({"object": self.kind, **self._head, "choices": choices, "usage": totals.usage()})
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        """The chunk of an output, b"" where there is nothing to say."""
         text, reason = output.text, output.finish_reason
-        if not (text or reason or output.logprobs or self._continuous):
+        reported = output.logprobs or output.prompt_logprobs
+        if not (text or reason or reported or self._continuous):
             return b""
-        logprobs = encode(self._logprobs(index, output)) if output.logprobs else b"null"
+        logprobs = encode(self._logprobs(index, output)) if reported else b"null"
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.value.encode(), encode(output.stop_reason))
         parts = (self._open, b"%d," % index, self._body(text), b',"logprobs":', logprobs, b',"finish_reason":', end)
         return b"".join((*parts, b"}]", self._counts(totals) if self._continuous else self._tail))
-
-    def opening(self, index: int, totals: Totals) -> bytes:
-        """What comes before a sequence's first chunk."""
-        return b""
 
     def closing(self, totals: Totals) -> bytes:
         """The last chunk, which has the counts, where they are wanted."""
@@ -77,9 +104,7 @@ class Shape(ABC):
         return b',"usage":' + encode(totals.usage()) + b"}\n\n"
 
     def _shown(self, output: TextOutput | Completion) -> Sequence[TokenLogprob]:
-        """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
-        by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
-        return output.logprobs[:-1] if by_token and not self._include_stop else output.logprobs
+        return shown_logprobs(output, include_stop=self._include_stop)
 
     @abstractmethod
     def _body(self, text: str) -> bytes:
@@ -94,7 +119,24 @@ class Shape(ABC):
         """A sequence of the whole answer."""
 
 
-class ChatShape(Shape):
+def shown_logprobs(output: TextOutput | Completion, *, include_stop: bool) -> Sequence[TokenLogprob]:
+    """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
+    by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
+    return output.logprobs[:-1] if by_token and not include_stop else output.logprobs
+
+
+def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+    """A token, its probability and the alternatives, with text and bytes."""
+    chosen, *top = [
+        {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        for raw, logprob in (
+            (tokenizer.token_bytes(token), logprob) for token, logprob in ((entry.token_id, entry.logprob), *entry.top)
+        )
+    ]
+    return {**chosen, "top_logprobs": top}
+
+
+class ChatShape(ChoiceShape):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int, totals: Totals) -> bytes:
@@ -105,15 +147,7 @@ class ChatShape(Shape):
         return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
 
     def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
-        return {"content": [self._token(entry) for entry in self._shown(output)], "refusal": None}
-
-    def _token(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._pair(token, logprob) for token, logprob in entry.top]
-        return {**self._pair(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _pair(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"content": [token_entry(self._tokenizer, entry) for entry in self._shown(output)], "refusal": None}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
@@ -125,14 +159,24 @@ class ChatShape(Shape):
         }
 
 
-class CompletionShape(Shape):
-    """`prompts` are the texts that go in front, one for each sequence, where they are wanted."""
+class CompletionShape(ChoiceShape):
+    """`prompts` are the texts that go in front, one for each sequence, where they are wanted. Of what is reported of
+    prompts the first `prompt_top` alternatives go into `prompt_logprobs`, where it is not None; `top` is that of the
+    text's tokens."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *args: Any, prompts: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        prompts: Sequence[str] = (),
+        top: int | None = None,
+        prompt_top: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._prompts = prompts
+        self._prompts, self._top, self._prompt_top = prompts, top, prompt_top
+        self._echoed: dict[int, Echo] = {}
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int, totals: Totals) -> bytes:
@@ -145,31 +189,67 @@ class CompletionShape(Shape):
         return b'"text":' + encode(text)
 
     def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
-        tokens, offsets, alternatives = [], [], []
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = self._offsets.get(index, len(self._prompts[index]) if self._prompts else 0)
-        shown = self._shown(output)
-        for entry in shown:
-            tokens.append(self._text(entry.token_id))
-            offsets.append(offset)
-            offset += len(tokens[-1])
-            best_last = reversed(entry.top)  # several bytes may have one text
-            alternatives.append({self._text(token): logprob for token, logprob in best_last})
+        if self._prompts and self._top is not None:
+            echo = self._echoed.setdefault(index, Echo(self._prompts[index].encode()))
+            for entry in output.prompt_logprobs:
+                first = not echo.tokens
+                self._add(found, entry, echo.take(self._tokenizer.token_bytes(entry.token_id)))
+                if first:
+                    found["token_logprobs"][0] = found["top_logprobs"][0] = None
+        for entry in self._shown(output):
+            self._add(found, entry, offset)
+            offset += len(found["tokens"][-1])
         self._offsets[index] = offset
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in shown],
-            "top_logprobs": alternatives,
-            "text_offset": offsets,
-        }
+        return found
+
+    def _add(self, found: dict[str, list[Any]], entry: TokenLogprob, offset: int) -> None:
+        found["tokens"].append(self._text(entry.token_id))
+        found["token_logprobs"].append(entry.logprob)
+        best_last = reversed(entry.top[: self._top])  # several bytes may have one text
+        found["top_logprobs"].append({self._text(token): logprob for token, logprob in best_last})
+        found["text_offset"].append(offset)
+
+    def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
+        """As vLLM tells them: by token id, the prompt's own among them."""
+        found: list[dict[int, dict[str, Any]] | None] = [None]
+        for entry in completion.prompt_logprobs[1:]:
+            told: dict[int, dict[str, Any]] = {}
+            best = enumerate(entry.top[: self._prompt_top], 1)
+            for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
+                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+            found.append(told)
+        return found
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        asked = {} if self._prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(completion)}
         return {
             "index": index,
             "text": (self._prompts[index] if self._prompts else "") + completion.text,
-            "logprobs": self._logprobs(index, completion) if completion.logprobs else None,
+            "logprobs": self._logprobs(index, completion) if self._top is not None else None,
             "finish_reason": completion.finish_reason.value,
             "stop_reason": completion.stop_reason,
+            **asked,
         }
+
+
+class Echo:
+    """Where the tokens of a prompt lie in its text, in characters. Tokens that the text lacks, as BOS, have no length
+    there. `tokens` counts them."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._at = self._characters = self.tokens = 0
+
+    def take(self, token: bytes) -> int:
+        """Where the next token begins. Of a character's bytes all but the first begin behind it."""
+        begin = self._characters
+        self.tokens += 1
+        if self._text.startswith(token, self._at):
+            self._at += len(token)
+            self._characters += sum(byte & 0xC0 != 0x80 for byte in token)
+        return begin

@@ -34,8 +34,8 @@ from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
 from wicore_trt.http.intake import decoded, validated
-from wicore_trt.http.shapes import encode
-from wicore_trt.http.tools import ToolShape, tools_of
+from wicore_trt.http.shapes import ChatShape, encode
+from wicore_trt.http.tools import Calls, tools_of
 from wicore_trt.text.tools import Tools
 from wicore_trt.types import TextOutput, TextRequest
 
@@ -51,27 +51,30 @@ MAX_ID = 128
 FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody, CompletionBody)}
 
 
-class FrameShape(ToolShape):
-    """The frames of one generation. `calls`: they may have calls of functions."""
+class FrameShape(ChatShape):
+    """The frames of one generation. `calls`: functions may be called."""
 
     def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool, calls: bool) -> None:
         super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
+        self._calls = Calls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
         self._calls = calls
 
     def frame(self, index: int, output: TextOutput) -> bytes:
         """The frame of an output, b"" where there is nothing to say."""
-        text, reason, calls = output.text, output.finish_reason and output.finish_reason.value, b""
-        if self._calls:
-            delta, reason = self.delta(index, output)
-            text = delta.get("content", "")
-            calls = b',"tool_calls":' + encode(delta["tool_calls"]) if "tool_calls" in delta else b""
+        text, calls, reason = output.text, b"", output.finish_reason and output.finish_reason.value
+        if self._calls is not None:
+            delta, reason = self._calls.read(index, output)
+            text, found = delta.get("content", ""), delta.get("tool_calls", [])
+            calls = b',"tool_calls":' + encode(found) if found else b""
         if not (text or calls or reason or output.logprobs):
             return b""
         logprobs = encode(self._logprobs(index, output)["content"]) if output.logprobs else b"null"
-        end = b"null" if reason is None else b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
-        parts = (self._delta, index, encode(text), calls, logprobs, end)
-        return b'%b%d,"text":%b%b,"logprobs":%b,"finish_reason":%b}' % parts
+        end = b"null"
+        if reason is not None:
+            end = b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
+        told = encode(text) + calls
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, told, logprobs, end)
 
 
 def check_origin(headers: Headers, origins: Sequence[str]) -> None:
@@ -174,11 +177,10 @@ class Connection:
         engine = self._context.serving()
         self._context.check_model(body.model)
         tools = tools_of(body) if isinstance(body, ChatBody) else None
-        requests = self._requests(body, call.who.tenant, tools)
         include_stop = bool(body.include_stop_str_in_output)
         shape = FrameShape(frame_id, engine, include_stop=include_stop, calls=tools is not None)
         try:
-            generation = await Generation.start(self._context, call, requests)
+            generation = await Generation.start(self._context, call, self._requests(body, tools, call.who.tenant))
         except InvalidRequestError as error:
             raise structured.named(error, body) from None
         try:
@@ -190,11 +192,12 @@ class Connection:
             await generation.aclose()
         await self._say({"type": "done", "id": frame_id, "usage": generation.totals.usage()})
 
-    def _requests(self, body: ChatBody | CompletionBody, tenant: str, tools: Tools | None) -> list[TextRequest]:
+    def _requests(self, body: ChatBody | CompletionBody, tools: Tools | None, tenant: str) -> list[TextRequest]:
         if isinstance(body, ChatBody):
             return [convert.chat_request(body, tenant, tools)]
-        if body.echo:
-            raise InvalidRequestError("echo is not supported here.", field="echo")
+        for field in ("echo", "prompt_logprobs"):
+            if (value := getattr(body, field)) is not None and value is not False:
+                raise InvalidRequestError(f"{field} is not supported here.", field=field, fix="Use HTTP.")
         return convert.completion_requests(body, tenant)
 
     async def _fail(self, frame_id: str | None, error: WicoreError) -> None:

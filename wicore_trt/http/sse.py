@@ -2,7 +2,7 @@
 
 Must not know what the events say. Invariants: nothing is sent before the first event or comment is due, so that what
 fails before is an answer with a status of its own; a stream that breaks later ends with an event `error` and without
-[DONE]; the source is closed, however the response ends; a client that leaves ends it within one event.
+`done`; the source is closed, however the response ends; a client that leaves ends it within one event.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from contextlib import suppress
 from starlette.types import Message, Receive, Scope, Send
 
 from wicore_trt.errors import WicoreError
-from wicore_trt.http.errors import ClientGoneError, error_bytes
+from wicore_trt.http.errors import ClientGoneError
 
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,7 +25,8 @@ HEADERS = (
 
 
 class EventStream:
-    """An ASGI response. `close` is awaited at the end; `failed` turns what is no WicoreError into one."""
+    """An ASGI response. `close` is awaited at the end; `failed` turns what is no WicoreError into one; `done` and
+    `broken` are the last bytes of a stream."""
 
     def __init__(
         self,
@@ -35,9 +35,12 @@ class EventStream:
         failed: Callable[[Exception], WicoreError],
         keep_alive_s: float,
         headers: list[tuple[bytes, bytes]],
+        *,
+        done: bytes,
+        broken: Callable[[WicoreError], bytes],
     ) -> None:
         self._events, self._close, self._failed = events, close, failed
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s, self._done, self._broken = keep_alive_s, done, broken
         self._headers = [*HEADERS, *headers]
         self._started = False
         self._sent = 0
@@ -71,12 +74,12 @@ class EventStream:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not self._started:
                 await self._start(send)
-            last = DONE
+            last = self._done
         except Exception as raised:
             error = raised if isinstance(raised, WicoreError) else self._failed(raised)
             if not self._started:
                 raise error from raised
-            last = b"event: error\ndata: " + error_bytes(error) + b"\n\n"
+            last = self._broken(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send) -> None:

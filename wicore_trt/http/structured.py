@@ -39,7 +39,9 @@ def constraint_of(body: Generation) -> tuple[str, Constraint] | None:
 
 
 def named(error: InvalidRequestError, body: Generation) -> InvalidRequestError:
-    """An error of a constraint under the name of the field that asked for it: tools, where they may be called."""
+    """An error under the name of the field that asked for what is wrong: tools, where they may be called."""
+    if error.field == "prompt_logprobs" and getattr(body, "prompt_logprobs", None) is None:
+        return InvalidRequestError(error.message, field="echo", fix="Leave echo or logprobs out.")
     if error.field != "constraint":
         return error
     found = constraint_of(body)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 
 from wicore_trt.access.counts import OTHER
-from wicore_trt.http import bodies, native, openai
+from wicore_trt.http import anthropic, bodies, native, openai
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.replies import Reply
 
@@ -28,6 +28,8 @@ class Operation:
     handle: Callable[..., Awaitable[Reply]]
     body: type[BaseModel] | None = None
     generates: bool = False
+    anthropic: bool = False
+    """Its errors are of Anthropic's shape."""
     fields: Fields | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -58,7 +60,10 @@ OPERATIONS = (
     Operation("/v1/models", openai.models),
     Operation("/v1/models/{name:path}", openai.model),
     Operation("/v1/chat/completions", openai.chat, bodies.ChatBody, generates=True),
+    Operation("/v1/responses", openai.responses, bodies.ResponsesBody, generates=True),
     Operation("/v1/completions", openai.completions, bodies.CompletionBody, generates=True),
+    Operation("/v1/messages", anthropic.messages, bodies.MessagesBody, generates=True, anthropic=True),
+    Operation("/v1/messages/count_tokens", anthropic.count_tokens, bodies.PromptBody, anthropic=True),
     Operation("/v1/inference", native.inference, bodies.InferenceBody, generates=True),
     Operation("/v1/stats", native.stats),
     Operation("/tokenize", native.tokenize, bodies.TokenizeBody),

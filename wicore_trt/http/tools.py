@@ -48,15 +48,28 @@ def _function(where: str, tool: dict[str, Any]) -> Function:
     return make_function(where, name, description, parameters, function.get("strict") is True)
 
 
+class Calls:
+    """Text and calls of an answer's sequences."""
+
+    def __init__(self) -> None:
+        self._finders: dict[int, CallFinder] = {}
+
+    def read(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
+        """What an output adds to a message, and how the message ends with it."""
+        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
+        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
+        return delta, None if reason is None else _reason(reason, finder)
+
+
 class ToolShape(ChatShape):
     """A conversation's answer that may have calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._finders: dict[int, CallFinder] = {}
+        self._calls = Calls()
 
     def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
-        delta, reason = self.delta(index, output)
+        delta, reason = self._calls.read(index, output)
         if not (delta or reason or output.logprobs or self._continuous):
             return b""
         choice = {
@@ -68,12 +81,6 @@ class ToolShape(ChatShape):
         }
         raw = self._open.removesuffix(b'{"index":') + encode(choice) + b"]"
         return raw + (self._counts(totals) if self._continuous else self._tail)
-
-    def delta(self, index: int, output: TextOutput) -> tuple[dict[str, Any], str | None]:
-        """What an output adds to its message, and why that ended."""
-        finder, reason = self._finders.setdefault(index, CallFinder()), output.finish_reason
-        delta = _delta(finder.push(output.text) + (finder.end() if reason is not None else []))
-        return delta, None if reason is None else _reason(reason, finder)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         finder = CallFinder()

@@ -28,6 +28,8 @@ class SequenceSlice:
     `allowed`, where there is a constraint, makes the mask of the tokens that may be sampled, a bit for each, lowest
     first. It takes a moment, so it is called when the logits are there. What it raises fails this sequence alone. With
     it `suppress_eos` is unset.
+    `targets` are tokens of the prompt that follow the slice's first tokens: their log-probabilities are reported, with
+    `params.prompt_logprobs` alternatives each.
     For an executor that runs ahead `token_ids` may be [UNREAD]; `history` then ends before that token.
     """
 
@@ -43,6 +45,7 @@ class SequenceSlice:
     suppress_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     allowed: Callable[[], bytes] | None = None
+    targets: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class SampledToken:
 class StepResult:
     """Sampled tokens in the order of the batch's sampling slices. A sequence whose logits are not finite, or whose
     constraint leaves none of them, is reported in `failed` with the reason and has no sampled token.
+    `prompt_logprobs` has an entry for each target of a slice that has any and did not fail.
 
     `attention`, on steps that measure it, has for each seq_id and each of its global pages, first page first, the
     softmax mass that the slice's last query gives to the page, mean over the heads of one global layer, relative to
@@ -82,3 +86,4 @@ class StepResult:
     tokens: list[SampledToken]
     failed: dict[int, str] = field(default_factory=dict)
     attention: dict[int, list[float]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

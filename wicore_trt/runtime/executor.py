@@ -102,7 +102,8 @@ class Executor(Protocol):
     """One loaded engine on one device. `kernels` names the implementation of the operators, because KV values of
     different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
     fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
-    `max_sequences` running sequences are right but slow; None is no such limit."""
+    `max_sequences` running sequences are right but slow; None is no such limit. `score_rows`: targets that the slices
+    of one step may have together, 0 where it reports none."""
 
     spec: Gemma3Spec
     kernels: str
@@ -110,6 +111,7 @@ class Executor(Protocol):
     max_batch_tokens: int
     slice_tokens: int
     max_sequences: int | None
+    score_rows: int
     copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:

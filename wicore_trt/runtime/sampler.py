@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -72,6 +73,29 @@ class Sampler:
             failed={slices[row].seq_id: why for row, why in sorted(failed.items())},
         )
 
+    def step(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
+        """Score the targets of a step's slices and sample those that ask for it. `logits` [R, V] float32 are those of
+        `StepInputs.sample_rows`, in their order."""
+        if not any(piece.targets for piece in slices):
+            sampling = [piece for piece in slices if piece.sample]
+            return self.sample(logits, sampling) if sampling else StepResult([])
+        rows, sampling, row = [], [], 0
+        scored: dict[int, list[TokenLogprob]] = {}
+        failed: dict[int, str] = {}
+        for piece in slices:
+            found = _score(logits[row : row + len(piece.targets)], piece)
+            row += len(piece.targets)
+            if found is None:
+                failed[piece.seq_id] = NOT_FINITE
+            elif found:
+                scored[piece.seq_id] = found
+            if piece.sample and found is not None:
+                sampling.append(piece)
+                rows.append(row)
+            row += piece.sample
+        result = self.sample(logits[rows], sampling) if sampling else StepResult([])
+        return replace(result, failed=failed | result.failed, prompt_logprobs=scored)
+
     def release(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored."""
         self._counts.pop(seq_id, None)
@@ -108,6 +132,20 @@ class Sampler:
         return edited
 
 
+def _score(logits: torch.Tensor, piece: SequenceSlice) -> list[TokenLogprob] | None:
+    """Log-probabilities of a slice's targets, None where logits are not finite."""
+    if not piece.targets:
+        return []
+    _, peaks = _argmax(logits)
+    if not np.isfinite(peaks).all():
+        return None
+    found, top = [], _params(piece).prompt_logprobs or 0
+    for start in range(0, len(piece.targets), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        found += _logprobs(logits[part], peaks[part], piece.targets[part], [top] * len(piece.targets[part]))
+    return found
+
+
 class _TokenCounts:
     """How often each token of a history was output, in `outputs`, 0 if only the prompt holds it; `ids` names it."""
 
@@ -142,7 +180,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _params(piece: SequenceSlice) -> SamplingParams:
-    assert piece.params is not None, "a slice that samples has parameters"
+    assert piece.params is not None, "a slice that samples or scores has parameters"
     return piece.params
 
 

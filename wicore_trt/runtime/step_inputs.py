@@ -25,8 +25,8 @@ class StepInputs:
 
     Tokens of slice s are rows [cu_seqlens[s], cu_seqlens[s + 1]) with consecutive positions.
     `page_tables[group][s, j]` is the pool slot of positions [j * page_tokens, (j + 1) * page_tokens) of slice s, or
-    -1 for a page that slid out of the window or lies after the slice's end. `sample_rows` are the last rows of the
-    slices that sample, ascending.
+    -1 for a page that slid out of the window or lies after the slice's end. `sample_rows`, ascending, are the rows
+    before the slices' targets and the last rows of the slices that sample.
     """
 
     token_ids: torch.Tensor  # int64[N]
@@ -51,13 +51,17 @@ class StepInputs:
         token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in slices), np.int64, total)
         positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
         samples = np.array([s.sample for s in slices], bool)
+        sample_rows = (cu_seqlens[1:][samples] - 1).astype(np.int64)
+        scored = [np.arange(len(s.targets)) + begin for s, begin in zip(slices, cu_seqlens, strict=False) if s.targets]
+        if scored:
+            sample_rows = np.sort(np.concatenate([sample_rows, *scored]))
         used = (starts + lengths + layout.page_tokens - 1) // layout.page_tokens
         return cls(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             page_tables={g: torch.from_numpy(_page_table(slices, g, used, layout.num_pages[g])) for g in groups},
-            sample_rows=torch.from_numpy((cu_seqlens[1:][samples] - 1).astype(np.int64)),
+            sample_rows=torch.from_numpy(sample_rows),
         )
 
 

@@ -48,7 +48,8 @@ class Scheduler:
 
     `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
     prefixes up from lower tiers; the engine tells `prefill` how long steps took. `slice_tokens`: with fewer tokens a
-    step gets no shorter, because the device reads its weights all the same.
+    step gets no shorter, because the device reads its weights all the same. `score_rows` bounds the tokens of a step
+    that are of prompts whose log-probabilities are wanted; those take nothing from the cache.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Scheduler:
         max_sequences: int,
         loader: PrefixLoader | None = None,
         slice_tokens: int = 256,
+        score_rows: int = 0,
     ) -> None:
         self.manager = manager
         self.loader = loader
@@ -66,6 +68,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
+        self.score_rows = score_rows
+        self._rows_left = 0  # of score_rows in the step that is made up
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -89,7 +93,7 @@ class Scheduler:
         self._too_few = []
 
     def _prefetch(self, sequence: Sequence) -> None:
-        if self.loader is not None and not sequence.prefetched and sequence.pages.parked is None:
+        if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
             sequence.prefetched = True
             hit = self.manager.lookup(sequence.pages, sequence.tokens)
             self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
@@ -118,6 +122,7 @@ class Scheduler:
     def schedule(self) -> StepSchedule:
         """Make up the next step and reserve its pages."""
         schedule = StepSchedule()
+        self._rows_left = self.score_rows
         self.manager.housekeep()
         budget = self._schedule_running(schedule)
         if not schedule.preempted:
@@ -177,7 +182,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, order_key(s))):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an earlier iteration
-            count = min(self._wanted(sequence), budget)
+            count = self._bounded(sequence, self._wanted(sequence), budget)
             if count == 0:
                 continue
             while not self.manager.reserve(sequence.pages, sequence.computed + count):
@@ -196,7 +201,12 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 schedule.slices.append((sequence, count))
                 budget -= count
+                self._rows_left -= count * sequence.scoring
         return budget
+
+    def _bounded(self, sequence: Sequence, count: int, budget: int) -> int:
+        """As many of `count` tokens as this step may compute for a sequence."""
+        return min(count, budget, self._rows_left) if sequence.scoring else min(count, budget)
 
     def _wanted(self, sequence: Sequence) -> int:
         """Tokens that a running sequence should compute now, budget aside."""
@@ -287,7 +297,7 @@ class Scheduler:
                 break
             hit = None
             if sequence.pages.parked is None:
-                hit = self.manager.lookup(sequence.pages, sequence.tokens)
+                hit = self._lookup(sequence)
                 if hit.in_flight:
                     passed_over.append(sequence)
                     continue
@@ -302,6 +312,7 @@ class Scheduler:
             if count:
                 schedule.slices.append((sequence, count))
                 budget -= count
+                self._rows_left -= count * sequence.scoring
         self.waiting.put_back(passed_over)
         following = self.waiting.first()
         if following is not None:
@@ -313,16 +324,23 @@ class Scheduler:
         count = self._start(sequence, hit, budget) if hit is not None else 0 if self._resume(sequence) else None
         if count is not None or self.running or not self.manager.memory.start_afresh():
             return count
-        return self._enter(sequence, hit and self.manager.lookup(sequence.pages, sequence.tokens), budget)
+        return self._enter(sequence, hit and self._lookup(sequence), budget)
+
+    def _lookup(self, sequence: Sequence) -> PrefixHit:
+        """What a waiting sequence may take from the cache."""
+        hit = self.manager.lookup(sequence.pages, sequence.tokens)
+        return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
     def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int | None:
         """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
         no change when there is no room."""
         pages, total = sequence.pages, len(sequence.tokens)
-        chosen = self.loader.choose(pages, total, hit, self._compute_rate()) if self.loader is not None else None
+        chosen = None
+        if self.loader is not None and not sequence.scoring:
+            chosen = self.loader.choose(pages, total, hit, self._compute_rate())
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
-        count = min(total - hit.tokens, budget) if load is None else 0
+        count = self._bounded(sequence, total - hit.tokens, budget) if load is None else 0
         # Room for one more page of each running sequence, or the newcomer would be preempted at once.
         if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=len(self.running)):
             self.manager.free(pages, sequence.seq_id)

@@ -35,7 +35,8 @@ class Sequence:
     cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
     is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `turn`: how many places its
     tenant had been given before the one that this sequence has; None while it has none. `ran`: steps that computed for
-    it since its last admission; `gave_way`: how often it gave its place to another tenant."""
+    it since its last admission; `gave_way`: how often it gave its place to another tenant. `scored`: tokens of the
+    prompt whose log-probabilities were put out."""
 
     seq_id: int
     request: GenerateRequest
@@ -55,6 +56,7 @@ class Sequence:
     requeued: bool = False
     ran: int = 0
     gave_way: int = 0
+    scored: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -72,6 +74,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def scoring(self) -> bool:
+        """Whether logits of its prompt are still wanted, so that all of it must be computed."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len
 
     def move(self, state: SequenceState) -> None:
         """Change state; an illegal transition is a bug of ours."""

@@ -186,14 +186,22 @@ def _fill(delta: pb2.Delta, output: TextOutput, finder: CallFinder | None) -> No
         for call in calls:
             delta.tool_calls.add(index=call.call, id=call.id, name=call.name, arguments=call.arguments)
     delta.token_ids.extend(output.token_ids)
-    for entry in output.logprobs:
-        message = delta.logprobs.add(token_id=entry.token_id, logprob=entry.logprob)
-        for token_id, logprob in entry.top:
-            message.top.add(token_id=token_id, logprob=logprob)
+    for entries, messages in (
+        (output.logprobs, delta.logprobs),
+        (output.prompt_logprobs, delta.prompt_logprobs),
+    ):
+        for entry in entries:
+            message = messages.add(token_id=entry.token_id, logprob=entry.logprob)
+            for token_id, logprob in entry.top:
+                message.top.add(token_id=token_id, logprob=logprob)
 
 
 def _pieces(output: TextOutput) -> Iterator[TextOutput]:
     """An output cut to at most MAX_TOKENS_PER_MESSAGE tokens each; text and tokens need not be aligned."""
+    scored = output.prompt_logprobs
+    for i in range(0, len(scored), MAX_TOKENS_PER_MESSAGE):
+        part = scored[i : i + MAX_TOKENS_PER_MESSAGE]
+        yield TextOutput(output.request_id, output.index, "", (), prompt_logprobs=part)
     count = max(1, div_ceil(len(output.token_ids), MAX_TOKENS_PER_MESSAGE))
     size = len(output.text)
     for i in range(count):
@@ -203,6 +211,7 @@ def _pieces(output: TextOutput) -> Iterator[TextOutput]:
             text=output.text[i * size // count : (i + 1) * size // count],
             token_ids=output.token_ids[cut],
             logprobs=output.logprobs[cut],
+            prompt_logprobs=(),
         )
         yield piece if i == count - 1 else dataclasses.replace(piece, finish_reason=None)
 
@@ -215,7 +224,8 @@ def responses(
     `first_token_s` and `total_s` are seconds since the request arrived; they go into the finish event. `finder` is that
     of the sequence, where it may have calls.
     """
-    for piece in _pieces(output) if len(output.token_ids) > MAX_TOKENS_PER_MESSAGE else (output,):
+    size = max(len(output.token_ids), len(output.prompt_logprobs))
+    for piece in _pieces(output) if size > MAX_TOKENS_PER_MESSAGE else (output,):
         message = pb2.GenerateResponse(request_id=piece.request_id, index=piece.index)
         if piece.finish_reason is None:
             message.delta.SetInParent()  # an event of this kind, even when nothing is in it

@@ -48,7 +48,7 @@ def render(
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise _invalid("messages must be a non-empty list.")
     head: list[str] = []
-    turns: list[tuple[str, str]] = []
+    turns: list[tuple[str, list[str]]] = []
     names: dict[str, str] = {}  # of functions, by the id of the call
     for index, message in enumerate(messages):
         role, text = _turn(index, message, names)
@@ -57,18 +57,19 @@ def render(
                 raise _invalid(f"messages[{index}]: a {message['role']} message must come first.")
             head.append(text)
         elif turns and turns[-1][0] == role:
-            turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
+            turns[-1][1].append(text)
         else:
-            turns.append((role, text))
+            turns.append((role, [text]))
     if not turns:
         raise _invalid("messages hold no user turn.")
     if functions:
         head.append(_PREAMBLE + "\n".join(json.dumps(function, ensure_ascii=False) for function in functions))
     if head and turns[0][0] == "model":
-        turns.insert(0, ("user", ""))
+        turns.insert(0, ("user", [""]))
     if head:
-        turns[0] = (turns[0][0], "\n\n".join((*head, turns[0][1])))
-    text = "".join(f"<start_of_turn>{role}\n{content}<end_of_turn>\n" for role, content in turns)
+        turns[0][1][:0] = head
+    parted = ((role, "\n\n".join(texts)) for role, texts in turns)
+    text = "".join(f"<start_of_turn>{role}\n{content}<end_of_turn>\n" for role, content in parted)
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 

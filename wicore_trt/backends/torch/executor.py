@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+SCORE_ROWS = 128
+"""Rows of a 262,144-token vocabulary that take 134 MB."""
 StepOps = Callable[[StepInputs, AttentionProbe | None], Ops[torch.Tensor]]
 
 
@@ -56,6 +58,7 @@ class TorchExecutor:
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)
         self.max_sequences: int | None = None
+        self.score_rows = SCORE_ROWS
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -86,13 +89,12 @@ class TorchExecutor:
         """Run one step: write the batch's KV, sample the slices that ask for it, measure attention if asked to."""
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
-        sampling = [s for s in batch.slices if s.sample]
         layer = next(self._probed_layers, None) if batch.measure_attention else None
         probe = None if layer is None else AttentionProbe.of(layer, inputs)
         self._page_copies.begin_step(batch)
         with torch.inference_mode():
             logits = forward(self._step_ops(inputs, probe), self.spec)
-            result = self._sampler.sample(logits, sampling) if sampling else StepResult([])
+            result = self._sampler.step(logits, batch.slices)
             if probe is None:
                 return result
             pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]

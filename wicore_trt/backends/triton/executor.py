@@ -100,6 +100,7 @@ class TritonExecutor:
         self.spec, self.device, self._closed = loading.shape.spec, device, False
         self.max_batch_tokens = settings.max_batch_tokens
         self.max_sequences: int | None = settings.max_sequences
+        self.score_rows = 0
         self.slice_tokens = GPU_SLICE_TOKENS
         self.kernels = _name(loading, settings)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])

@@ -33,6 +33,8 @@ def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
         raise InvalidRequestError(f"{name}: {other}", field=name, fix="Use repetition_penalty.")
     if params.logprobs is not None:  # of the filtered distribution there, and without alternatives
         raise InvalidRequestError(f"logprobs: {other}", field="logprobs", fix="Leave it out.")
+    if params.prompt_logprobs is not None:
+        raise InvalidRequestError(f"prompt_logprobs: {other}", field="prompt_logprobs", fix="Leave it out.")
     if params.constraint is not None:  # its own grammars are of another engine, and would mean something else
         raise InvalidRequestError(f"constraint: {other}", field="constraint", fix="Leave it out.")
     if params.logit_bias:

@@ -1,0 +1,129 @@
+"""Answers as a row of blocks: a text, or calls of functions one after the other.
+
+What the shapes of OpenAI's Responses and of Anthropic's Messages have in common. Must not know transports. Invariants:
+one block is open at a time, and each is opened and closed once; what the deltas of a block add up to is its text; an
+answer has a block.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from wicore_trt.http.generation import Totals
+from wicore_trt.http.shapes import Shape, encode
+from wicore_trt.text.calls import CallFinder, Piece
+from wicore_trt.types import Completion, FinishReason, TextOutput
+
+Change = Literal["open", "delta", "close"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A text, or a call of the function `name`, whose arguments then are the text."""
+
+    number: int
+    name: str | None
+    parts: list[str] = field(default_factory=list)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a call was not cut off."""
+        if self.name is None:
+            return True
+        try:
+            json.loads(self.text)
+        except ValueError:
+            return False
+        return True
+
+
+class BlockShape(Shape):
+    """`calls`: functions may be called. `last` is the answer's last output."""
+
+    def __init__(self, *, calls: bool) -> None:
+        self.blocks: list[Block] = []
+        self.last: TextOutput | Completion | None = None
+        self._finder = CallFinder() if calls else None
+        self._open = False
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer is calls, none of them cut off."""
+        return bool(self.blocks) and self.blocks[0].name is not None and self.blocks[-1].whole
+
+    def answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:
+        [completion] = completions
+        for _ in self._changes(completion):
+            pass
+        return encode(self.whole(totals))
+
+    def chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
+        return b"".join(self.event(change, block, new) for change, block, new in self._changes(output))
+
+    def unfinished(self, block: Block) -> bool:
+        """Whether a block was cut off, which only the last one can be."""
+        return block is self.blocks[-1] and (self._open if self.last is None else cut(self.last))
+
+    @abstractmethod
+    def whole(self, totals: Totals) -> dict[str, Any]:
+        """The answer of all blocks."""
+
+    @abstractmethod
+    def event(self, change: Change, block: Block, new: str) -> bytes:
+        """What tells a change; `new` is what a delta adds."""
+
+    def note(self, output: TextOutput | Completion) -> None:
+        """Take what an output has beside its text, before its changes are told."""
+
+    def _changes(self, output: TextOutput | Completion) -> Iterator[tuple[Change, Block, str]]:
+        """What an output changes, in order."""
+        self.note(output)
+        ended = output.finish_reason is not None
+        for piece in self._pieces(output.text, ended=ended):
+            if piece.call is None and not self.blocks or piece.name is not None:
+                yield from self._close()
+                yield self._begin(piece.name)
+            if piece.text or piece.arguments:
+                block, new = self.blocks[-1], piece.text or piece.arguments
+                block.parts.append(new)
+                yield "delta", block, new
+        if ended:
+            self.last = output
+            if not self.blocks:
+                yield self._begin(None)
+            yield from self._close()
+
+    def _pieces(self, text: str, *, ended: bool) -> list[Piece]:
+        if self._finder is None:
+            return [Piece(text=text)] if text else []
+        return self._finder.push(text) + (self._finder.end() if ended else [])
+
+    def _begin(self, name: str | None) -> tuple[Change, Block, str]:
+        self.blocks.append(Block(len(self.blocks), name))
+        self._open = True
+        return "open", self.blocks[-1], ""
+
+    def _close(self) -> Iterator[tuple[Change, Block, str]]:
+        if self._open:
+            self._open = False
+            yield "close", self.blocks[-1], ""
+
+
+def named_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event that is named as its type."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+
+
+def cut(last: TextOutput | Completion | None) -> bool:
+    """Whether an answer ended before the model ended it."""
+    return last is not None and last.finish_reason is not FinishReason.STOP

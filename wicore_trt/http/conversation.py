@@ -1,0 +1,124 @@
+"""Conversations of other APIs as the messages of a chat.
+
+One builder for items and for blocks, so that tools, templates and limits are those of chat completions. Pure; must not
+know engines. Invariants: every text that was given is in the messages, or the caller gets an InvalidRequestError with
+the path that it gave; turns of one role in a row are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.http.bodies import Body, ChatBody, Knobs
+from wicore_trt.http.convert import IMAGES
+
+MEDIA = frozenset((*IMAGES, "input_file", "file", "input_audio", "document", "search_result"))
+TEXTS = frozenset(("text", "input_text", "output_text"))
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one side said, and what it called."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def message(self) -> dict[str, Any]:
+        return {"role": self.role, "content": "\n\n".join(filter(None, self.texts)), **self.more}
+
+
+class Conversation:
+    """Turns that are being made. A message costs its own length, however many there are."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+        self._called: set[str] = set()
+
+    @property
+    def last_role(self) -> str | None:
+        return self._turns[-1].role if self._turns else None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """As a chat has them."""
+        return [turn.message() for turn in self._turns]
+
+    def say(self, role: str, text: str) -> None:
+        """A turn, or more of it."""
+        if self.last_role != role or self._turns[-1].more:
+            self._turns.append(Turn(role))
+        self._turns[-1].texts.append(text)
+
+    def call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
+        """A function that the model called."""
+        self._called.add(call_id)
+        if self.last_role != "assistant":
+            self._turns.append(Turn("assistant"))
+        function = {"name": name, "arguments": arguments}
+        calls = self._turns[-1].more.setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str, where: str) -> None:
+        """What a function returned. Raises InvalidRequestError for one that was not called."""
+        if call_id not in self._called:
+            raise InvalidRequestError(f"{where}: no call before it has the id {shown(call_id)}.", field=where)
+        self._turns.append(Turn("tool", [text], {"tool_call_id": call_id}))
+
+
+def text_of(content: object, where: str) -> str:
+    """A text, or the texts of parts. Raises InvalidRequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a text or a list of parts, got {shown(content)}.", field=where)
+    return "\n\n".join(part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def part_text(part: object, where: str) -> str:
+    """The text of a part. Raises InvalidRequestError for what is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        raise InvalidRequestError(f"{where}: {kind} is not supported yet.", field=where)
+    if not isinstance(kind, str) or kind not in TEXTS:
+        raise InvalidRequestError(f"{where} must be a text, got {shown(kind)}.", field=where)
+    return member(part, "text", where)
+
+
+def member(item: object, name: str, where: str) -> str:
+    """A text of an object. Raises InvalidRequestError where it has none of that name."""
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} must be a text, got {shown(value)}.", field=where)
+    return value
+
+
+def chat_body(body: Body, conversation: Conversation, **fields: Any) -> ChatBody:
+    """The chat that a body of another API asks for; `fields` are ChatBody's, of checked types."""
+    knobs = {name: getattr(body, name, None) for name in Knobs.model_fields}
+    return ChatBody.model_construct(messages=conversation.messages(), **knobs, **fields)
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of a chat as the client wrote them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        found = names.get((error.field or "").partition("[")[0])
+        if found is None:
+            raise
+        raise InvalidRequestError(error.message, field=found, fix=error.fix) from None
+
+
+def functions(
+    tools: list[dict[str, Any]] | None, kind: str, read: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]] | None:
+    """Tools as a chat has them; `kind` is that of functions. Raises InvalidRequestError for other ones."""
+    for i, tool in enumerate(tools or ()):
+        if (tool.get("type") or kind) != kind:
+            raise InvalidRequestError(f"tools[{i}]: {shown(tool['type'])} is not supported.", field=f"tools[{i}]")
+    return None if tools is None else [{"type": "function", "function": read(tool)} for tool in tools]

@@ -1,0 +1,162 @@
+"""Anthropic's Messages API: bodies to chats, answers as messages and their events.
+
+Must not know engines or transports. Invariants: the events of a stream open and close each block once, in order, and
+the blocks lie between message_start and message_delta.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, WicoreError, shown
+from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
+from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
+from wicore_trt.http.conversation import Conversation, chat_body, functions, member, part_text, text_of
+from wicore_trt.http.errors import anthropic_error_bytes
+from wicore_trt.http.generation import Totals
+
+CHAT_NAMES = {
+    **dict.fromkeys(("messages", "prompt", "prompt_token_ids"), "messages"),
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Fields of the chat that a message becomes, by the names that its client knows."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(body: PromptBody) -> ChatBody:
+    """The same request as a chat; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
+    choice = body.tool_choice
+    asked: dict[str, Any] = {
+        "tools": functions(body.tools, "custom", _function),
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "parallel_tool_calls": choice is None or choice.get("disable_parallel_tool_use") is not True,
+    }
+    if isinstance(body, MessagesBody):
+        asked |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "response_format": _response_format(body.output_config),
+        }
+    return chat_body(body, _conversation(body), **asked)
+
+
+def _conversation(body: PromptBody) -> Conversation:
+    found = Conversation()
+    if body.system:
+        found.say("system", text_of(body.system, "system"))
+    for i, message in enumerate(body.messages):
+        where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise InvalidRequestError(f"{where}.role must be user or assistant, got {shown(role)}.", field=where)
+        if not isinstance(content, list):
+            found.say(role, text_of(content, f"{where}.content"))
+            continue
+        for j, block in enumerate(content):
+            _take(found, role, block, f"{where}.content[{j}]")
+    if found.last_role == "assistant":
+        raise InvalidRequestError("The last message must be the user's.", field="messages")
+    return found
+
+
+def _take(found: Conversation, role: str, block: Any, where: str) -> None:
+    match role, block.get("type") if isinstance(block, dict) else None:
+        case "user", "tool_result":
+            text = text_of(block.get("content") or "", f"{where}.content")
+            text = f"Error: {text}" if block.get("is_error") is True else text
+            found.result(member(block, "tool_use_id", where), text, where)
+        case "assistant", "tool_use":
+            given = block.get("input")
+            if not isinstance(given, dict):
+                raise InvalidRequestError(f"{where}.input must be an object, got {shown(given)}.", field=where)
+            found.call(member(block, "id", where), member(block, "name", where), given)
+        case "assistant", "thinking" | "redacted_thinking":
+            pass  # of another model: what it thought is no part of the conversation
+        case _:
+            found.say(role, part_text(block, where))
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "parameters": tool.get("input_schema")}
+
+
+def _tool_choice(given: dict[str, Any]) -> Any:
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise InvalidRequestError(
+            f"tool_choice.type is auto, any, tool or none, got {shown(kind)}.", field="tool_choice"
+        )
+    return CHOICES[kind]
+
+
+def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    given = (config or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        raise InvalidRequestError("output_config.format must be of type json_schema.", field="output_config.format")
+    if not isinstance(given.get("schema"), (dict, bool)):
+        raise InvalidRequestError("output_config.format.schema must be a JSON schema.", field="output_config.format")
+    return {"type": "json_schema", "json_schema": given}
+
+
+class MessagesShape(BlockShape):
+    """One message."""
+
+    counts_first = True
+
+    def __init__(self, model: str, *, calls: bool) -> None:
+        super().__init__(calls=calls)
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def whole(self, totals: Totals) -> dict[str, Any]:
+        # A call without all of its arguments is none: stop_reason says that the answer was cut off.
+        whole = (block for block in self.blocks if block.whole)
+        content = [self._block(block, block.name and json.loads(block.text)) for block in whole]
+        return {**self._head, "content": content, **self._end(), "usage": _usage(totals)}
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(totals)}
+        return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
+
+    def event(self, change: Change, block: Block, new: str) -> bytes:
+        if change == "open":
+            return named_event("content_block_start", index=block.number, content_block=self._block(block, {}))
+        if change == "close":
+            return named_event("content_block_stop", index=block.number)
+        is_text = block.name is None
+        delta = {"type": "text_delta", "text": new} if is_text else {"type": "input_json_delta", "partial_json": new}
+        return named_event("content_block_delta", index=block.number, delta=delta)
+
+    def closing(self, totals: Totals) -> bytes:
+        return named_event("message_delta", delta=self._end(), usage=_usage(totals)) + named_event("message_stop")
+
+    def broken(self, error: WicoreError) -> bytes:
+        return b"event: error\ndata: " + anthropic_error_bytes(error) + b"\n\n"
+
+    def _end(self) -> dict[str, Any]:
+        stop = self.last.stop_reason if self.last is not None else None
+        if cut(self.last):
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": "tool_use" if self.called else "end_turn", "stop_sequence": None}
+
+    def _block(self, block: Block, given: Any) -> dict[str, Any]:
+        if block.name is None:
+            return {"type": "text", "text": block.text}
+        return {"type": "tool_use", "id": f"toolu_{block.id[:24]}", "name": block.name, "input": given}
+
+
+def _usage(totals: Totals) -> dict[str, Any]:
+    return {
+        "input_tokens": totals.prompt - totals.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": totals.cached,
+        "output_tokens": totals.output,
+    }

@@ -1,0 +1,223 @@
+"""OpenAI's Responses API: bodies to chats, answers as responses and their events.
+
+Nothing is kept between requests: each brings its whole conversation. Must not know engines or transports. Invariants:
+the events of a stream are numbered from 0 without a gap; the last one has the whole response.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, WicoreError, shown
+from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
+from wicore_trt.http.bodies import ChatBody, ResponsesBody
+from wicore_trt.http.conversation import Conversation, chat_body, functions, member, text_of
+from wicore_trt.http.errors import message_of
+from wicore_trt.http.generation import Totals
+from wicore_trt.http.shapes import encode, shown_logprobs, token_entry
+from wicore_trt.text.tokenizer import Tokenizer
+from wicore_trt.types import Completion, TextOutput
+
+CHAT_NAMES = {
+    **dict.fromkeys(("messages", "prompt", "prompt_token_ids"), "input"),
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of the chat that a response becomes, by the names that its client knows."""
+LOGPROBS = "message.output_text.logprobs"
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat. Raises InvalidRequestError."""
+    logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not logprobs:
+        raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include.", field="top_logprobs")
+    return chat_body(
+        body,
+        _conversation(body),
+        max_tokens=body.max_output_tokens,
+        stream=body.stream,
+        tools=functions(body.tools, "function", lambda tool: tool),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body.text),
+        logprobs=logprobs,
+        top_logprobs=body.top_logprobs if logprobs else None,
+    )
+
+
+def _conversation(body: ResponsesBody) -> Conversation:
+    found = Conversation()
+    if body.instructions:
+        found.say("system", body.instructions)
+    if isinstance(body.input, str):
+        found.say("user", body.input)
+        return found
+    for i, item in enumerate(body.input):
+        where = f"input[{i}]"
+        match item.get("type") or "message":
+            case "message":
+                role = item.get("role")
+                if role not in ROLES:
+                    raise InvalidRequestError(
+                        f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.", field=where
+                    )
+                found.say("system" if role == "developer" else role, text_of(item.get("content"), f"{where}.content"))
+            case "function_call":
+                arguments = member(item, "arguments", where)
+                found.call(member(item, "call_id", where), member(item, "name", where), arguments)
+            case "function_call_output":
+                text = text_of(item.get("output"), f"{where}.output")
+                found.result(member(item, "call_id", where), text, where)
+            case "reasoning":
+                pass  # of another model: what it thought is no part of the conversation
+            case kind:
+                raise InvalidRequestError(f"{where}: {shown(kind)} is not supported.", field=where)
+    return found
+
+
+def _tool_choice(given: object) -> Any:
+    if isinstance(given, dict) and given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return given
+
+
+def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    given = (text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"text.format must be an object, got {shown(given)}.", field="text.format")
+    if given.get("type") == "json_schema":
+        if not isinstance(given.get("schema"), (dict, bool)):
+            raise InvalidRequestError("text.format.schema must be a JSON schema.", field="text.format")
+        return {"type": "json_schema", "json_schema": given}
+    return given
+
+
+class ResponsesShape(BlockShape):
+    """One response."""
+
+    def __init__(self, body: ResponsesBody, model: str, tokenizer: Tokenizer, *, calls: bool) -> None:
+        super().__init__(calls=calls)
+        self._tokenizer = tokenizer
+        self._numbers = 0
+        self._logprobs: list[dict[str, Any]] = []
+        self._fresh: list[dict[str, Any]] = []  # what no delta has told yet
+        self._delta = b""  # how a delta of the text begins
+        text = body.text or {}
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {**text, "format": text.get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+        }
+
+    def whole(self, totals: Totals) -> dict[str, Any]:
+        return self._response("incomplete" if cut(self.last) else "completed", totals)
+
+    def opening(self, index: int, totals: Totals) -> bytes:
+        begun = self._response("in_progress", None)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def note(self, output: TextOutput | Completion) -> None:
+        found = [token_entry(self._tokenizer, entry) for entry in shown_logprobs(output, include_stop=False)]
+        self._logprobs += found
+        self._fresh += found
+
+    def event(self, change: Change, block: Block, new: str) -> bytes:
+        if change == "delta" and block.name is None:  # made of ready bytes, because there is one for every token
+            logprobs, self._fresh = self._fresh, []
+            self._numbers += 1
+            parts = (self._delta, encode(new), encode(logprobs), self._numbers - 1)
+            return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % parts
+        item_id, at = self._item_id(block), {"output_index": block.number}
+        inside = {"item_id": item_id, **at, "content_index": 0}
+        match change, block.name:
+            case "open", None:
+                head = named_event("response.output_text.delta", **inside, delta="")
+                self._delta = head.removesuffix(b'""}\n\n')
+                added = self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
+                return added + self._event("response.content_part.added", **inside, part=self._part(""))
+            case "open", _:
+                return self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
+            case "delta", _:
+                return self._event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
+        if block.name is None:
+            told = self._event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
+            told += self._event("response.content_part.done", **inside, part=self._part(block.text))
+        else:
+            call = {"item_id": item_id, **at, "name": block.name, "arguments": block.text}
+            told = self._event("response.function_call_arguments.done", **call)
+        return told + self._event("response.output_item.done", **at, item=self._item(block, self._status(block)))
+
+    def closing(self, totals: Totals) -> bytes:
+        response = self.whole(totals)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def broken(self, error: WicoreError) -> bytes:
+        failed = self._response("failed", None)
+        failed["error"] = {"code": "server_error", "message": message_of(error)}
+        return self._event("response.failed", response=failed)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._numbers += 1
+        return named_event(kind, sequence_number=self._numbers - 1, **fields)
+
+    def _response(self, status: str, totals: Totals | None) -> dict[str, Any]:
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        done = [] if status == "in_progress" else [self._item(block, self._status(block)) for block in self.blocks]
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "output": done,
+            "usage": None if totals is None else _usage(totals),
+        }
+
+    def _status(self, block: Block) -> str:
+        return "incomplete" if self.unfinished(block) else "completed"
+
+    def _item_id(self, block: Block) -> str:
+        return f"{'msg' if block.name is None else 'fc'}_{block.id}"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        head = {"id": self._item_id(block), "status": status}
+        if block.name is None:
+            content = [] if status == "in_progress" else [self._part(block.text)]
+            return {**head, "type": "message", "role": "assistant", "content": content}
+        call = {"call_id": f"call_{block.id[:24]}", "name": block.name}
+        return {**head, "type": "function_call", **call, "arguments": block.text if status != "in_progress" else ""}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        logprobs = self._logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _usage(totals: Totals) -> dict[str, Any]:
+    return {
+        "input_tokens": totals.prompt,
+        "input_tokens_details": {"cached_tokens": totals.cached, "cache_write_tokens": 0},
+        "output_tokens": totals.output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": totals.prompt + totals.output,
+    }
