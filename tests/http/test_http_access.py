@@ -72,7 +72,7 @@ async def test_keys_come_in_two_headers():
 async def test_nothing_of_a_body_is_read_without_a_key():
     async with serving(api_key=KEY) as running:
         reader, writer = await asyncio.open_connection(*running.address)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"  # noqa: E501
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"  # noqa: E501
         writer.write(head.encode())
         answer = await reader.read()
         assert b" 401 " in answer.splitlines()[0] and b"connection: close" in answer.lower(), "and then it is closed"
@@ -141,7 +141,7 @@ async def test_stopping_lets_streams_end_and_cuts_those_that_do_not(caplog):
         await running.server.stop(0.05)
         with pytest.raises(httpx.HTTPError):
             await cut
-        assert not running.server.context.open and not running.server._state.tasks
+        assert not running.server.context.open and not running.server._listener._state.tasks
     assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
 
 

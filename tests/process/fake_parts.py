@@ -20,10 +20,11 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import KVSettings, ServerSettings, Settings, resolve_settings
+from wicore_trt.config import KVSettings, LoadedSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.process import supervisor
 from wicore_trt.process.supervisor import Parts, Supervisor
 
 MAX_CONTEXT = 4096
@@ -74,17 +75,18 @@ def main(given: dict) -> int:
     if given.get("heir"):
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     log.configure(json_lines=given.get("json", False))
-    settings = Settings(
-        server=ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
-    )
+    supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
+    server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
     recipe = given.get("recipe")
     overrides = {"server.grace_s": 5.0, "server.port": 0, "server.http_port": "none"}
     overrides |= {f"server.{key}": value for key, value in given.get("server", {}).items()}
 
-    def read() -> Settings:
-        return resolve_settings(recipe, overrides, {}).settings if recipe is not None else settings
+    def read() -> LoadedSettings:
+        if recipe is None:
+            return LoadedSettings(Settings(server=server), {})
+        return resolve_settings(recipe, overrides, {})
 
     try:
         return Supervisor(

@@ -80,6 +80,7 @@ class Front:
             self._context.admission.counts.ended_http(method, served_path(path), answer.status)
 
     async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
+        self._context.check_host(Headers(scope=asgi[0]).get("host"))
         if who is None:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
             self._context.admission.counts.refused["http"] += 1

@@ -42,8 +42,13 @@ class Snapshot:
 
 def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
     """The text of a scrape and its content type, in the form that the scraper accepts."""
+    return rendered(families(snapshot), accept)
+
+
+def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
+    """Families as text, and its content type."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once(snapshot))
+    registry.register(_Once(found))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
@@ -60,12 +65,22 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _machine(snapshot)
 
 
+def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
+    """What the supervisor tells of the others: whether each runs, and how often it was started again."""
+    about = "1 while a process runs; on the port of the operator's calls alone."
+    rows = [(name, int(up)) for name, (up, _) in processes.items()]
+    yield _by(GaugeMetricFamily, "wicore_process_up", about, ["process"], rows)
+    about = "How often a process ended and was started again; on the port of the operator's calls alone."
+    counts = [(name, restarts) for name, (_, restarts) in processes.items()]
+    yield _by(CounterMetricFamily, "wicore_process_restarts", about, ["process"], counts)
+
+
 class _Once(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = found
 
     def collect(self) -> Iterable[Metric]:
-        return families(self._snapshot)
+        return self._found
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+from collections.abc import Coroutine
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.process.child import Control, belong_to
-from wicore_trt.process.engine import named
+from wicore_trt.process.child import Control, belong_to, named
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_METRICS = 100_000
+"""Characters that fit a control message."""
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 
@@ -116,8 +118,8 @@ class Front:
         self._came = asyncio.Event()
         self._stop: asyncio.Event | None = None
         self._servers: Servers | None = None
-        self._asked: list[asyncio.Future[dict[str, Any]]] = []  # who waits for settings that are read again
         self._links = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def engine(self) -> TextEngine:
         """The engine, when there is one."""
@@ -167,22 +169,39 @@ class Front:
             self._remote.connect(socket.socket(fileno=fds[0]))
         elif message["kind"] == "drain":
             self._stop.set()
+        elif message["kind"] == "refuse":
+            self._spawn(self._refuse())
+        elif message["kind"] == "metrics":
+            self._spawn(self._tell_metrics(message["call"]))
         elif message["kind"] == "settings":
             self._change(message)
 
-    def _change(self, message: dict[str, Any]) -> None:
-        """The settings were read again; or they are wrong, and the former ones stay."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _refuse(self) -> None:
+        """Take no more generations, and say when those that are open have ended."""
         assert self._servers is not None
-        told = {key: message[key] for key in ("changed", "restart", "error")}
-        if told["error"] is None:
-            settings = settings_from_json(message["settings"])
-            log_lines.set_level(settings.log.level)
-            try:
-                self._servers.change(settings.server)
-            except WicoreError as error:  # a file that was good a moment ago
-                log.error("keys and certificates are kept: %s", error)
-                told["error"] = str(error)
-        asked, self._asked = self._asked, []
-        for future in asked:
-            if not future.done():
-                future.set_result(told)
+        await self._servers.set_draining()
+        await self._servers.until_idle()
+        self._control.send("idle")
+
+    async def _tell_metrics(self, call: int) -> None:
+        assert self._servers is not None
+        text = await self._servers.metrics()
+        if len(text) <= MAX_METRICS:
+            self._control.send("metrics", call=call, text=text)
+        else:
+            log.error("the metrics have %d characters, too many for the port of the operator's calls", len(text))
+
+    def _change(self, message: dict[str, Any]) -> None:
+        """The settings were read again."""
+        assert self._servers is not None
+        settings = settings_from_json(message["settings"])
+        log_lines.set_level(settings.log.level)
+        try:
+            self._servers.change(settings.server)
+        except WicoreError as error:  # a file that was good a moment ago
+            log.error("keys and certificates are kept: %s", error)
