@@ -122,7 +122,8 @@ async def test_an_engine_that_broke_is_told():
     async with serving() as running:
         executor_of(running.engine).fail_at = 0
         found = await running.completion()
-        assert found.status_code == 500 and error_of(found)["type"] == "server_error"
+        assert found.status_code == 503 and error_of(found)["type"] == "unavailable_error"
+        assert found.headers["retry-after"] == "1"
         assert (await running.client.get("/ready")).status_code == 503
 
 

@@ -48,8 +48,9 @@ def load_engine(settings: Settings):
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
+    pages = {GLOBAL: max(sequences * 40, 1200), LOCAL: max(sequences * 12, 400)}
     core = make_core(
-        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences,
+        pages=pages, max_context=MAX_CONTEXT, max_sequences=sequences,
         kv=KVSettings(host_bytes=given["host_bytes"]) if "host_bytes" in given else None,
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)

@@ -19,7 +19,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serve.serving import expected, request
+from serve.serving import expected, failure, request
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -277,6 +277,13 @@ async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
         assert (server.alive("engine"), server.alive("front")) == ([engine], [front])
 
 
+def taken_port(port: int) -> socket.socket | None:
+    """Listening there, when nobody does."""
+    with suppress(OSError):
+        return socket.create_server(("127.0.0.1", port))
+    return None
+
+
 async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
     async with supervised(tmp_path) as server:
         await serving(server)
@@ -284,9 +291,10 @@ async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(tmp_path):
         port = int(server.address.rpartition(":")[2])
         os.kill(template, signal.SIGSTOP)
         os.kill(front, signal.SIGKILL)
-        while server.alive("front"):
-            await asyncio.sleep(0.002)
-        with socket.create_server(("127.0.0.1", port)):
+        async with asyncio.timeout(60):
+            while (taken := taken_port(port)) is None:
+                await asyncio.sleep(0.002)
+        with taken:
             os.kill(template, signal.SIGCONT)
             async with asyncio.timeout(60):
                 while b"is in use" not in await server.process.stderr.readline():
@@ -315,3 +323,21 @@ async def test_the_first_process_of_a_container_buries_its_fronts(tmp_path):
             while psutil.pid_exists(front):
                 await asyncio.sleep(0.02)
         await server.until_serving()
+
+
+async def test_a_call_whose_engine_ends_before_it_answers_is_unavailable(tmp_path):
+    """With the time after which to ask again."""
+    async with supervised(tmp_path, step_s=0.02, max_sequences=1) as server:
+        await serving(server)
+        async with server.stub() as stub:
+            begun = stub.Generate(request("begun", 3000))
+            await anext(aiter(begun))
+            waiting = stub.Generate(request("waiting", 10))
+            async with asyncio.timeout(60):
+                while (await stub.GetStats(pb2.GetStatsRequest())).requests_waiting != 1:
+                    await asyncio.sleep(0.01)
+            os.kill(server.alive("engine")[0], signal.SIGKILL)
+            code, text, details = await failure(waiting)
+            assert code is grpc.StatusCode.UNAVAILABLE and "The engine stopped" in text
+            assert details["RetryInfo"].retry_delay.seconds == 1
+            assert (await failure(begun))[0] is grpc.StatusCode.UNAVAILABLE

@@ -297,6 +297,8 @@ class EngineCore(Core):
         """`ahead`: the token to compute is the one after all that are known."""
         slices = []
         for sequence, count in schedule.slices:
+            if sequence.begun is None:
+                sequence.begun = self._clock()
             start = len(sequence.tokens) if ahead else sequence.computed
             piece = SequenceSlice(
                 seq_id=sequence.seq_id,
@@ -380,6 +382,7 @@ class EngineCore(Core):
         logprobs: tuple[TokenLogprob, ...],
         error: str | None = None,
     ) -> TokenOutput:
+        first = bool(token_ids) and sequence.output_len == len(token_ids) and sequence.begun is not None
         return TokenOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -389,6 +392,7 @@ class EngineCore(Core):
             stop_reason=sequence.stop_reason,
             usage=Usage(sequence.prompt_len, sequence.output_len, sequence.cached or 0),
             error=error,
+            prefill_s=self._clock() - (sequence.begun or 0.0) if first else None,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

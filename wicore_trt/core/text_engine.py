@@ -85,7 +85,9 @@ class TextStream:
         self.tenant = request.tenant
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
-        self._since, self._last = since, [0.0] * request.params.n  # when it was asked for, and had its last tokens
+        self._since = since  # when it was asked for
+        self._first, self._last = [0.0] * request.params.n, [0.0] * request.params.n  # had its first and last tokens
+        self.queued_s: float | None = None  # what its first sequence waited for its first step
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
@@ -107,14 +109,26 @@ class TextStream:
             return
         self._engine.tally(self.tenant).add(text)
         times = self._engine.times
+        index = output.index
         if text.token_ids:
-            self._last[output.index] = times.output(self._since, self._last[output.index])
+            if output.prefill_s is not None:
+                self._begun(output.prefill_s)
+            self._last[index] = times.output(self._since, self._last[index])
+            self._first[index] = self._first[index] or self._last[index]
         if text.finish_reason is not None:
-            times.end(self._since, text.finish_reason, text.usage)
-        self._pending.setdefault(output.index, []).append(text)
-        if self._texts[output.index].finished and output.finish_reason is None:
-            self._engine.abort_engine(self.key, output.index)
+            times.end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
+        self._pending.setdefault(index, []).append(text)
+        if self._texts[index].finished and output.finish_reason is None:
+            self._engine.abort_engine(self.key, index)
         self._changed.set()
+
+    def _begun(self, prefill_s: float) -> None:
+        """All of the time to the first token that is no prefill counts as waiting, the way through processes too."""
+        times = self._engine.times
+        queued_s = max(0.0, times.now - self._since - prefill_s)
+        times.begun(queued_s, prefill_s)
+        if self.queued_s is None:
+            self.queued_s = queued_s
 
     def fail(self, error: WicoreError) -> None:
         """End the stream with `error`; nobody is left to compute for."""

@@ -80,7 +80,7 @@ class Generation:
     async def _submit(self, requests: Sequence[TextRequest], count_first: bool) -> None:
         engine, tenant = self._context.serving(), self._call.who.tenant
         self._exit.enter_context(self._context.generation(tenant))
-        self._meter = self._exit.enter_context(self._context.admission.metered(tenant))
+        self._meter = self._exit.enter_context(self._context.admission.metered(self._call.who))
         self._meter.reserve(requests)
         self._n = requests[0].params.n
         for request in requests:

@@ -137,6 +137,12 @@ def _server(s: Snapshot) -> Iterator[Metric]:
 def _latencies(s: Snapshot) -> Iterator[Metric]:
     t = s.times
     yield _histogram("wicore_time_to_first_token_seconds", "From a request to a sequence's first output.", t.first)
+    about = "Of the time to the first token, what a sequence waited until a step computed for it."
+    yield _histogram("wicore_request_queue_seconds", about, t.queue)
+    about = "From the beginning of that step to the first output."
+    yield _histogram("wicore_request_prefill_seconds", about, t.prefill)
+    about = "From the first output of an ended sequence to its last."
+    yield _histogram("wicore_request_decode_seconds", about, t.decode)
     yield _histogram("wicore_inter_token_latency_seconds", "Between two outputs of one sequence.", t.gap)
     yield _histogram("wicore_request_seconds", "From a request to the end of each of its sequences.", t.whole)
     yield _histogram("wicore_request_prompt_tokens", "Prompt tokens of ended sequences.", t.prompt)
@@ -222,6 +228,9 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
               [*label, "finished_reason"], [(name, *entry) for entry in ended.items()])  # fmt: skip
     same = {
         "time_to_first_token_seconds": ("time_to_first_token_seconds", s.times.first),
+        "request_queue_time_seconds": ("request_queue_seconds", s.times.queue),
+        "request_prefill_time_seconds": ("request_prefill_seconds", s.times.prefill),
+        "request_decode_time_seconds": ("request_decode_seconds", s.times.decode),
         "inter_token_latency_seconds": ("inter_token_latency_seconds", s.times.gap),
         "e2e_request_latency_seconds": ("request_seconds", s.times.whole),
         "request_prompt_tokens": ("request_prompt_tokens", s.times.prompt),

@@ -86,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            with self._admission.metered(call.who.tenant) as meter:
+            with self._admission.metered(call.who) as meter:
                 async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
                     reasons = await self._relay(stream, call, context, meter)
         finally:
