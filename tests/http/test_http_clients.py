@@ -158,7 +158,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event():
         assert found.status_code == 200 and "[DONE]" not in found.text
         last = found.text.rstrip().rpartition("\n\n")[2].split("\n")
         assert last[0] == "event: error"
-        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "unavailable_error"
 
 
 async def test_a_request_that_is_aborted_elsewhere_is_an_error():

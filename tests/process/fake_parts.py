@@ -20,7 +20,7 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import KVSettings, LoadedSettings, ServerSettings, Settings, resolve_settings
+from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -75,7 +75,8 @@ def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
     if given.get("heir"):
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    log.configure(json_lines=given.get("json", False))
+    logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
+    log.configure(json_lines=logs.json, level=logs.level.upper())
     supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
@@ -86,7 +87,7 @@ def main(given: dict) -> int:
 
     def read() -> LoadedSettings:
         if recipe is None:
-            return LoadedSettings(Settings(server=server), {})
+            return LoadedSettings(Settings(server=server, log=logs), {})
         return resolve_settings(recipe, overrides, {})
 
     try:

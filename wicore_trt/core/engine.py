@@ -245,7 +245,7 @@ class EngineCore(Core):
             try:
                 self.scheduler.computed(sequence, count, finite=token is not None)
             except UnwrittenPageError as unwritten:
-                log.exception("sequence %d of a request read pages that nobody wrote", sequence.index)
+                log.exception("a sequence read pages that nobody wrote")
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
             if token is not None:
@@ -359,6 +359,8 @@ class EngineCore(Core):
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         if reason is FinishReason.ERROR and not (matcher is not None and matcher.broken):
+            facts = {"id": sequence.request.log_id, "index": sequence.index}
+            log.error("a sequence failed: %s", error, extra={"facts": facts})
             # KV values that led to bad logits would make every later request with this prefix fail too.
             self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight

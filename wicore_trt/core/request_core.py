@@ -133,7 +133,9 @@ class RequestCore(Core):
                 stop_ids = stop_ids_of(request.params, self.eos_ids)
                 self.executor.submit(request, sequence.index, sequence.seed, stop_ids)
             except WicoreError as error:
-                log.warning("request %s was not taken: %s", request.request_id, error)
+                log.warning(
+                    "a request was not taken: %s", type(error).__name__, extra={"facts": {"id": request.log_id}}
+                )
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(error)))
         return outputs
 

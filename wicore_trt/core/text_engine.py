@@ -87,7 +87,8 @@ class TextStream:
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
         self._since = since  # when it was asked for
         self._first, self._last = [0.0] * request.params.n, [0.0] * request.params.n  # had its first and last tokens
-        self.queued_s: float | None = None  # what its first sequence waited for its first step
+        self.parts: tuple[float, float] | None = None  # what its first sequence waited, and took to its first tokens
+        self.log_id = request.log_id
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
@@ -127,8 +128,7 @@ class TextStream:
         times = self._engine.times
         queued_s = max(0.0, times.now - self._since - prefill_s)
         times.begun(queued_s, prefill_s)
-        if self.queued_s is None:
-            self.queued_s = queued_s
+        self.parts = self.parts or (queued_s, prefill_s)
 
     def fail(self, error: WicoreError) -> None:
         """End the stream with `error`; nobody is left to compute for."""
@@ -253,6 +253,7 @@ class TextEngine:
             tenant=request.tenant,
             cache_salt=request.cache_salt,
             cache=request.cache,
+            log_id=request.log_id,
         )
         try:
             await self.engine.add(made)
@@ -334,7 +335,7 @@ class TextEngine:
             try:
                 stream.push(output)
             except Exception:  # a bug of ours; it must not cost the other streams their outputs
-                log.exception("text of request %s failed", stream.request_id)
+                log.exception("the text of a request failed", extra={"facts": {"id": stream.log_id}})
                 stream.fail(WicoreError("The output could not be turned into text; the server's log has it."))
             if stream.finished:
                 self._remove(stream)

@@ -18,6 +18,7 @@ from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import check_host
 from wicore_trt.errors import NotFoundError, UnavailableError, shown
 from wicore_trt.http.intake import MANY_ITEMS, Room
+from wicore_trt.metrics.machine import GpuUse
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -44,6 +45,8 @@ class Context:
     open: Counter[str] = field(default_factory=Counter)  # generations by tenant
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = field(default_factory=time.time)  # seconds since 1970
+    gpus: asyncio.Future[Sequence[GpuUse]] | None = None
+    """What was asked of the driver last."""
     _engine: TextEngine | None = None
 
     def __post_init__(self) -> None:

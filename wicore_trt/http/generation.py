@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Meter
 from wicore_trt.access.calls import Call
 from wicore_trt.core.text_engine import encode_request
-from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError
+from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
 
@@ -84,6 +84,7 @@ class Generation:
         self._meter.reserve(requests)
         self._n = requests[0].params.n
         for request in requests:
+            request = self._call.asks(engine.info.model_id, request)
             if count_first and request.prompt_token_ids is None:
                 limit = engine.info.max_context_tokens
                 ids = await engine.work(tenant, partial(encode_request, engine.tokenizer, request, limit))
@@ -111,10 +112,15 @@ class Generation:
                 if first and output.token_ids:
                     first = False
                     call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)
+                    if (parts := self._streams[number].parts) is not None:
+                        call.begun(*parts)
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason)
                     self._finish(output)
                 yield number * self._n + output.index, output
+        except WicoreError as error:
+            call.failed(error)
+            raise
         finally:
             call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
             call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))

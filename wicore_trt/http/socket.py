@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from wicore_trt.access.calls import Call, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, write_access_line
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
@@ -140,7 +140,9 @@ class Connection:
         self._open[frame_id] = task
 
     async def _generate(self, frame_id: str, body: ChatBody | CompletionBody, size: int) -> None:
-        call = Call.begin(f"STREAM {PATH}", self._call.who, self._call.call_id)
+        call = Call.begin(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
+        call.parent = self._call.parent
+        CURRENT.set(call)  # of this task
         call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
         status, context, tenant = CLIENT_GONE, self._context, call.who.tenant
         try:
@@ -152,7 +154,7 @@ class Connection:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
         except WicoreError as error:
             status = status_of(error)
-            call.facts["error"] = str(error)
+            call.failed(error)
             await self._fail(frame_id, error)
         except OSError:
             pass  # the connection is gone
@@ -162,7 +164,7 @@ class Connection:
             await self._fail(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
         finally:
             del self._open[frame_id]
-            write_access_line(call, str(status), logging.INFO)
+            write_access_line(call, str(status), generates=True)
 
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.serving()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.access import log as log_lines
+from wicore_trt.access import tracing
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
@@ -96,6 +97,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
 
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    tracing.configure()
     front = Front(control, tokenizer)
     try:
         code = run_server(settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch)
@@ -105,6 +107,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     except BaseException:
         log.exception("the front broke")
         code = 1
+    tracing.close()
     logging.shutdown()
     return code  # nothing that hangs holds up the end
 
