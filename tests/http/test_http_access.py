@@ -11,6 +11,8 @@ import pytest
 import trustme
 from starlette.routing import Route
 from web import GREEDY, error_of, executor_of, make_engine, serving, until
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from wicore_trt.access.listening import http_host
 from wicore_trt.config import ServerSettings
@@ -52,6 +54,28 @@ async def test_every_route_but_two_and_the_page_needs_a_key():
                     assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer", path
                     if method != "HEAD":
                         assert error_of(found)["type"] == "authentication_error"
+
+
+async def test_a_page_under_a_name_of_its_own_reaches_no_server_without_keys():
+    """DNS rebinding: a stranger's name leads here, and the browser takes the server for that page's own."""
+    strange, named = {"host": "evil.example.org:8000"}, {"host": "chat.example.org"}
+    async with serving(allowed_hosts=("chat.example.org",)) as running:
+        for path in ("/", "/health", "/v1/models", "/metrics"):
+            found = await running.client.get(path, headers=strange)
+            assert found.status_code == 403 and error_of(found)["type"] == "permission_error", path
+            assert (await running.client.get(path, headers=named)).status_code == 200, path
+            assert (await running.client.get(path)).status_code == 200, path
+        found = await running.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, headers=strange)
+        assert found.status_code == 403 and not executor_of(running.engine).steps
+        with pytest.raises(InvalidStatus) as caught:
+            host, port = running.address
+            async with connect("ws://evil.example.org/v1/stream", host=host, port=port):
+                pass
+        assert caught.value.response.status_code == 403
+        running.server.change(ServerSettings(allowed_hosts=("*",)))
+        assert (await running.client.get("/v1/models", headers=strange)).status_code == 200
+    async with serving(api_key=KEY) as running:
+        assert (await running.client.get("/v1/models", headers={**strange, **bearer(KEY)})).status_code == 200
 
 
 async def test_keys_come_in_two_headers():

@@ -103,10 +103,11 @@ async def test_draining_lets_streams_end_and_holds_for_the_next_front(tmp_path):
         assert (await server.end())[0] == 0
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["engine", "front", "template"])
 async def test_a_process_that_hangs_holds_up_nothing_else(tmp_path, name):
     """The supervisor answers, starts the others again, and ends what takes none of its messages any more."""
-    async with administered(tmp_path, fork_s=3) as (server, client):
+    async with administered(tmp_path, fork_s=5) as (server, client):
         [hangs] = server.alive(name)
         os.kill(hangs, signal.SIGSTOP)
         try:

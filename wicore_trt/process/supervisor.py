@@ -35,8 +35,8 @@ Told = Callable[[str, "str | None"], None]
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for the front
 to close after its grace time."""
-FORK_S = 120.0
-"""After which a template that has not made a front, though it was told to, counts as hung."""
+FORK_S = 30.0
+"""After which a template that has loaded and not made a front, though it was told to, counts as hung."""
 ANSWER_S = 3.0
 """How long the front may take to tell its metrics."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
@@ -78,7 +78,8 @@ class Supervisor:
         self._parts = parts or Parts()
         self._announce, self._bound = announce, bound
         self._engine, self._front, self._template = _Place(), _Place(), _Place()
-        self._was_bound = self._announced = self._engine_ready = self._stopping = False
+        self._was_bound = self._announced = self._stopping = False
+        self._engine_ready = self._template_ready = False
         self._refusing = False
         self._idle = asyncio.Event()  # the front refuses generations and has none
         self._asked: dict[int, asyncio.Future[str]] = {}  # metrics, by call
@@ -130,6 +131,7 @@ class Supervisor:
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
     def _start_template(self) -> None:
+        self._template_ready = False
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
@@ -144,14 +146,23 @@ class Supervisor:
         self._front.put(fork, self._heard_front, self._front_ended)
         template.control.send("fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context)
         fork.theirs.close()
-        asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, fork)
+        self._watch_fork()
         self._idle.clear()
         if self._refusing:
             fork.control.send("refuse")
         self._join()
 
-    def _end_hung_template(self, fork: Fork) -> None:
-        if fork is self._front.process and fork.pid is None and self._template.process is not None:
+    def _watch_fork(self) -> None:
+        if self._template_ready:
+            asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, self._front.process)
+
+    def _end_hung_template(self, fork: Child | Fork | None) -> None:
+        if (
+            isinstance(fork, Fork)
+            and fork is self._front.process
+            and fork.pid is None
+            and self._template.process is not None
+        ):
             log.error("the template of fronts hangs; it is ended")
             self._template.process.kill()
 
@@ -178,6 +189,9 @@ class Supervisor:
     def _heard_template(self, message: dict[str, Any]) -> None:
         front = self._front.process
         match message["kind"]:
+            case "ready":
+                self._template_ready = True
+                self._watch_fork()
             case "forked" if isinstance(front, Fork):
                 front.pid = message["pid"]
             case "exited" if isinstance(front, Fork) and front.pid == message["pid"]:
@@ -259,6 +273,8 @@ class Supervisor:
         told: dict[str, Any] = {"changed": (), "restart": (), "error": None}
         try:
             change = checked(self._given, self._reread)
+            if self._admin is not None:
+                self._admin.change(change.loaded.settings.server)
         except WicoreError as error:
             told["error"] = str(error)
             log.error("the settings stay as they are: %s", error)
@@ -272,8 +288,6 @@ class Supervisor:
             set_level(level)
             if change.restart:
                 log.warning("these settings need a restart: %s", ", ".join(change.restart))
-            if self._admin is not None:
-                self._admin.change(change.loaded.settings.server)
             if self._engine.process is not None:
                 self._engine.process.control.send("level", level=level)
             if self._front.process is not None:

@@ -64,6 +64,7 @@ def main(fd: int) -> int:
         tokenizer = error
     gc.collect()
     gc.freeze()
+    control.send("ready")
     poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
     poll.register(control.fileno(), select.POLLIN)
     while True:
