@@ -34,7 +34,7 @@ async def administered(tmp_path, *, verify=True, **options) -> AsyncIterator[tup
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while not await condition():
             await asyncio.sleep(0.02)
 
