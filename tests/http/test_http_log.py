@@ -9,7 +9,7 @@ import secrets
 import grpc
 import httpx
 from process.test_supervisor import supervised
-from serve.serving import request
+from serve.serving import failure, request
 from web import GREEDY, expected
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -75,7 +75,7 @@ async def test_lines_have_ids_and_nothing_that_was_said(tmp_path):
     assert ids["web-99"]["code"] == "503" and "device lost" in ids["web-99"]["error"]
     assert ids["rpc-1"]["code"] == "OK" and ids["rpc-2"]["code"] == "INVALID_ARGUMENT"
     refused = [line for line in lines if line["message"].startswith("refused")]
-    assert refused and all(line["id"] for line in refused)
+    assert len(refused) == 2 and "rpc-3" in {line["id"] for line in refused}
 
 
 async def grpc_address(client: httpx.AsyncClient, server) -> str:
@@ -89,11 +89,12 @@ async def grpc_address(client: httpx.AsyncClient, server) -> str:
 
 async def over_grpc(channel: grpc.aio.Channel, key: str, said: str) -> None:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    for number, message in enumerate((request(said, 5), pb2.GenerateRequest(text=said, request_id=said + "\n")), 1):
-        call = stub.Generate(message, metadata=[("x-api-key", key), ("x-request-id", f"rpc-{number}")])
-        assert ("x-request-id", f"rpc-{number}") in tuple(await call.initial_metadata())
-        try:
+    good, bad = request(said, 5), pb2.GenerateRequest(text=said, request_id=said + "\n")
+    for number, (message, shown) in enumerate(((good, key), (bad, key), (good, said)), 1):
+        call = stub.Generate(message, metadata=[("x-api-key", shown), ("x-request-id", f"rpc-{number}")])
+        if number == 1:
+            assert ("x-request-id", "rpc-1") in tuple(await call.initial_metadata())
             async for _ in call:
                 pass
-        except grpc.aio.AioRpcError:
-            assert number == 2
+        else:
+            assert (await failure(call))[2]["RequestInfo"].request_id == f"rpc-{number}"

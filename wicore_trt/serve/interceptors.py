@@ -65,9 +65,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         health = details.method.startswith(HEALTH_PREFIX)
-        who = Identity() if health else self._keys.find(offered_key(partial(metadata_value, details)))
+        header, method = partial(metadata_value, details), details.method.rpartition("/")[2]
+        who = Identity() if health else self._keys.find(offered_key(header))
         if who is None:
-            return grpc.stream_stream_rpc_method_handler(self._refuse)
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, Call.begin(method, Identity(), header)))
         handler = await continuation(details)
         if handler is None:
             return None
@@ -75,10 +76,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return self._health(handler)
         if not details.method.startswith(OWN_PREFIX):
             return self._foreign(handler, who)
-        method = details.method.rpartition("/")[2]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            call = Call.begin(method, who, partial(metadata_value, details))
+            call = Call.begin(method, who, header)
             try:
                 await guarded(call, lambda: self._answer(call, handler, context), context)
             finally:
@@ -127,13 +127,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    async def _refuse(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
+        CURRENT.set(call)
+        await context.send_initial_metadata(((REQUEST_ID_HEADER, call.call_id),))
         self._refused("refused a call without a valid API key", peer=context.peer())
         self._counts.refused["grpc"] += 1
         error = AuthenticationError(
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
-        await abort(context, error, uuid.uuid4().hex)
+        await abort(context, error, call.call_id)
 
 
 async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
