@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -155,3 +156,17 @@ def test_nothing_is_loaded_when_traces_are_off(env):
     code += "assert not tracing.on() and not any(m.startswith('opentelemetry') for m in sys.modules)"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     subprocess.run([sys.executable, "-c", code], env=clean | env, check=True, timeout=60)
+
+
+async def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch, tmp_path):
+    """Or the supervisor would have to kill the front, and say so."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")
+        async with supervised(tmp_path, chat=True, server={"http_port": 0}) as server:
+            url = await server.line("bound")
+            await server.line("ready on")
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).is_success
+            server.process.terminate()
+            assert (await server.end())[0] == 0
