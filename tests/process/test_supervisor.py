@@ -29,6 +29,13 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
 
 
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Server:
     """A supervised server and a client of it."""
 
@@ -63,7 +70,7 @@ class Server:
     def alive(self, name: str) -> list[int]:
         """Processes of this name that run."""
         found = [int(path.name.rpartition("-")[2]) for path in self._pids.glob(f"{name}-*")]
-        return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [pid for pid in found if runs(pid)]
 
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
