@@ -42,6 +42,15 @@ def command(
     ] = None,
     http_host: Annotated[str | None, _NETWORK(show_default="--host", help="Address to listen on for HTTP.")] = None,
     cors_origins: Annotated[str | None, _NETWORK(help="Origins of web pages that may call, comma-separated.")] = None,
+    allowed_hosts: Annotated[
+        str | None, _NETWORK(help="Names by which a server without keys may be called, comma-separated.")
+    ] = None,
+    admin_port: Annotated[
+        str | None, _NETWORK(show_default="none", help="Port of the operator's calls; 0 takes a free one.")
+    ] = None,
+    admin_host: Annotated[
+        str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on for these.")
+    ] = None,
     api_key: Annotated[
         str | None, _NETWORK(help="Key that calls must present; better set WICORE_SERVER__API_KEY.")
     ] = None,
@@ -100,6 +109,9 @@ def command(
         "server.http_port": Flag("--http-port", http_port),
         "server.http_host": Flag("--http-host", http_host),
         "server.cors_origins": Flag("--cors-origins", cors_origins),
+        "server.allowed_hosts": Flag("--allowed-hosts", allowed_hosts),
+        "server.admin_port": Flag("--admin-port", admin_port),
+        "server.admin_host": Flag("--admin-host", admin_host),
         "server.api_key": Flag("--api-key", api_key),
         "server.keys_file": Flag("--keys-file", keys_file),
         "server.tls_cert": Flag("--tls-cert", tls_cert),
@@ -132,7 +144,7 @@ def command(
 
         fix = f"Build it: wicore build --recipe {quoted(recipe)}"
         raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
-    return serve(loaded.settings, lambda: resolve_settings(recipe, overrides).settings)
+    return serve(loaded, lambda: resolve_settings(recipe, overrides))
 
 
 def _names_recipe(text: str) -> bool:
@@ -140,8 +152,9 @@ def _names_recipe(text: str) -> bool:
     return not Path(text).is_dir() and (Path(text).suffix in (".yaml", ".yml") or Path(text).name == text)
 
 
-def serve(settings: Any, reread: Any = None) -> int:
-    """Run the server with these Settings, which `reread` reads again; returns the exit code."""
+def serve(loaded: Any, reread: Any) -> int:
+    """Run the server with these LoadedSettings, which `reread` reads again; returns the exit code."""
+    settings = loaded.settings
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log
@@ -168,4 +181,4 @@ def serve(settings: Any, reread: Any = None) -> int:
     def announce(address: str, url: str | None) -> None:
         print(f"ready on {address}\nHTTP on {url or 'no port'}", flush=True)
 
-    return Supervisor(settings, max_context=max_context, announce=announce, reread=reread).run()
+    return Supervisor(loaded, max_context=max_context, announce=announce, reread=reread).run()

@@ -158,6 +158,13 @@ class ServerSettings:
     cors_origins: Names = ()
     """Origins of web pages that may call this server from a browser, such as https://chat.example.org; * is any.
     Default: none but its own."""
+    allowed_hosts: Names = ()
+    """Names by which browsers and others may call a server that this machine alone reaches and that has no keys, beside
+    localhost and addresses; * is any. A page of another site could otherwise reach it under a name of its own."""
+    admin_port: PortOrNone = None
+    """Port of the operator's calls: /reload, /drain, /config, /metrics, /health; 0 takes a free one. Default: none."""
+    admin_host: str = "127.0.0.1"
+    """Address to listen on for the operator's calls."""
     sse_keep_alive_s: Annotated[float, Field(gt=0)] = 15.0
     """Seconds without output after which an HTTP stream gets a comment, so that nobody on the way takes it for dead."""
     requests_per_minute: Positive | None = None

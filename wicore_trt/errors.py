@@ -17,13 +17,15 @@ wrong, and `fix`, when given, says what to do about it.
     ├── ConfigError                 3    INVALID_ARGUMENT     recipe, environment variable or flag
     ├── EnvironmentUnfitError       4    FAILED_PRECONDITION  missing extra, no GPU, used port
     ├── EngineFormatError           4    FAILED_PRECONDITION  corrupted, foreign or newer engine
-    └── EngineDeadError             1    INTERNAL             the step loop ended
+    └── EngineDeadError             1    UNAVAILABLE          the step loop ended; the next engine may answer
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+UNAVAILABLE_RETRY_S = 1.0
+"""After which a client may ask again whom the server could not serve for now."""
 MAX_SHOWN = 80  # characters of a value in a message
 _EXTRAS = {
     "torch": "torch",
@@ -34,6 +36,7 @@ _EXTRAS = {
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
     "prometheus_client": "serve",
+    "opentelemetry": "otel",
 }
 """Module to the extra of this package that brings it."""
 
@@ -142,6 +145,8 @@ class EngineFormatError(WicoreError):
 
 class EngineDeadError(WicoreError):
     """The step loop ended on an unexpected error; every waiter is told with this."""
+
+    grpc_code = "UNAVAILABLE"
 
 
 class UnwrittenPageError(WicoreError):

@@ -239,7 +239,7 @@ class GenerateRequest:
 
     `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
     is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
-    requests share pages only when their tenants and their salts are equal.
+    requests share pages only when their tenants and their salts are equal. `log_id`: what lines of the log name it by.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy
     among the token ids become plain ones.
@@ -253,6 +253,7 @@ class GenerateRequest:
     tenant: str = ""
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
+    log_id: str = ""
 
     def __post_init__(self) -> None:
         _check_request(self)
@@ -268,7 +269,8 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
     `error` is set with FinishReason.ERROR. `prompt_logprobs`, where they were asked for, come before the first token,
     one for each token of the prompt, in parts; the first one, which nothing comes before, is 0 and has no
-    alternatives. It may cross to another process, so it is a msgspec.Struct.
+    alternatives. `prefill_s`, with a sequence's first tokens: seconds since the beginning of
+    the first step that computed for it. It may cross to another process, so it is a msgspec.Struct.
     """
 
     request_id: str
@@ -280,6 +282,7 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     usage: Usage | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +381,7 @@ class TextRequest:
     cache: CacheHints = CacheHints()
     add_bos: bool = True
     functions: tuple[Mapping[str, Any], ...] = ()
+    log_id: str = ""
 
     def __post_init__(self) -> None:
         _check_request(self)

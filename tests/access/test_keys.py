@@ -49,6 +49,10 @@ def test_without_keys_everybody_is_the_one_trusted_user():
         (f"alice:{ALICE} trailing", "line 1: a key has"),
         (f"alice:{ALICE}:root", "line 1: behind a key"),
         (f"alice:{ALICE}:", "line 1: behind a key"),
+        (f"alice:{ALICE}:requests=0", "line 1: behind a key"),
+        (f"alice:{ALICE}:tokens=1e9", "line 1: behind a key"),
+        (f"alice:{ALICE}:tokens=1:tokens=2", "line 1: behind a key"),
+        (f"alice:{ALICE}:operator:operator", "line 1: behind a key"),
         (f"alice:{ALICE}\nbob:{ALICE}", "line 2: the key is there already"),
     ],
 )

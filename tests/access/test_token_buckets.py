@@ -7,9 +7,12 @@ import random
 import pytest
 
 from wicore_trt.access.admission import Meter
+from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.access.rates import Rates
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.types import SamplingParams, TextOutput, TextRequest, Usage
+
+A, B = Identity("a"), Identity("b")
 
 
 class Clock:
@@ -20,9 +23,9 @@ class Clock:
         return self.now
 
 
-def refused(rates: Rates, tenant: str, tokens: int = 0, requests: int = 1) -> float:
+def refused(rates: Rates, who: Identity, tokens: int = 0, requests: int = 1) -> float:
     with pytest.raises(RateLimitError) as caught:
-        rates.take(tenant, tokens, requests)
+        rates.take(who, tokens, requests)
     return caught.value.retry_after_s
 
 
@@ -30,55 +33,55 @@ def test_requests_of_a_minute():
     clock = Clock()
     rates = Rates(requests_per_minute=60, clock=clock)
     for _ in range(60):
-        rates.take("a", 10**9)
-    assert refused(rates, "a") == pytest.approx(1.0) and issubclass(RateLimitError, QueueFullError)
-    rates.take("b", 0)
+        rates.take(A, 10**9)
+    assert refused(rates, A) == pytest.approx(1.0) and issubclass(RateLimitError, QueueFullError)
+    rates.take(B, 0)
     clock.now += 0.999
-    assert refused(rates, "a") == pytest.approx(0.001)
+    assert refused(rates, A) == pytest.approx(0.001)
     clock.now += 0.001
-    rates.take("a", 0)
-    assert rates.allowances("a")["requests"].remaining == 0 and rates.allowances("b")["requests"].remaining == 60
+    rates.take(A, 0)
+    assert rates.allowances(A)["requests"].remaining == 0 and rates.allowances(B)["requests"].remaining == 60
     clock.now += 10**6
-    assert rates.allowances("a")["requests"].remaining == 60, "a bucket holds a minute's worth"
+    assert rates.allowances(A)["requests"].remaining == 60, "a bucket holds a minute's worth"
 
 
 def test_tokens_are_given_back_and_taken_later():
     clock = Clock()
     rates = Rates(tokens_per_minute=600, clock=clock)
-    grant = rates.take("a", 500)
-    assert refused(rates, "a", 200) == pytest.approx(10.0)
+    grant = rates.take(A, 500)
+    assert refused(rates, A, 200) == pytest.approx(10.0)
     grant.settle(100)
     grant.settle(100)
-    assert rates.allowances("a")["tokens"].remaining == 500
-    rates.take("a", 500).settle(1100)
-    allowance = rates.allowances("a")["tokens"]
+    assert rates.allowances(A)["tokens"].remaining == 500
+    rates.take(A, 500).settle(1100)
+    allowance = rates.allowances(A)["tokens"]
     assert allowance.remaining == 0 and allowance.reset_s == pytest.approx(120.0), "600 of debt, then 600"
-    assert refused(rates, "a", 1) == pytest.approx(60.1)
+    assert refused(rates, A, 1) == pytest.approx(60.1)
 
 
 def test_what_is_larger_than_the_bucket_takes_all_of_it():
     clock = Clock()
     rates = Rates(requests_per_minute=3, tokens_per_minute=100, clock=clock)
-    rates.take("a", 10_000, 50).settle(100)
-    assert refused(rates, "a", 1) == pytest.approx(20.0)
+    rates.take(A, 10_000, 50).settle(100)
+    assert refused(rates, A, 1) == pytest.approx(20.0)
     clock.now += 60
-    rates.take("a", 10_000, 50)
+    rates.take(A, 10_000, 50)
 
 
 def test_a_refusal_takes_nothing():
     rates = Rates(requests_per_minute=10, tokens_per_minute=100, clock=Clock())
-    rates.take("a", 90)
+    rates.take(A, 90)
     for _ in range(20):
-        refused(rates, "a", 50)
-    assert rates.allowances("a")["requests"].remaining == 9
-    rates.take("a", 10)
+        refused(rates, A, 50)
+    assert rates.allowances(A)["requests"].remaining == 9
+    rates.take(A, 10)
 
 
 def test_no_limits_are_none():
     rates = Rates()
     for _ in range(1000):
-        rates.take("a", 10**9).settle(10**9)
-    assert not rates.allowances("a")
+        rates.take(A, 10**9).settle(10**9)
+    assert not rates.allowances(A)
 
 
 def test_no_span_gives_more_than_the_rate_and_one_bucket():
@@ -93,7 +96,7 @@ def test_no_span_gives_more_than_the_rate_and_one_bucket():
             continue
         reserved = rng.randrange(1, 200)
         try:
-            grant = rates.take("a", reserved)
+            grant = rates.take(A, reserved)
         except RateLimitError:
             continue
         used = rng.randrange(0, reserved + 1)
@@ -119,9 +122,9 @@ def test_a_meter_settles_what_was_used():
     rates = Rates(tokens_per_minute=1000, clock=Clock())
 
     def left() -> int:
-        return rates.allowances("a")["tokens"].remaining
+        return rates.allowances(A)["tokens"].remaining
 
-    meter = Meter(rates, "a")
+    meter = Meter(rates, A)
     meter.reserve([text_request(max_tokens=100, n=2)])
     assert left() == 1000 - 240
     meter.begin()
@@ -129,13 +132,31 @@ def test_a_meter_settles_what_was_used():
     meter.count(output(3, Usage(41, 10)))
     meter.settle()
     assert left() == 1000 - 41 - 10
-    refused_later = Meter(rates, "a")
+    refused_later = Meter(rates, A)
     refused_later.reserve([text_request(max_tokens=100)])
     refused_later.settle()
     assert left() == 1000 - 51, "the engine refused it"
-    left_early = Meter(rates, "a")
+    left_early = Meter(rates, A)
     left_early.reserve([text_request()])
     assert left() == 1000 - 51 - 40 - 256
     left_early.begin()
     left_early.settle()
     assert left() == 1000 - 51 - 40, "its prompt was computed"
+
+
+def test_a_key_has_its_own_rates_in_place_of_its_tenants(tmp_path):
+    file, keys = tmp_path / "keys", [c * 16 for c in "xyz"]
+    file.touch(0o600)
+    file.write_text(f"a:{keys[0]}\na:{keys[1]}:requests=2\na:{keys[2]}:tokens=50:requests=100:operator\n")
+    plain, few, tokens = (KeyRing.load(None, str(file)).find(key) for key in keys)
+    rates = Rates(requests_per_minute=3, clock=Clock())
+    for who, count in ((few, 2), (plain, 3), (tokens, 5)):
+        for _ in range(count):
+            rates.take(who, 10)
+    assert refused(rates, few) == pytest.approx(30.0) and refused(rates, plain) == pytest.approx(20.0)
+    assert refused(rates, tokens, 1) == pytest.approx(60 / 50) and tokens.operator
+    file.write_text(f"a:{keys[1]}:requests=4\na:{keys[2]}\n")
+    few, tokens = (KeyRing.load(None, str(file)).find(key) for key in keys[1:])
+    assert rates.allowances(few)["requests"].limit == 4
+    assert refused(rates, few) == pytest.approx(15.0), "what was taken before the change counts"
+    assert refused(rates, tokens) == pytest.approx(20.0), "it counts with its tenant now"

@@ -224,6 +224,26 @@ def test_deadline_cancel_and_bad_logits_end_with_their_reasons():
     assert not core.has_work and core.abort("gone") == []
 
 
+def test_the_first_tokens_tell_how_long_they_were_computed_for():
+    """From the first chunk of a prompt, and not while another request has the only place."""
+    now = [0.0]
+    core = make_core(max_sequences=1, max_batch_tokens=4, clock=lambda: now[0])
+    execute = core.executor.execute
+
+    def a_second(batch):
+        now[0] += 1.0
+        return execute(batch)
+
+    core.executor.execute = a_second
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    core.add(request("chunks", list(range(2, 14)), params))
+    core.add(request("waits", [20, 21], params))
+    outputs = [o for _ in range(100) if core.has_work for o in core.step()]
+    told = {(o.request_id, o.prefill_s) for o in outputs if o.prefill_s is not None}
+    assert told == {("chunks", 3.0), ("waits", 1.0)} and len(outputs) == 10
+    assert all((o.prefill_s is not None) == (o.usage.completion_tokens == 1) for o in outputs)
+
+
 def test_eos_ends_a_sequence():
     rng = random.Random(0)
     prompt = next(

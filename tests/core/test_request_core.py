@@ -107,6 +107,18 @@ def test_sequences_run_and_end_and_others_wait() -> None:
     assert stats.requests_finished == {"length": 4} and core.load() == (Counter(), Counter())
 
 
+def test_the_first_tokens_tell_how_long_the_engine_had_the_sequence() -> None:
+    now = [0.0]
+    core = make(FakeEngine(max_sequences=1), clock=lambda: now[0])
+    core.add(ask("a"))
+    core.add(ask("b"))
+    told = []
+    while core.has_work:
+        now[0] += 1.0
+        told += [(o.request_id, o.prefill_s) for o in core.step()]
+    assert told == [("a", 0.0), *[("a", None)] * 3, ("b", 0.0), *[("b", None)] * 3]
+
+
 def test_what_can_never_run_is_refused() -> None:
     core = make()
     for request, field in (

@@ -11,6 +11,8 @@ import pytest
 import trustme
 from starlette.routing import Route
 from web import GREEDY, error_of, executor_of, make_engine, serving, until
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from wicore_trt.access.listening import http_host
 from wicore_trt.config import ServerSettings
@@ -54,6 +56,28 @@ async def test_every_route_but_two_and_the_page_needs_a_key():
                         assert error_of(found)["type"] == "authentication_error"
 
 
+async def test_a_page_under_a_name_of_its_own_reaches_no_server_without_keys():
+    """DNS rebinding: a stranger's name leads here, and the browser takes the server for that page's own."""
+    strange, named = {"host": "evil.example.org:8000"}, {"host": "chat.example.org"}
+    async with serving(allowed_hosts=("chat.example.org",)) as running:
+        for path in ("/", "/health", "/v1/models", "/metrics"):
+            found = await running.client.get(path, headers=strange)
+            assert found.status_code == 403 and error_of(found)["type"] == "permission_error", path
+            assert (await running.client.get(path, headers=named)).status_code == 200, path
+            assert (await running.client.get(path)).status_code == 200, path
+        found = await running.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, headers=strange)
+        assert found.status_code == 403 and not executor_of(running.engine).steps
+        with pytest.raises(InvalidStatus) as caught:
+            host, port = running.address
+            async with connect("ws://evil.example.org/v1/stream", host=host, port=port):
+                pass
+        assert caught.value.response.status_code == 403
+        running.server.change(ServerSettings(allowed_hosts=("*",)))
+        assert (await running.client.get("/v1/models", headers=strange)).status_code == 200
+    async with serving(api_key=KEY) as running:
+        assert (await running.client.get("/v1/models", headers={**strange, **bearer(KEY)})).status_code == 200
+
+
 async def test_keys_come_in_two_headers():
     async with serving(api_key=KEY) as running:
         for headers in (bearer(KEY), {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
@@ -72,7 +96,7 @@ async def test_keys_come_in_two_headers():
 async def test_nothing_of_a_body_is_read_without_a_key():
     async with serving(api_key=KEY) as running:
         reader, writer = await asyncio.open_connection(*running.address)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"  # noqa: E501
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"  # noqa: E501
         writer.write(head.encode())
         answer = await reader.read()
         assert b" 401 " in answer.splitlines()[0] and b"connection: close" in answer.lower(), "and then it is closed"
@@ -122,7 +146,8 @@ async def test_an_engine_that_broke_is_told():
     async with serving() as running:
         executor_of(running.engine).fail_at = 0
         found = await running.completion()
-        assert found.status_code == 500 and error_of(found)["type"] == "server_error"
+        assert found.status_code == 503 and error_of(found)["type"] == "unavailable_error"
+        assert found.headers["retry-after"] == "1"
         assert (await running.client.get("/ready")).status_code == 503
 
 
@@ -141,7 +166,7 @@ async def test_stopping_lets_streams_end_and_cuts_those_that_do_not(caplog):
         await running.server.stop(0.05)
         with pytest.raises(httpx.HTTPError):
             await cut
-        assert not running.server.context.open and not running.server._state.tasks
+        assert not running.server.context.open and not running.server._listener._state.tasks
     assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
 
 

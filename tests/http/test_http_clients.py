@@ -17,7 +17,7 @@ from wicore_trt.http.protocol import MAX_HEAD, MAX_HEADERS
 
 
 def head_of(path: str = "/v1/completions", length: int | None = None, *extra: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *extra]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *extra]
     lines += [] if length is None else [f"content-length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -158,7 +158,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event():
         assert found.status_code == 200 and "[DONE]" not in found.text
         last = found.text.rstrip().rpartition("\n\n")[2].split("\n")
         assert last[0] == "event: error"
-        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "unavailable_error"
 
 
 async def test_a_request_that_is_aborted_elsewhere_is_an_error():
@@ -243,13 +243,13 @@ async def test_a_body_has_its_room_until_it_is_answered():
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
-        (b"GET /" + b"x" * (2 * MAX_HEAD) + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
+        (b"GET /" + b"x" * (2 * MAX_HEAD) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nx: " + b"y" * (MAX_HEAD + 1) + b"\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\nx: " + b"y" * (8 * MAX_HEAD), 431),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 TLS to a port without", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 400),
         (b"POST /tokenize HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"GET \x00\xff HTTP/1.1\r\n\r\n", 400),
     ],
@@ -294,20 +294,20 @@ async def test_connections_have_an_end(monkeypatch):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
     async with serving() as running:
         sockets = [await asyncio.open_connection(*running.address) for _ in range(12)]
-        await until(lambda: len(running.server._state.connections) <= 4)
+        await until(lambda: len(running.server._listener._state.connections) <= 4)
         for _, writer in sockets:
             writer.transport.abort()
-        await until(lambda: not running.server._state.connections)
+        await until(lambda: not running.server._listener._state.connections)
         assert (await running.client.get("/health")).status_code == 200
 
 
 async def test_requests_in_a_row_and_in_a_pipe():
     async with serving() as running, connection(running) as (reader, writer):
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 10)
         answer = b""
         while answer.count(b'{"status":"ok"}') < 10:
             answer += await reader.read(65536)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000)
         with suppress(ConnectionError):
             while await reader.read(65536):
                 pass

@@ -245,7 +245,7 @@ async def test_every_error_has_a_status():
         InvalidRequestError("x", field="f"): 400, AuthenticationError("x"): 401, NotFoundError("x"): 404,
         QueueFullError("x"): 429, RateLimitError("x"): 429, RequestCancelledError("x"): 499, WicoreError("x"): 500,
         CheckpointError("x"): 500, EngineFormatError("x"): 500, EnvironmentUnfitError("x"): 500,
-        EngineDeadError("x"): 500, UnavailableError("x"): 503, DeadlineError("x"): 504, ConfigError("x"): 400,
+        EngineDeadError("x"): 503, UnavailableError("x"): 503, DeadlineError("x"): 504, ConfigError("x"): 400,
     }  # fmt: skip
     assert {error: status_of(error) for error in expected} == expected
     assert error_object(RateLimitError("x"))["error"]["code"] == "rate_limit"

@@ -45,6 +45,13 @@ async def test_a_scrape_tells_what_happened():
         assert value(got, "wicore_http_requests_total", method="GET", path="other", status="404") == 1
         assert value(got, "wicore_time_to_first_token_seconds_count") == 3
         assert value(got, "wicore_inter_token_latency_seconds_count") == 12
+        parts = {}
+        for part in ("request_queue", "request_prefill", "request_decode", "request", "time_to_first_token"):
+            assert value(got, f"wicore_{part}_seconds_count") == 3
+            parts[part] = value(got, f"wicore_{part}_seconds_sum")
+        first = parts["request_queue"] + parts["request_prefill"]
+        assert first == pytest.approx(parts["time_to_first_token"])
+        assert first + parts["request_decode"] == pytest.approx(parts["request"]), "the last output ends it"
         assert value(got, "wicore_request_seconds_count") == 3
         assert value(got, "wicore_request_prompt_tokens_bucket", le="10.0") == 3
         assert value(got, "wicore_request_prompt_tokens_bucket", le="5.0") == 0
@@ -63,6 +70,19 @@ async def test_routers_find_the_names_of_vllm():
         assert value(got, "vllm:request_success_total", finished_reason="length", **name) == 1
         assert value(got, "vllm:time_to_first_token_seconds_count", **name) == 1
         assert 0 <= value(got, "vllm:kv_cache_usage_perc", **name) <= 1
+
+
+async def test_what_waits_for_a_place_is_queued_and_not_prefilled():
+    engine = make_engine(max_sequences=1, step_s=0.02)
+    async with serving(engine) as running:
+        asked = [asyncio.ensure_future(running.completion(max_tokens=10)) for _ in range(2)]
+        assert {found.status_code for found in await asyncio.gather(*asked)} == {200}
+        got = await scraped(running)
+        assert value(got, "wicore_request_queue_seconds_sum") > 10 * 0.02, "the second one waits for all of the first"
+        assert value(got, "wicore_request_prefill_seconds_sum") >= 2 * 0.02
+        assert value(got, "wicore_request_decode_seconds_sum") >= 2 * 9 * 0.02
+        name = {"model_name": running.engine.info.model_id}
+        assert value(got, "vllm:request_queue_time_seconds_count", **name) == 2
 
 
 async def test_openmetrics_for_who_accepts_it():

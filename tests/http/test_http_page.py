@@ -54,7 +54,7 @@ async def test_other_paths_are_not_there(path):
     """Sent as they are: clients tidy paths up."""
     async with serving() as running:
         reader, writer = await asyncio.open_connection(*running.address)
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         answer = await reader.read()
         writer.close()
     assert answer.startswith(b"HTTP/1.1 404") and b"root:" not in answer, answer

@@ -8,7 +8,7 @@ from pathlib import Path
 from fakes import FAKE_INFO
 
 from wicore_trt.access.counts import CallCounts
-from wicore_trt.metrics.exposition import Snapshot, families
+from wicore_trt.metrics.exposition import Snapshot, families, supervised
 from wicore_trt.metrics.machine import GpuUse, ProcessUse
 from wicore_trt.types import EngineStats, KVStats, PoolStats, TierStats
 
@@ -33,7 +33,7 @@ def full() -> Snapshot:
 
 def table() -> str:
     rows = []
-    for family in families(full()):
+    for family in (*families(full()), *supervised({"front": (True, 0)})):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert family.samples, name
         labels = ", ".join(sorted({label for sample in family.samples for label in sample.labels} - {"le"}))

@@ -195,7 +195,7 @@ async def test_a_library_that_breaks_ends_every_stream_with_an_error(trtllm_engi
         library(running).broken = RuntimeError("CUDA error: an illegal memory access")
         for call in calls:
             code, words, _ = await failure(call)
-            assert code is grpc.StatusCode.INTERNAL and "CUDA error" in words
+            assert code is grpc.StatusCode.UNAVAILABLE and "CUDA error" in words
         assert running.engine.dead and not running.engine.ready
         library(running).stopped = True  # nobody asks a broken library to end
 
@@ -263,7 +263,7 @@ async def test_the_command_serves_and_drains(trtllm_built: Path) -> None:
 async def test_the_command_starts_the_engine_again_when_the_library_breaks(trtllm_built: Path) -> None:
     async with wicore_serve(trtllm_built, script={ENDLESS: [[300], "break"]}) as server:
         code, words, _ = await failure(server.stub.Generate(ask(first=ENDLESS)))
-        assert code is grpc.StatusCode.INTERNAL and "CUDA error" in words
+        assert code is grpc.StatusCode.UNAVAILABLE and "CUDA error" in words
         await server.until_status(health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.until_serving()
         assert (await answer(server, ask(5)))[1] == greedy(5)

@@ -20,10 +20,11 @@ from pathlib import Path
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
 from wicore_trt.access import log
-from wicore_trt.config import KVSettings, ServerSettings, Settings, resolve_settings
+from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.process import supervisor
 from wicore_trt.process.supervisor import Parts, Supervisor
 
 MAX_CONTEXT = 4096
@@ -47,8 +48,9 @@ def load_engine(settings: Settings):
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
+    pages = {GLOBAL: max(sequences * 40, 1200), LOCAL: max(sequences * 12, 400)}
     core = make_core(
-        pages={GLOBAL: sequences * 40, LOCAL: sequences * 12}, max_context=MAX_CONTEXT, max_sequences=sequences,
+        pages=pages, max_context=MAX_CONTEXT, max_sequences=sequences,
         kv=KVSettings(host_bytes=given["host_bytes"]) if "host_bytes" in given else None,
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
@@ -73,18 +75,20 @@ def main(given: dict) -> int:
     os.environ["WICORE_TEST_OPTIONS"] = json.dumps(given)
     if given.get("heir"):
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    log.configure(json_lines=given.get("json", False))
-    settings = Settings(
-        server=ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
-    )
+    logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
+    log.configure(json_lines=logs.json, level=logs.level.upper())
+    supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
+    server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
     recipe = given.get("recipe")
     overrides = {"server.grace_s": 5.0, "server.port": 0, "server.http_port": "none"}
     overrides |= {f"server.{key}": value for key, value in given.get("server", {}).items()}
 
-    def read() -> Settings:
-        return resolve_settings(recipe, overrides, {}).settings if recipe is not None else settings
+    def read() -> LoadedSettings:
+        if recipe is None:
+            return LoadedSettings(Settings(server=server, log=logs), {})
+        return resolve_settings(recipe, overrides, {})
 
     try:
         return Supervisor(

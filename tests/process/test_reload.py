@@ -17,7 +17,7 @@ import trustme
 from cryptography import x509
 from process.test_supervisor import HERE, serving, supervised
 
-from wicore_trt.config import ServerSettings, Settings
+from wicore_trt.config import LoadedSettings, ServerSettings, Settings
 from wicore_trt.errors import ConfigError
 from wicore_trt.process.reload import checked
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -159,10 +159,14 @@ def test_a_terminal_that_closes_ends_the_server(tmp_path):
 def test_what_would_open_the_server_is_refused(tmp_path):
     keys = tmp_path / "keys"
     write_keys(keys, ALICE)
-    running = Settings(server=ServerSettings(keys_file=str(keys)))
+
+    def loaded(**server) -> LoadedSettings:
+        return LoadedSettings(Settings(server=ServerSettings(**server)), {})
+
+    running = loaded(keys_file=str(keys))
     with pytest.raises(ConfigError, match="not opened to everybody"):
-        checked(running, Settings)
+        checked(running, loaded)
     with pytest.raises(ConfigError, match="TLS cannot be switched"):
-        checked(running, lambda: Settings(server=ServerSettings(tls_cert="x", tls_key="y", keys_file=str(keys))))
-    change = checked(running, lambda: Settings(server=ServerSettings(keys_file=str(keys), host="127.0.0.2")))
-    assert (change.changed, change.restart, change.settings) == ((), ("server.host",), running)
+        checked(running, lambda: loaded(tls_cert="x", tls_key="y", keys_file=str(keys)))
+    change = checked(running, lambda: loaded(keys_file=str(keys), host="127.0.0.2"))
+    assert (change.changed, change.restart, change.loaded) == ((), ("server.host",), running)

@@ -19,7 +19,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serve.serving import expected, request
+from serve.serving import expected, failure, request
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -27,6 +27,13 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 HERE = Path(__file__).parent
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Server:
@@ -63,7 +70,7 @@ class Server:
     def alive(self, name: str) -> list[int]:
         """Processes of this name that run."""
         found = [int(path.name.rpartition("-")[2]) for path in self._pids.glob(f"{name}-*")]
-        return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [pid for pid in found if runs(pid)]
 
     async def all_gone(self) -> None:
         async with asyncio.timeout(30):
@@ -323,3 +330,21 @@ async def test_the_first_process_of_a_container_buries_its_fronts(tmp_path):
             while psutil.pid_exists(front):
                 await asyncio.sleep(0.02)
         await server.until_serving()
+
+
+async def test_a_call_whose_engine_ends_before_it_answers_is_unavailable(tmp_path):
+    """With the time after which to ask again."""
+    async with supervised(tmp_path, step_s=0.02, max_sequences=1) as server:
+        await serving(server)
+        async with server.stub() as stub:
+            begun = stub.Generate(request("begun", 3000))
+            await anext(aiter(begun))
+            waiting = stub.Generate(request("waiting", 10))
+            async with asyncio.timeout(60):
+                while (await stub.GetStats(pb2.GetStatsRequest())).requests_waiting != 1:
+                    await asyncio.sleep(0.01)
+            os.kill(server.alive("engine")[0], signal.SIGKILL)
+            code, text, details = await failure(waiting)
+            assert code is grpc.StatusCode.UNAVAILABLE and "The engine stopped" in text
+            assert details["RetryInfo"].retry_delay.seconds == 1
+            assert (await failure(begun))[0] is grpc.StatusCode.UNAVAILABLE

@@ -166,12 +166,12 @@ async def test_a_full_queue_says_when_to_come_back():
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def test_an_engine_that_breaks_ends_its_streams_with_internal():
+async def test_an_engine_that_breaks_makes_its_streams_unavailable():
     engine = make_engine(step_s=0.001)
     engine.engine._loop._core.executor.fail_at = 5
     async with serving(engine) as running:
         code, message, details = await failure(running.stub.Generate(request(max_tokens=50)))
-        assert code is grpc.StatusCode.INTERNAL and "Traceback" not in message
+        assert code is grpc.StatusCode.UNAVAILABLE and "Traceback" not in message
         assert details["ErrorInfo"].reason == "ENGINE_DEAD"
 
 
@@ -192,6 +192,8 @@ async def test_one_access_line_per_request(caplog):
         await failure(running.stub.Generate(request("", request_id="r2")))
     lines = [r for r in caplog.records if r.name == "wicore_trt.access"]
     good, bad = (r.facts for r in lines)
-    assert (good["id"], good["code"], good["prompt"], good["tokens"], good["finish"]) == ("r1", "OK", 3, 5, "length")
+    told = [good[name] for name in ("request", "code", "prompt", "tokens", "finish")]
+    assert told == ["r1", "OK", 3, 5, "length"]
     assert good["total_ms"] >= good["ttft_ms"] > 0
-    assert (bad["id"], bad["code"]) == ("r2", "INVALID_ARGUMENT") and "empty" in bad["error"]
+    assert (bad["request"], bad["code"]) == ("r2", "INVALID_ARGUMENT")
+    assert (bad["error"], bad["field"]) == ("InvalidRequestError", "text"), "and nothing of what was asked"

@@ -88,7 +88,7 @@ async def test_an_engine_that_breaks_ends_the_process_so_that_it_is_restarted():
     async with process(step_s=0.001, fail_at=4) as server:
         await server.until_serving()
         code, _, _ = await failure(server.stub.Generate(request(max_tokens=50)))
-        assert code is grpc.StatusCode.INTERNAL
+        assert code is grpc.StatusCode.UNAVAILABLE
         exit_code, log = await server.end()
         assert exit_code == 1 and "error: The engine stopped: RuntimeError: device lost." in log
 

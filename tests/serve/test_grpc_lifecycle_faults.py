@@ -32,6 +32,6 @@ async def test_an_engine_that_breaks_while_draining_is_no_clean_end():
         await anext(aiter(call))
         server.process.send_signal(signal.SIGTERM)
         code, _, _ = await failure(call)
-        assert code is grpc.StatusCode.INTERNAL
+        assert code is grpc.StatusCode.UNAVAILABLE
         exit_code, log = await server.end()
         assert exit_code == 1, log

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from wicore_trt.access.counts import CallCounts
-from wicore_trt.access.keys import KeyRing
+from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.access.rates import Grant, Rates
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import ServerSettings
@@ -52,9 +52,9 @@ class Admission:
         self.rates.change(settings.requests_per_minute, settings.tokens_per_minute)
 
     @contextmanager
-    def metered(self, tenant: str) -> Iterator[Meter]:
+    def metered(self, who: Identity) -> Iterator[Meter]:
         """The tokens of one call, settled when it ends."""
-        meter = Meter(self.rates, tenant)
+        meter = Meter(self.rates, who)
         try:
             yield meter
         finally:
@@ -64,8 +64,8 @@ class Admission:
 class Meter:
     """What the generation requests of one call reserve and take."""
 
-    def __init__(self, rates: Rates, tenant: str) -> None:
-        self._rates, self._tenant = rates, tenant
+    def __init__(self, rates: Rates, who: Identity) -> None:
+        self._rates, self._who = rates, who
         self._grant: Grant | None = None
         self._guess = self._prompt = self._output = 0
         self._exact: dict[str, int] = {}  # prompt tokens by request id, once they are known
@@ -73,7 +73,7 @@ class Meter:
     def reserve(self, requests: Sequence[TextRequest]) -> None:
         """Raises RateLimitError."""
         self._guess = sum(map(prompt_guess, requests))
-        self._grant = self._rates.take(self._tenant, self._guess + sum(map(output_guess, requests)), len(requests))
+        self._grant = self._rates.take(self._who, self._guess + sum(map(output_guess, requests)), len(requests))
 
     def begin(self) -> None:
         """The engine has taken the requests, so that their prompts cost something however they end."""

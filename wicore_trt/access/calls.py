@@ -1,7 +1,8 @@
 """One call of a client as the server keeps books of it: its id, its key, its access line.
 
 Knows nothing of gRPC or HTTP: both read the same headers under the same rules. Invariants: an id stands in logs and
-headers as it is; a finished call writes one access line.
+headers as it is; a finished call writes one access line; what a client wrote into prompts is in no line, and neither
+are answers.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 
+from wicore_trt.access import tracing
 from wicore_trt.access.keys import Identity
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import InvalidRequestError, NotFoundError, WicoreError, shortened
+from wicore_trt.types import SamplingParams, TextRequest
 
 access_log = logging.getLogger("wicore_trt.access")
 
@@ -36,12 +40,51 @@ class Call:
     started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
     facts: dict[str, object] = field(default_factory=dict)
     code: str = ""  # how it ended
+    error: WicoreError | None = None
+    model: str = ""  # what is asked of it, for traces
+    chat: bool = False
+    params: SamplingParams | None = None
+    parent: dict[str, str] = field(default_factory=dict)  # headers that name the caller's span
 
     @classmethod
-    def begin(cls, method: str, who: Identity, offered_id: str) -> Call:
-        """A call under the id that the client offered if that is one, else under a new one."""
+    def begin(cls, method: str, who: Identity, header: Callable[[str], str | None]) -> Call:
+        """A call under the id that the client offered if that is one, else under a new one. `header` gives a header by
+        its name."""
+        offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
-        return cls(offered_id if from_client else uuid.uuid4().hex, method, from_client, who)
+        made = cls(offered_id if from_client else uuid.uuid4().hex, method, from_client, who)
+        if tracing.on():
+            made.parent = {name: text for name in tracing.PARENTS if (text := header(name))}
+        return made
+
+    def asks(self, model: str, request: TextRequest) -> TextRequest:
+        """What the call wants of a model; the request as it goes on, by whose id other processes log."""
+        self.model, self.chat, self.params = model, request.messages is not None, request.params
+        return replace(request, log_id=self.call_id)
+
+    def begun(self, queued_s: float, prefill_s: float) -> None:
+        """Its first tokens came, after waiting and computing for so long."""
+        self.facts.setdefault("queue_ms", round(queued_s * 1000, 1))
+        self.facts.setdefault("prefill_ms", round(prefill_s * 1000, 1))
+
+    def failed(self, error: WicoreError) -> None:
+        """Note an error. Messages about a request quote what it says, so of these the kind and the field are told."""
+        self.error = error
+        quotes = isinstance(error, (InvalidRequestError, NotFoundError)) or type(error) is WicoreError
+        self.facts["error"] = type(error).__name__ if quotes else str(error)
+        if isinstance(error, InvalidRequestError):
+            self.facts["field"] = shortened(error.field)
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("wicore_call", default=None)
+"""The call that code runs for, where it runs for one; every line that it logs has its id."""
+
+
+def current_call() -> Call:
+    """The call that this code runs for."""
+    call = CURRENT.get()
+    assert call is not None
+    return call
 
 
 def offered_key(header: Callable[[str], str | None]) -> str:
@@ -57,8 +100,11 @@ def checked_id(request_id: str) -> str:
     return request_id
 
 
-def write_access_line(call: Call, code: str, level: int) -> None:
-    """The line of a finished call; `code` is how it ended."""
+def write_access_line(call: Call, code: str, *, generates: bool) -> None:
+    """The line of a finished call, and its span if it `generates`; `code` is how it ended. The small ones are DEBUG."""
     call.code = code
+    if generates:
+        tracing.record(call)
     facts = {"id": call.call_id, **call.facts, "total_ms": round((time.monotonic() - call.started) * 1000, 1)}
+    level = logging.INFO if generates else logging.DEBUG
     access_log.log(level, "%s %s", call.method, code, extra={"facts": {"method": call.method, "code": code} | facts})

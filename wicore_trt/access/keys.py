@@ -2,10 +2,11 @@
 
 Knows keys and the file that holds them; it must not know calls. Invariants: no key is in an error, a log line or a
 repr; how long a look-up takes tells nothing of the keys, because it compares digests under a random key of this
-process.
+server.
 
-A keys file has a line for each key, `TENANT:KEY` or `TENANT:KEY:operator`; empty lines and lines that begin with # say
-nothing. A tenant may have several keys, so that one can follow another.
+A keys file has a line for each key, `TENANT:KEY`, and behind it `:operator`, `:requests=N` and `:tokens=N`, which is
+what the key may take in a minute; empty lines and lines that begin with # say nothing. A tenant may have several keys,
+so that one can follow another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -24,17 +25,23 @@ from wicore_trt.files import quoted
 
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-9;-~]{16,512}")  # visible ASCII but the colon
-OPERATOR = "operator"
+ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|tokens=(?P<tokens>[1-9]\d{0,11})")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who calls. An operator sees the counts and KV events of everybody, a tenant those of its own requests."""
+    """Who calls. An operator sees the counts and KV events of everybody, a tenant those of its own requests. Rates are
+    the key's own, in place of the tenant's; `key` names it while this process and its forks live, and is not the key.
+    """
 
     tenant: str = ""
     operator: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    key: bytes = field(default=b"", repr=False, compare=False)
 
 
+_SECRET = secrets.token_bytes(32)
 EVERYBODY = Identity("", operator=True)
 """The one trusted user of a server that has no keys, and the owner of its single key."""
 
@@ -43,8 +50,8 @@ class KeyRing:
     """Identities by key. `needed` is false when there are no keys: everybody is then the one trusted user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
-        self._secret = secrets.token_bytes(32)
-        self._identities = {self._digest(key): identity for key, identity in identities.items()}
+        named = {_digest(key): identity for key, identity in identities.items()}
+        self._identities = {digest: replace(identity, key=digest) for digest, identity in named.items()}
         self.needed = bool(identities)
 
     @classmethod
@@ -62,14 +69,15 @@ class KeyRing:
 
     def replace(self, other: KeyRing) -> None:
         """Have the other one's keys from now on. Calls that are open keep their identity."""
-        self._secret, self._identities, self.needed = other._secret, other._identities, other.needed
+        self._identities, self.needed = other._identities, other.needed
 
     def find(self, key: str) -> Identity | None:
         """Whose key it is, None for nobody's."""
-        return self._identities.get(self._digest(key)) if self.needed else EVERYBODY
+        return self._identities.get(_digest(key)) if self.needed else EVERYBODY
 
-    def _digest(self, key: str) -> bytes:
-        return blake2b(key.encode(errors="surrogateescape"), key=self._secret, digest_size=32).digest()
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(errors="surrogateescape"), key=_SECRET, digest_size=32).digest()
 
 
 def read_keys(path: str) -> dict[str, Identity]:
@@ -88,19 +96,22 @@ def read_keys(path: str) -> dict[str, Identity]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         tenant, _, rest = line.strip().partition(":")
-        key, _, role = rest.partition(":")
+        key, *roles = rest.split(":")
+        said = [(name, text) for role in map(ROLE.fullmatch, roles) if role for name, text in role.groupdict().items()]
+        given = {name: text for name, text in said if text is not None}
         wrong = None
         if not TENANT.fullmatch(tenant):
             wrong = "a tenant's name has 1 to 64 letters, digits, dots, dashes and underscores"
         elif not KEY.fullmatch(key):
             wrong = "a key has 16 to 512 visible ASCII characters without colons"
-        elif role not in ("", OPERATOR) or (rest.count(":") and not role):
-            wrong = f"behind a key stands nothing or :{OPERATOR}"
+        elif len(given) != len(roles):
+            wrong = "behind a key stand at most :operator, :requests=N and :tokens=N, each once"
         elif key in found:
             wrong = "the key is there already"
         if wrong is not None:
             raise ConfigError(f"{path}, line {number}: {wrong}.", fix="Write TENANT:KEY or TENANT:KEY:operator.")
-        found[key] = Identity(tenant, operator=role == OPERATOR)
+        requests, tokens = (int(given[kind]) if kind in given else None for kind in ("requests", "tokens"))
+        found[key] = Identity(tenant, "operator" in given, requests, tokens)
     if not found:
         raise ConfigError(f"server.keys_file: {path} holds no key.", fix="Write TENANT:KEY, one key a line.")
     return found

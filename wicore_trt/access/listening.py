@@ -12,11 +12,13 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from wicore_trt.config import ServerSettings
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError, ForbiddenError, shown
 from wicore_trt.files import Door
 
 
@@ -80,9 +82,25 @@ def is_local(host: str) -> bool:
         return False
 
 
+def check_host(host: str | None, allowed: Sequence[str]) -> None:
+    """Raise ForbiddenError for a Host header with a name that is neither this machine's own nor `allowed`. A page whose
+    name was made to lead here (DNS rebinding) sends its own; one that sends no Host header is no page."""
+    name = (host or "localhost").rpartition("]")[0].removeprefix("[") or (host or "localhost").partition(":")[0]
+    name = name.lower()
+    if name == "localhost" or name.endswith(".localhost") or name in allowed or "*" in allowed:
+        return
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return
+    raise ForbiddenError(
+        f"This server has no keys and does not answer to the name {shown(name)}.", fix="Set server.allowed_hosts."
+    )
+
+
 def check_exposure(settings: ServerSettings) -> None:
     """Raise ConfigError where other machines reach the server and it has no keys, or no TLS that hides them."""
-    hosts = dict.fromkeys((settings.host, *([http_host(settings)] if settings.http_port is not None else [])))
+    doors = [(http_host(settings), settings.http_port), (settings.admin_host, settings.admin_port)]
+    hosts = [settings.host, *(host for host, port in doors if port is not None)]
     reached = [host for host in hosts if not is_local(host)]
     if not reached or settings.insecure:
         return
@@ -106,6 +124,8 @@ def check_server(settings: ServerSettings) -> None:
     check_free(settings.host, settings.port)
     if settings.http_port is not None:
         check_free(http_host(settings), settings.http_port, "--http-port")
+    if settings.admin_port is not None:
+        check_free(settings.admin_host, settings.admin_port, "--admin-port")
 
 
 def address_of(host: str, port: int) -> str:

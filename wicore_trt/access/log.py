@@ -1,8 +1,9 @@
 """Log output of the server process: short lines for people or JSON lines for machines, to stderr.
 
-Invariants: one record is one line of printable characters and of bounded length, whatever a client put into its names
-and texts; in the form for people a traceback follows on lines of its own. Nobody who logs ever waits for who reads:
-lines that find no room are dropped, and counted in a line of their own when there is room again.
+Invariants: a line that was logged for a call has its id; one record is one line of printable characters and of bounded
+length, whatever a client put into its names and texts; in the form for people a traceback follows on lines of its own.
+Nobody who logs ever waits for who reads: lines that find no room are dropped, and counted in a line of their own when
+there is room again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from wicore_trt.access.calls import CURRENT
 from wicore_trt.errors import shortened
 
 MAX_LINES = 10_000
@@ -29,14 +31,14 @@ QUIET_S = 10.0
 MAX_VALUE = 512
 """Characters of a value in a line; what a client wrote may be as long as a message."""
 MAX_TRACEBACK = 16_384
-OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server", "uvicorn.error", "websockets.server")
+OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server", "uvicorn.error", "websockets.server", "opentelemetry")
 """Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
-    facts = getattr(record, "facts", None)
-    if not isinstance(facts, dict):
-        return {}
+    call, facts = CURRENT.get(), getattr(record, "facts", None) or {}
+    if call is not None:
+        facts = {"id": call.call_id} | facts
     return {key: shortened(value, MAX_VALUE) if isinstance(value, str) else value for key, value in facts.items()}
 
 

@@ -1,4 +1,4 @@
-"""How many requests and tokens a tenant may ask for in a minute: token buckets with refund.
+"""How many requests and tokens a tenant, or one key of it, may ask for in a minute: token buckets with refund.
 
 Plain data under an injected clock; it must not know calls. A bucket holds a minute's worth and fills evenly. A request
 reserves what it may take at most, and its grant gives back what it did not use, or takes what it used more. Invariants:
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from wicore_trt.access.keys import Identity
 from wicore_trt.errors import RateLimitError
 
 MINUTE_S = 60.0
@@ -72,7 +73,7 @@ class Grant:
 
 
 class Rates:
-    """Buckets by tenant; None is no limit."""
+    """A bucket for each tenant, and for each key that has a rate of its own; None is no limit."""
 
     def __init__(
         self,
@@ -82,21 +83,16 @@ class Rates:
     ) -> None:
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         self._clock = clock
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
 
-    @property
-    def limited(self) -> bool:
-        """Whether there is any limit."""
-        return any(limit is not None for limit in self._limits.values())
-
-    def take(self, tenant: str, tokens: int, requests: int = 1) -> Grant:
-        """Count `requests` of a tenant and reserve `tokens`. What is more than a bucket holds counts as a full one.
+    def take(self, who: Identity, tokens: int, requests: int = 1) -> Grant:
+        """Count `requests` and reserve `tokens`. What is more than a bucket holds counts as a full one.
 
         Raises RateLimitError, and takes nothing, when one of the two is not there.
         """
         wanted = {}
         for kind, units in (("requests", requests), ("tokens", tokens)):
-            bucket = self._bucket(tenant, kind)
+            bucket = self._bucket(who, kind)
             if bucket is None:
                 continue
             wanted[kind] = min(units, bucket.capacity)
@@ -104,34 +100,33 @@ class Rates:
             if wait_s > 0:
                 raise RateLimitError(f"You may send {bucket.capacity} {kind} a minute.", retry_after_s=wait_s)
         for kind, units in wanted.items():
-            bucket = self._bucket(tenant, kind)
+            bucket = self._bucket(who, kind)
             assert bucket is not None
             bucket.add(-units)
-        return Grant(self._bucket(tenant, "tokens"), wanted.get("tokens", 0))
+        return Grant(self._bucket(who, "tokens"), wanted.get("tokens", 0))
 
     def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
-        """Other limits from now on; what tenants have taken counts."""
+        """Other limits from now on; what was taken counts."""
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
-        for (tenant, kind), bucket in list(self._buckets.items()):
-            limit = self._limits[kind]
-            if limit is None:
-                del self._buckets[tenant, kind]
-            else:
-                bucket.change(limit)
 
-    def allowances(self, tenant: str) -> dict[str, Allowance]:
+    def allowances(self, who: Identity) -> dict[str, Allowance]:
         """What is left of each limit, by "requests" and "tokens"."""
         found = {}
         for kind in self._limits:
-            bucket = self._bucket(tenant, kind)
+            bucket = self._bucket(who, kind)
             if bucket is not None:
                 found[kind] = Allowance(bucket.capacity, max(0, int(bucket.level)), bucket.wait_s(bucket.capacity))
         return found
 
-    def _bucket(self, tenant: str, kind: str) -> Bucket | None:
-        limit = self._limits[kind]
+    def _bucket(self, who: Identity, kind: str) -> Bucket | None:
+        own: int | None = getattr(who, f"{kind}_per_minute")
+        limit, name = (own, (who.key, kind)) if own is not None else (self._limits[kind], (who.tenant, kind))
         if limit is None:
+            self._buckets.pop(name, None)
             return None
-        if (tenant, kind) not in self._buckets:
-            self._buckets[tenant, kind] = Bucket(limit, self._clock)
-        return self._buckets[tenant, kind]
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = Bucket(limit, self._clock)
+        elif bucket.capacity != limit:  # it was changed
+            bucket.change(limit)
+        return bucket

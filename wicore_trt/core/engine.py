@@ -252,7 +252,7 @@ class EngineCore(Core):
             try:
                 self.scheduler.computed(sequence, count, finite=token is not None)
             except UnwrittenPageError as unwritten:
-                log.exception("sequence %d of a request read pages that nobody wrote", sequence.index)
+                log.exception("a sequence read pages that nobody wrote")
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
                 continue
             if sequence.scoring:
@@ -308,6 +308,8 @@ class EngineCore(Core):
         """`ahead`: the token to compute is the one after all that are known."""
         slices = []
         for sequence, count in schedule.slices:
+            if sequence.begun is None:
+                sequence.begun = self._clock()
             start = len(sequence.tokens) if ahead else sequence.computed
             piece = SequenceSlice(
                 seq_id=sequence.seq_id,
@@ -379,6 +381,8 @@ class EngineCore(Core):
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         if reason is FinishReason.ERROR and not (matcher is not None and matcher.broken):
+            facts = {"id": sequence.request.log_id, "index": sequence.index}
+            log.error("a sequence failed: %s", error, extra={"facts": facts})
             # KV values that led to bad logits would make every later request with this prefix fail too.
             self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight
@@ -403,6 +407,7 @@ class EngineCore(Core):
         error: str | None = None,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> TokenOutput:
+        first = bool(token_ids) and sequence.output_len == len(token_ids) and sequence.begun is not None
         return TokenOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -413,6 +418,7 @@ class EngineCore(Core):
             usage=Usage(sequence.prompt_len, sequence.output_len, sequence.cached or 0),
             error=error,
             prompt_logprobs=prompt_logprobs,
+            prefill_s=self._clock() - (sequence.begun or 0.0) if first else None,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

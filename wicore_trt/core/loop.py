@@ -369,6 +369,6 @@ class EngineLoop:
 
 def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
     """The last output of a request that the engine could not take; called where `error` is handled."""
-    log.exception("request %s could not be queued", request.request_id)
+    log.exception("a request could not be queued", extra={"facts": {"id": request.log_id}})
     why = str(error) if isinstance(error, WicoreError) else "The request could not be queued."
     return TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why)

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from wicore_trt.core.engine import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
@@ -30,7 +32,7 @@ WAIT_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """One sequence of a request. `turn`: it was handed to the engine; `produced`: tokens that came back."""
+    """One sequence of a request. `turn`: it was handed to the engine, at `begun`; `produced`: tokens that came back."""
 
     seq_id: int
     request: GenerateRequest
@@ -39,6 +41,7 @@ class RequestSequence:
     arrival: float
     turn: int | None = None
     produced: int = 0
+    begun: float = 0.0
 
 
 class RequestCore(Core):
@@ -91,6 +94,8 @@ class RequestCore(Core):
                 sequence = self._sequences.get(output.request_id, {}).get(output.index)
                 if sequence is None:
                     continue  # it was ended here
+                if output.token_ids and not sequence.produced:
+                    output = structs.replace(output, prefill_s=self._clock() - sequence.begun)
                 sequence.produced += len(output.token_ids)
                 self._counts["generated"] += len(output.token_ids)
                 if output.finish_reason is not None:
@@ -122,12 +127,15 @@ class RequestCore(Core):
         outputs = []
         while self._running < self.executor.max_sequences and (sequence := self._waiting.pop()) is not None:
             self._running += 1
+            sequence.begun = self._clock()
             request = sequence.request
             try:
                 stop_ids = stop_ids_of(request.params, self.eos_ids)
                 self.executor.submit(request, sequence.index, sequence.seed, stop_ids)
             except WicoreError as error:
-                log.warning("request %s was not taken: %s", request.request_id, error)
+                log.warning(
+                    "a request was not taken: %s", type(error).__name__, extra={"facts": {"id": request.log_id}}
+                )
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(error)))
         return outputs
 

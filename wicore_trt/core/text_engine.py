@@ -85,7 +85,10 @@ class TextStream:
         self.tenant = request.tenant
         self._engine = engine
         self._texts = [SequenceText(self.request_id, tokenizer, request.params) for _ in range(request.params.n)]
-        self._since, self._last = since, [0.0] * request.params.n  # when it was asked for, and had its last tokens
+        self._since = since  # when it was asked for
+        self._first, self._last = [0.0] * request.params.n, [0.0] * request.params.n  # had its first and last tokens
+        self.parts: tuple[float, float] | None = None  # what its first sequence waited, and took to its first tokens
+        self.log_id = request.log_id
         self._pending: dict[int, list[TextOutput]] = {}
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
@@ -107,14 +110,25 @@ class TextStream:
             return
         self._engine.tally(self.tenant).add(text)
         times = self._engine.times
+        index = output.index
         if text.token_ids:
-            self._last[output.index] = times.output(self._since, self._last[output.index])
+            if output.prefill_s is not None:
+                self._begun(output.prefill_s)
+            self._last[index] = times.output(self._since, self._last[index])
+            self._first[index] = self._first[index] or self._last[index]
         if text.finish_reason is not None:
-            times.end(self._since, text.finish_reason, text.usage)
-        self._pending.setdefault(output.index, []).append(text)
-        if self._texts[output.index].finished and output.finish_reason is None:
-            self._engine.abort_engine(self.key, output.index)
+            times.end(self._since, self._first[index], self._last[index], text.finish_reason, text.usage)
+        self._pending.setdefault(index, []).append(text)
+        if self._texts[index].finished and output.finish_reason is None:
+            self._engine.abort_engine(self.key, index)
         self._changed.set()
+
+    def _begun(self, prefill_s: float) -> None:
+        """All of the time to the first token that is no prefill counts as waiting, the way through processes too."""
+        times = self._engine.times
+        queued_s = max(0.0, times.now - self._since - prefill_s)
+        times.begun(queued_s, prefill_s)
+        self.parts = self.parts or (queued_s, prefill_s)
 
     def fail(self, error: WicoreError) -> None:
         """End the stream with `error`; nobody is left to compute for."""
@@ -239,6 +253,7 @@ class TextEngine:
             tenant=request.tenant,
             cache_salt=request.cache_salt,
             cache=request.cache,
+            log_id=request.log_id,
         )
         try:
             await self.engine.add(made)
@@ -320,7 +335,7 @@ class TextEngine:
             try:
                 stream.push(output)
             except Exception:  # a bug of ours; it must not cost the other streams their outputs
-                log.exception("text of request %s failed", stream.request_id)
+                log.exception("the text of a request failed", extra={"facts": {"id": stream.log_id}})
                 stream.fail(WicoreError("The output could not be turned into text; the server's log has it."))
             if stream.finished:
                 self._remove(stream)

@@ -40,12 +40,15 @@ class Histogram:
 class Times:
     """What a front saw of its requests. `now` is the time, of time.monotonic(), of the outputs that are delivered."""
 
-    __slots__ = ("first", "gap", "generated", "now", "prompt", "whole")
+    __slots__ = ("decode", "first", "gap", "generated", "now", "prefill", "prompt", "queue", "whole")
 
     def __init__(self) -> None:
         self.now = 0.0
         self.first = Histogram(FIRST_S)
+        self.queue = Histogram(FIRST_S)
+        self.prefill = Histogram(FIRST_S)
         self.gap = Histogram(GAP_S)
+        self.decode = Histogram(WHOLE_S)
         self.whole = Histogram(WHOLE_S)
         self.prompt = Histogram(TOKENS)
         self.generated = Histogram(TOKENS)
@@ -60,11 +63,19 @@ class Times:
             self.first.observe(now - since)
         return now
 
-    def end(self, since: float, reason: FinishReason, usage: Usage | None) -> None:
-        """A sequence ended. One that failed tells nothing of how long they take."""
+    def begun(self, queued_s: float, prefill_s: float) -> None:
+        """A sequence had its first tokens: how long it waited for its first step, and what it took from there."""
+        self.queue.observe(queued_s)
+        self.prefill.observe(prefill_s)
+
+    def end(self, since: float, first: float, last: float, reason: FinishReason, usage: Usage | None) -> None:
+        """A sequence ended, whose first and last tokens came at these times (0: it had none). One that failed tells
+        nothing of how long they take."""
         if reason is FinishReason.ERROR:
             return
         self.whole.observe(self.now - since)
+        if first:
+            self.decode.observe(last - first)
         if usage is not None:
             self.prompt.observe(usage.prompt_tokens)
             self.generated.observe(usage.completion_tokens)

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wicore_trt.access.calls import REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
@@ -40,7 +40,7 @@ from wicore_trt.http.table import OPEN, OPERATIONS, served_path
 log = logging.getLogger(__name__)
 
 LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generates)
-"""Paths whose access lines are INFO; the small ones are DEBUG."""
+"""Paths whose access lines are INFO."""
 ANTHROPIC = frozenset(operation.path for operation in OPERATIONS if operation.anthropic)
 KEYLESS = OPEN | assets().keys()
 """Paths that need no key: the probes', and the page's own files."""
@@ -62,11 +62,12 @@ class Front:
         headers, path = Headers(scope=scope), scope["path"]
         method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
         who = EVERYBODY if path in KEYLESS else self._context.admission.keys.find(offered_key(headers.get))
-        call = Call.begin(f"{method} {path}", who or Identity(), headers.get(REQUEST_ID_HEADER, ""))
+        call = Call.begin(f"{method} {path}", who or Identity(), headers.get)
         call.facts["peer"] = "{}:{}".format(*(scope.get("client") or ("unix", "")))
         if who is not None and who.tenant:
             call.facts["tenant"] = who.tenant
         scope["state"]["call"] = call
+        CURRENT.set(call)
         scope["app"] = self  # the router then raises where nothing fits, in place of an answer of its own
         answer = Answer(call, scope, send)
         try:
@@ -74,7 +75,7 @@ class Front:
         except ClientGoneError:
             answer.status = CLIENT_GONE
         except WicoreError as error:
-            call.facts["error"] = str(error)
+            call.failed(error)
             await answer.fail(error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ())
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
@@ -87,10 +88,11 @@ class Front:
             answer.status = CLIENT_GONE
             raise
         finally:
-            write_access_line(call, str(answer.status), logging.INFO if path in LOUD else logging.DEBUG)
+            write_access_line(call, str(answer.status), generates=path in LOUD)
             self._context.admission.counts.ended_http(method, served_path(path), answer.status)
 
     async def _answer(self, call: Call, who: Identity | None, path: str, asgi: tuple[Scope, Receive, Answer]) -> None:
+        self._context.check_host(Headers(scope=asgi[0]).get("host"))
         if who is None:
             self._refused("refused a request without a valid API key", peer=call.facts["peer"])
             self._context.admission.counts.refused["http"] += 1

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
+from wicore_trt.access.listening import check_host
 from wicore_trt.errors import NotFoundError, UnavailableError, shown
 from wicore_trt.http.intake import MANY_ITEMS, Room
+from wicore_trt.metrics.machine import GpuUse
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -35,11 +37,16 @@ class Context:
     admission: Admission
     max_body_bytes: int
     keep_alive_s: float
+    local: bool = False
+    """Whether this machine alone reaches the address by its own name."""
+    allowed_hosts: Sequence[str] = ()
     room: Room = field(default_factory=Room)
     draining: bool = False
     open: Counter[str] = field(default_factory=Counter)  # generations by tenant
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = field(default_factory=time.time)  # seconds since 1970
+    gpus: asyncio.Future[Sequence[GpuUse]] | None = None
+    """What was asked of the driver last."""
     _engine: TextEngine | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +81,11 @@ class Context:
         if self.draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         return self.engine()
+
+    def check_host(self, host: str | None) -> None:
+        """Raises ForbiddenError for a name that a stranger's page may have made up, where no key keeps it out."""
+        if self.local and not self.admission.keys.needed:
+            check_host(host, self.allowed_hosts)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for another model than the served one."""

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from wicore_trt.errors import InvalidRequestError, QueueFullError, UnavailableError, WicoreError, shortened
+from wicore_trt.errors import UNAVAILABLE_RETRY_S, InvalidRequestError, QueueFullError, WicoreError, shortened
 
 MAX_MESSAGE_CHARS = 512
-UNAVAILABLE_RETRY_S = 1.0
 CLIENT_GONE = 499
 """What the access line says of a call whose client left; nobody gets it as an answer."""
 
@@ -124,7 +123,7 @@ def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, QueueFullError):
         retry_s = error.retry_after_s
-    elif isinstance(error, UnavailableError):
+    elif error.grpc_code == "UNAVAILABLE":
         retry_s = UNAVAILABLE_RETRY_S
     else:
         return []

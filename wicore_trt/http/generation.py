@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from wicore_trt.access.admission import Meter
 from wicore_trt.access.calls import Call
 from wicore_trt.core.text_engine import encode_request
-from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError
+from wicore_trt.errors import DeadlineError, InvalidRequestError, RequestCancelledError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
 
@@ -79,10 +79,11 @@ class Generation:
     async def _submit(self, requests: Sequence[TextRequest], count_first: bool) -> None:
         engine, tenant = self._context.serving(), self._call.who.tenant
         self._exit.enter_context(self._context.generation(tenant))
-        self._meter = self._exit.enter_context(self._context.admission.metered(tenant))
+        self._meter = self._exit.enter_context(self._context.admission.metered(self._call.who))
         self._meter.reserve(requests)
         self._n = requests[0].params.n
         for request in requests:
+            request = self._call.asks(engine.info.model_id, request)
             request = await engine.encode(request)
             if count_first and request.prompt_token_ids is None:  # a text that is short enough to be tokenized here
                 ids = encode_request(engine.tokenizer, request, engine.info.max_context_tokens)
@@ -110,10 +111,15 @@ class Generation:
                 if first and output.token_ids:
                     first = False
                     call.facts["ttft_ms"] = round((monotonic() - call.started) * 1000, 1)
+                    if (parts := self._streams[number].parts) is not None:
+                        call.begun(*parts)
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason)
                     self._finish(output)
                 yield number * self._n + output.index, output
+        except WicoreError as error:
+            call.failed(error)
+            raise
         finally:
             call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
             call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))

@@ -1,12 +1,14 @@
 """GET /metrics: asks the engine, the books of this process and the system, and answers as Prometheus reads it.
 
-Must not know names of metrics. Invariants: operators alone get it; an engine that does not answer holds up no scrape.
+Must not know names of metrics. Invariants: operators alone get it; an engine or a driver that does not answer holds up
+no scrape.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -20,7 +22,7 @@ from wicore_trt.errors import ForbiddenError, WicoreError
 from wicore_trt.http.context import Context
 from wicore_trt.http.replies import Reply
 from wicore_trt.metrics.exposition import Snapshot, exposition
-from wicore_trt.metrics.machine import gpu_use, process_use
+from wicore_trt.metrics.machine import GpuUse, gpu_use, process_use
 from wicore_trt.types import EngineStats
 
 ANSWER_S = 2.0
@@ -60,5 +62,14 @@ async def snapshot(context: Context) -> Snapshot:
         times=engine.times if engine is not None else Times(),
         finished=engine.finished() if engine is not None else {},
         processes={name: process_use(pid) for name, pid in pids.items() if pid is not None},
-        gpus=await asyncio.to_thread(gpu_use),
+        gpus=await _gpus(context),
     )
+
+
+async def _gpus(context: Context) -> Sequence[GpuUse]:
+    """The GPUs; none while the driver does not answer, which takes one thread however many scrapes come."""
+    if context.gpus is None or context.gpus.done():
+        context.gpus = asyncio.ensure_future(asyncio.to_thread(gpu_use))
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(asyncio.shield(context.gpus), ANSWER_S)
+    return ()

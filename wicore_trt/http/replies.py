@@ -35,9 +35,9 @@ def span(seconds: float) -> bytes:
 
 
 def rate_headers(context: Context, call: Call) -> list[tuple[bytes, bytes]]:
-    """What is left of the tenant's requests and tokens."""
+    """What is left of the caller's requests and tokens."""
     found = []
-    for kind, allowance in context.admission.rates.allowances(call.who.tenant).items():
+    for kind, allowance in context.admission.rates.allowances(call.who).items():
         name = kind.encode()
         found += [
             (b"x-ratelimit-limit-" + name, b"%d" % allowance.limit),

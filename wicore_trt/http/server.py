@@ -1,42 +1,27 @@
-"""The listening HTTP server: address, TLS, connections, drain.
+"""The HTTP server that clients talk to: its routes on its address, origins, drain.
 
-Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: after `stop` no connection and
-no task of this server is left.
+Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: generations are refused from
+`set_draining` on.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from email.utils import formatdate
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.config import Config
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp
 
 from wicore_trt.access.admission import Admission, message_limit
-from wicore_trt.access.listening import address_of, check_free, http_host, read_tls
+from wicore_trt.access.listening import http_host, is_local
 from wicore_trt.config import ServerSettings
-from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket
+from wicore_trt.http.listener import Listener
 from wicore_trt.http.routes import routes
 from wicore_trt.http.socket import MAX_FRAME
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
-
-KEEP_ALIVE_S = 75
-"""Seconds for which a connection without requests stays open."""
-BACKLOG = 2048
-POLL_S = 0.02
-CANCEL_S = 1.0
-HANDSHAKE_S = 10.0
 
 
 class HttpServer:
@@ -47,80 +32,33 @@ class HttpServer:
     ) -> None:
         """`max_context` is that of the engine, where it is known; `admission` is what other servers of this process
         share. Raises ConfigError for bad TLS or keys files."""
-        self._settings = settings
         limit = message_limit(max_context, settings.max_message_mb)
-        self.context = Context(admission or Admission.of(settings), limit, settings.sse_keep_alive_s)
-        self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._app = self._make_app(settings.cors_origins)
-        self._config = Config(
-            self._answer,
-            interface="asgi3",  # which uvicorn does not see of a method
-            http=GuardedHttp,
-            ws=GuardedWebSocket,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            ws_max_size=min(limit, MAX_FRAME),
-            ws_per_message_deflate=False,
+        host = http_host(settings)
+        local = is_local(host) and not host.startswith("unix:")
+        self.context = Context(
+            admission or Admission.of(settings), limit, settings.sse_keep_alive_s, local, settings.allowed_hosts
         )
-        self._config.load()
-        self._state = ServerState()
-        self._listener: asyncio.Server | None = None
-        self._clock: asyncio.TimerHandle | None = None
+        self._listener = Listener(
+            self._make_app(settings.cors_origins), settings, host, settings.http_port or 0,
+            flag="--http-port", max_frame=min(limit, MAX_FRAME),
+        )  # fmt: skip
 
     def _make_app(self, origins: Sequence[str]) -> ASGIApp:
         return make_app(self.context, routes(self.context, origins), origins)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
     def change(self, settings: ServerSettings) -> None:
         """Other origins and another certificate for who comes from now on. Raises ConfigError, and changes nothing, for
         files that do not fit."""
-        if self._tls is not None and settings.tls_cert is not None and settings.tls_key is not None:
-            read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-            self._tls.context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
-        self._app = self._make_app(settings.cors_origins)
-
-    def _protocol(self) -> asyncio.Protocol:
-        return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
+        self._listener.change(settings)
+        self.context.allowed_hosts = settings.allowed_hosts
+        self._listener.app = self._make_app(settings.cors_origins)
 
     async def start(self) -> str:
         """Listen and return the URL, with the port chosen by the system when the settings say 0.
 
         Raises EnvironmentUnfitError for an address that cannot be used.
         """
-        host, port = http_host(self._settings), self._settings.http_port or 0
-        check_free(host, port, "--http-port")
-        loop = asyncio.get_running_loop()
-        context = self._tls.context if self._tls is not None else None
-        handshake = HANDSHAKE_S if context is not None else None
-        try:
-            if host.startswith("unix:"):
-                path = host.removeprefix("unix:")
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
-                self._listener = await loop.create_unix_server(
-                    self._protocol, path, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
-                )
-            else:
-                self._listener = await loop.create_server(
-                    self._protocol, host, port, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
-                )
-                port = self._listener.sockets[0].getsockname()[1]
-        except OSError as error:
-            raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
-        self._tick()
-        scheme = "http" if context is None else "https"
-        return host if host.startswith("unix:") else f"{scheme}://{address_of(host, port)}"
-
-    def _tick(self) -> None:
-        """Keep the header `date`."""
-        self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
-        self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
+        return await self._listener.start()
 
     def set_draining(self) -> None:
         """Refuse new generations, and say so to probes."""
@@ -133,36 +71,4 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """Close the port; what is still open after `grace_s` seconds is cancelled."""
         self.set_draining()
-        if self._clock is not None:
-            self._clock.cancel()
-        if self._listener is not None:
-            self._listener.close()
-        end = time.monotonic() + grace_s
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.context.idle.wait(), max(grace_s, POLL_S))
-        for connection in list(self._state.connections):
-            connection.shutdown()  # ends those that are idle, and WebSockets
-        left_s = max(0.0, end - time.monotonic())
-        if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
-            # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
-            for connection in list(self._state.connections):
-                assert isinstance(connection, (GuardedHttp, GuardedWebSocket))
-                connection.cut()
-            if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
-                for task in list(self._state.tasks):
-                    task.cancel()
-                await _until(lambda: not self._state.tasks, CANCEL_S)
-        host = http_host(self._settings)
-        if self._listener is not None and host.startswith("unix:"):
-            with suppress(FileNotFoundError):
-                os.unlink(host.removeprefix("unix:"))
-
-
-async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came to hold in time."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True
+        await self._listener.stop(grace_s, self.context.idle.wait)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from wicore_trt.access.calls import Call, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, write_access_line
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
@@ -58,7 +58,6 @@ class FrameShape(ChatShape):
         super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
         self._calls = Calls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
-        self._calls = calls
 
     def frame(self, index: int, output: TextOutput) -> bytes:
         """The frame of an output, b"" where there is nothing to say."""
@@ -149,7 +148,9 @@ class Connection:
         self._open[frame_id] = task
 
     async def _generate(self, frame_id: str, body: ChatBody | CompletionBody, size: int) -> None:
-        call = Call.begin(f"STREAM {PATH}", self._call.who, self._call.call_id)
+        call = Call.begin(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
+        call.parent = self._call.parent
+        CURRENT.set(call)  # of this task
         call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
         status, context, tenant = CLIENT_GONE, self._context, call.who.tenant
         try:
@@ -161,7 +162,7 @@ class Connection:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))
         except WicoreError as error:
             status = status_of(error)
-            call.facts["error"] = str(error)
+            call.failed(error)
             await self._fail(frame_id, error)
         except OSError:
             pass  # the connection is gone
@@ -171,7 +172,7 @@ class Connection:
             await self._fail(frame_id, WicoreError(f"Internal error; the server's log has it as {call.call_id}."))
         finally:
             del self._open[frame_id]
-            write_access_line(call, str(status), logging.INFO)
+            write_access_line(call, str(status), generates=True)
 
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.serving()

@@ -42,13 +42,14 @@ class Add(Struct, tag=0, array_like=True):
     tenant: str
     cache_salt: str
     cache: CacheHints
+    log_id: str
 
     @classmethod
     def of(cls, call: int, made: GenerateRequest) -> Add:
         ids = array("I", made.prompt_token_ids).tobytes()
         return cls(
             call, made.request_id, ids, made.params, made.deadline, made.priority, made.tenant, made.cache_salt,
-            made.cache,
+            made.cache, made.log_id,
         )  # fmt: skip
 
     def request(self) -> GenerateRequest:
@@ -57,7 +58,7 @@ class Add(Struct, tag=0, array_like=True):
         ids.frombytes(self.token_ids)
         return GenerateRequest(
             self.request_id, tuple(ids), self.params, self.deadline, self.priority, self.tenant, self.cache_salt,
-            self.cache,
+            self.cache, self.log_id,
         )  # fmt: skip
 
 

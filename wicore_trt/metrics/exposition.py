@@ -42,8 +42,13 @@ class Snapshot:
 
 def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
     """The text of a scrape and its content type, in the form that the scraper accepts."""
+    return rendered(families(snapshot), accept)
+
+
+def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
+    """Families as text, and its content type."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once(snapshot))
+    registry.register(_Once(found))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
@@ -60,12 +65,22 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _machine(snapshot)
 
 
+def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
+    """What the supervisor tells of the others: whether each runs, and how often it was started again."""
+    about = "1 while a process runs; on the port of the operator's calls alone."
+    rows = [(name, int(up)) for name, (up, _) in processes.items()]
+    yield _by(GaugeMetricFamily, "wicore_process_up", about, ["process"], rows)
+    about = "How often a process ended and was started again; on the port of the operator's calls alone."
+    counts = [(name, restarts) for name, (_, restarts) in processes.items()]
+    yield _by(CounterMetricFamily, "wicore_process_restarts", about, ["process"], counts)
+
+
 class _Once(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = found
 
     def collect(self) -> Iterable[Metric]:
-        return families(self._snapshot)
+        return self._found
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -122,6 +137,12 @@ def _server(s: Snapshot) -> Iterator[Metric]:
 def _latencies(s: Snapshot) -> Iterator[Metric]:
     t = s.times
     yield _histogram("wicore_time_to_first_token_seconds", "From a request to a sequence's first output.", t.first)
+    about = "Of the time to the first token, what a sequence waited until a step computed for it."
+    yield _histogram("wicore_request_queue_seconds", about, t.queue)
+    about = "From the beginning of that step to the first output."
+    yield _histogram("wicore_request_prefill_seconds", about, t.prefill)
+    about = "From the first output of an ended sequence to its last."
+    yield _histogram("wicore_request_decode_seconds", about, t.decode)
     yield _histogram("wicore_inter_token_latency_seconds", "Between two outputs of one sequence.", t.gap)
     yield _histogram("wicore_request_seconds", "From a request to the end of each of its sequences.", t.whole)
     yield _histogram("wicore_request_prompt_tokens", "Prompt tokens of ended sequences.", t.prompt)
@@ -207,6 +228,9 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
               [*label, "finished_reason"], [(name, *entry) for entry in ended.items()])  # fmt: skip
     same = {
         "time_to_first_token_seconds": ("time_to_first_token_seconds", s.times.first),
+        "request_queue_time_seconds": ("request_queue_seconds", s.times.queue),
+        "request_prefill_time_seconds": ("request_prefill_seconds", s.times.prefill),
+        "request_decode_time_seconds": ("request_decode_seconds", s.times.decode),
         "inter_token_latency_seconds": ("inter_token_latency_seconds", s.times.gap),
         "e2e_request_latency_seconds": ("request_seconds", s.times.whole),
         "request_prompt_tokens": ("request_prompt_tokens", s.times.prompt),

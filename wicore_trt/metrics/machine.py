@@ -33,8 +33,8 @@ class GpuUse:
     index: int
     name: str
     uuid: str
-    used_bytes: int
-    total_bytes: int
+    used_bytes: int | None
+    total_bytes: int | None
     utilization: float | None
     power_watts: float | None
     temperature_celsius: float | None
@@ -55,14 +55,13 @@ def process_use(pid: int) -> ProcessUse | None:
 
 
 def gpu_use() -> Sequence[GpuUse]:
-    """The GPUs of this machine; none where there is no NVML. May take milliseconds."""
+    """The GPUs of this machine; none where there is no NVML. Takes milliseconds, and with a broken driver for ever."""
     nvml = _nvml()
-    if nvml is None:
-        return ()
     try:
-        return [_one(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
+        count = 0 if nvml is None else nvml.nvmlDeviceGetCount()
+    except Exception:  # the driver has gone
         return ()
+    return [_one(nvml, index) for index in range(count)]
 
 
 @cache
@@ -70,37 +69,36 @@ def _nvml() -> Any:
     """NVML, initialized, or None."""
     try:
         import pynvml
-    except ImportError:
-        return None
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        log.debug("NVML: %s", error)
+    except Exception as error:  # no package, no library, no driver, or a package of that name that is another
+        log.debug("no GPU metrics: %s", error)
         return None
     return pynvml
 
 
 def _one(nvml: Any, index: int) -> GpuUse:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def told(ask: Any, *more: Any) -> Any:
+    def told(name: str, *more: Any) -> Any:
         try:
-            return ask(handle, *more)
-        except nvml.NVMLError:  # a virtual GPU, or a part of one, tells less
+            return getattr(nvml, name)(*more)
+        except Exception:  # a virtual GPU, or a part of one, tells less, and a lost one nothing
             return None
 
-    name, uuid = (x.decode() if isinstance(x, bytes) else str(x) for x in
-                  (nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)))  # fmt: skip
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    rates, power = told(nvml.nvmlDeviceGetUtilizationRates), told(nvml.nvmlDeviceGetPowerUsage)
-    heat = told(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+    handle = told("nvmlDeviceGetHandleByIndex", index)
+    name, uuid = told("nvmlDeviceGetName", handle), told("nvmlDeviceGetUUID", handle)
+    memory, rates = told("nvmlDeviceGetMemoryInfo", handle), told("nvmlDeviceGetUtilizationRates", handle)
+    power, heat = told("nvmlDeviceGetPowerUsage", handle), told("nvmlDeviceGetTemperature", handle, 0)  # of the chip
     return GpuUse(
         index=index,
-        name=name,
-        uuid=uuid,
-        used_bytes=int(memory.used),
-        total_bytes=int(memory.total),
+        name=_text(name),
+        uuid=_text(uuid),
+        used_bytes=None if memory is None else int(memory.used),
+        total_bytes=None if memory is None else int(memory.total),
         utilization=None if rates is None else rates.gpu / 100,
         power_watts=None if power is None else power / 1000,
         temperature_celsius=None if heat is None else float(heat),
     )
+
+
+def _text(told: Any) -> str:
+    return told.decode(errors="replace") if isinstance(told, bytes) else str(told or "")

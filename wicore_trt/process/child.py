@@ -1,29 +1,37 @@
 """A process of this server, and what is said between it and the supervisor.
 
 Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
-must not know what a process does. Invariants: a child ends when its supervisor does, however and whenever that ends;
-a child leaves the signals that ask a server to end to the supervisor; a child imports from where its parent does, so a
-folder that happens to be the current one gives it nothing else.
+must not know what a process does. Invariants: the supervisor never waits for a child that hangs; a child ends when its
+supervisor does, however and whenever that ends; a child leaves the signals that ask a server to end to the supervisor;
+a child imports from where its parent does, so a folder that happens to be the current one gives it nothing else.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from wicore_trt.errors import WicoreError, error_named, shortened
 
+log = logging.getLogger(__name__)
+
 MAX_MESSAGE = 1 << 17
 MAX_FDS = 4
+MAX_WAITING = 64
+"""Messages that wait, behind what its socket holds, for a child to go on reading; then it counts as hung."""
 MAX_TEXT = 1 << 13
 """Characters of a text in a message; as JSON each may take six bytes."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -54,10 +62,11 @@ class Control:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    @classmethod
-    def pair(cls) -> tuple[Control, Control]:
+    @staticmethod
+    def pair() -> tuple[Rein, Control]:
+        """The supervisor's end and the child's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(ours), cls(theirs)
+        return Rein(ours), Control(theirs)
 
     @classmethod
     def of_child(cls, fd: int) -> Control:
@@ -72,10 +81,11 @@ class Control:
         """Say something; nothing happens when the other side has ended, which `receive` tells."""
         data = json.dumps({"kind": kind, **facts}).encode()
         assert len(data) <= MAX_MESSAGE, "a control message is too long"
-        try:
+        self._put(data, fds)
+
+    def _put(self, data: bytes, fds: Sequence[int]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._sock, [data], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            return
 
     def send_error(self, error: WicoreError) -> None:
         """Say why this process ends."""
@@ -92,6 +102,53 @@ class Control:
 
     def close(self) -> None:
         self._sock.close()
+
+
+class Rein(Control):
+    """The supervisor's end, on its event loop. `send` never waits: what a child does not take is kept until it does,
+    and a child that leaves too much of it is let go, which ends it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        sock.setblocking(False)
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
+
+    def _put(self, data: bytes, fds: Sequence[int]) -> None:
+        if self._waiting or not self._try(data, fds):
+            self._waiting.append((data, [os.dup(fd) for fd in fds]))
+            if len(self._waiting) == 1:
+                asyncio.get_running_loop().add_writer(self.fileno(), self._go_on)
+        if len(self._waiting) > MAX_WAITING:
+            log.error("process of control socket %d hangs; it is ended", self.fileno())
+            self._sock.shutdown(socket.SHUT_RDWR)  # `receive` then says that the other side ended
+            self._drop()
+
+    def _try(self, data: bytes, fds: Sequence[int]) -> bool:
+        try:
+            super()._put(data, fds)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _go_on(self) -> None:
+        while self._waiting and self._try(*self._waiting[0]):
+            self._forget()
+        if not self._waiting:
+            asyncio.get_running_loop().remove_writer(self.fileno())
+
+    def _forget(self) -> None:
+        for fd in self._waiting.popleft()[1]:
+            os.close(fd)
+
+    def _drop(self) -> None:
+        if self._waiting:
+            asyncio.get_running_loop().remove_writer(self.fileno())
+        while self._waiting:
+            self._forget()
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
 
 
 def error_of(message: dict[str, Any]) -> WicoreError:
@@ -148,6 +205,12 @@ class Fork:
             with suppress(ChildProcessError):  # ours to wait for where its template has ended and we are its heir
                 os.waitpid(self.pid, 0)
         return code
+
+
+def named(place: str) -> Any:
+    """The object at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def how_it_ended(code: int) -> str:

@@ -6,19 +6,17 @@ It must not know clients or text. Invariant: it tells the supervisor why it ends
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import socket
 import threading
-from typing import Any
 
 from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import WicoreError, shortened
 from wicore_trt.link.host import EngineHost
-from wicore_trt.process.child import MAX_TEXT, Control
+from wicore_trt.process.child import MAX_TEXT, Control, named
 from wicore_trt.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -30,12 +28,6 @@ def load(settings: Settings) -> tuple[Core, ModelInfo]:
 
     loaded = load_engine(settings, serves=True)
     return loaded.core, loaded.info
-
-
-def named(place: str) -> Any:
-    """The object at "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def main(fd: int) -> int:

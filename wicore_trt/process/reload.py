@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import read_tls
-from wicore_trt.config import KEYS, Settings, value_of
+from wicore_trt.config import KEYS, LoadedSettings, value_of
 from wicore_trt.errors import ConfigError
 
 LIVE = frozenset(
     (
         *("server.keys_file", "server.api_key", "server.requests_per_minute", "server.tokens_per_minute"),
-        *("server.cors_origins", "server.tls_cert", "server.tls_key", "log.level"),
+        *("server.cors_origins", "server.allowed_hosts", "server.tls_cert", "server.tls_key", "log.level"),
     )
 )
 """Settings that change while the server runs. Of the files that these name the contents are read again, too."""
@@ -29,15 +29,16 @@ TERMINAL = "/dev/tty"
 class Change:
     """Settings to apply, the keys that differ from the former ones, and those that differ but need a restart."""
 
-    settings: Settings
+    loaded: LoadedSettings
     changed: tuple[str, ...]
     restart: tuple[str, ...]
 
 
-def checked(running: Settings, read: Callable[[], Settings]) -> Change:
+def checked(given: LoadedSettings, read: Callable[[], LoadedSettings]) -> Change:
     """The change from what runs to what is written now. Raises ConfigError for settings or files that are wrong; then
     nothing changes."""
-    wanted = read()
+    written = read()
+    running, wanted = given.settings, written.settings
     differ = [key for key in KEYS if value_of(wanted, key) != value_of(running, key)]
     changed = tuple(key for key in differ if key in LIVE)
     restart = [key for key in differ if key not in LIVE]
@@ -49,7 +50,8 @@ def checked(running: Settings, read: Callable[[], Settings]) -> Change:
     if (server.api_key, server.keys_file) == (None, None) != (running.server.api_key, running.server.keys_file):
         raise ConfigError("A server with API keys is not opened to everybody while it runs.", fix="Start it again.")
     log = replace(running.log, level=wanted.log.level)
-    return Change(replace(running, server=server, log=log), changed, tuple(restart))
+    sources = {key: where for key in KEYS if (where := (given if key in restart else written).sources.get(key))}
+    return Change(LoadedSettings(replace(running, server=server, log=log), sources), changed, tuple(restart))
 
 
 def _leaf(key: str) -> str:

@@ -1,27 +1,30 @@
 """Starts the engine's process and the front's, joins them, and starts again what ends.
 
-The front is forked from a template that has loaded what every front needs, so that the next one is there at once. It
-must not know messages, models or devices, and imports nothing that could bring it down. Invariants: while it runs there
-is one engine and one front, or the next one is being started; when it has ended nothing of them is left; a second
-signal ends everything at once.
+The front is forked from a template that has loaded what every front needs, so that the next one is there at once.
+Operators' calls (`http/admin.py`) are answered here, whatever the others do. It must not know messages, models or
+devices, and imports nothing that could bring it down, but what answers these calls where they are wanted. Invariants:
+while it runs there is one engine and one front, or the next one is being started; no process that hangs holds it up;
+when it has ended nothing of them is left; a second signal ends everything at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from wicore_trt.access.log import set_level
-from wicore_trt.config import Settings, settings_to_json
+from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
-from wicore_trt.process.child import Child, Fork, error_of, how_it_ended
+from wicore_trt.process.child import Child, Fork, error_of, how_it_ended, named
 from wicore_trt.process.reload import checked, has_terminal
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,10 @@ Told = Callable[[str, "str | None"], None]
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for the front
 to close after its grace time."""
+FORK_S = 30.0
+"""After which a template that has loaded and not made a front, though it was told to, counts as hung."""
+ANSWER_S = 3.0
+"""How long the front may take to tell its metrics."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
 """A process that ended by itself so soon after its start, so many times in a row, is started again after a pause."""
 
@@ -44,6 +51,7 @@ class Parts:
     front: str = "wicore_trt.serve.front"
     load_engine: str = "wicore_trt.process.engine:load"
     load_tokenizer: str = "wicore_trt.serve.front:load_tokenizer"
+    admin: str = "wicore_trt.http.admin:AdminServer"
 
 
 class Supervisor:
@@ -52,15 +60,16 @@ class Supervisor:
 
     def __init__(
         self,
-        settings: Settings,
+        loaded: LoadedSettings,
         *,
         max_context: int | None = None,
         parts: Parts | None = None,
         announce: Told = lambda address, url: None,
         bound: Told = lambda address, url: None,
-        reread: Callable[[], Settings] | None = None,
+        reread: Callable[[], LoadedSettings] | None = None,
     ) -> None:
-        self._given, self._reread = settings, reread or (lambda: settings)
+        settings = loaded.settings
+        self._given, self._reread = loaded, reread or (lambda: loaded)
         self._ports: dict[str, Any] = {}  # where the front listens
         self._settings = settings_to_json(settings)
         self._had_terminal = has_terminal()
@@ -69,7 +78,13 @@ class Supervisor:
         self._parts = parts or Parts()
         self._announce, self._bound = announce, bound
         self._engine, self._front, self._template = _Place(), _Place(), _Place()
-        self._was_bound = self._announced = self._engine_ready = self._stopping = False
+        self._was_bound = self._announced = self._stopping = False
+        self._engine_ready = self._template_ready = False
+        self._refusing = False
+        self._idle = asyncio.Event()  # the front refuses generations and has none
+        self._asked: dict[int, asyncio.Future[str]] = {}  # metrics, by call
+        self._calls = itertools.count()
+        self._admin: Any = None
         self._links = 0  # that the front was given
         self._end: asyncio.Future[int] | None = None
 
@@ -87,13 +102,25 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
+            await self._start_admin()
             self._start_template()
             self._start_engine()
             return await self._end
         finally:
             self._stopping = True
-            for place in (self._front, self._template, self._engine):
+            for place in self._places.values():
                 place.close()
+            if self._admin is not None:
+                await self._admin.stop()
+
+    async def _start_admin(self) -> None:
+        if self._given.settings.server.admin_port is not None:
+            self._admin = named(self._parts.admin)(self._given.settings.server, self)
+            log.info("operators' calls on %s", await self._admin.start())
+
+    @property
+    def _places(self) -> dict[str, _Place]:
+        return {"front": self._front, "template": self._template, "engine": self._engine}
 
     # --- processes -----------------------------------------------------------------------------------------------
 
@@ -104,6 +131,7 @@ class Supervisor:
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
 
     def _start_template(self) -> None:
+        self._template_ready = False
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
@@ -118,7 +146,25 @@ class Supervisor:
         self._front.put(fork, self._heard_front, self._front_ended)
         template.control.send("fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context)
         fork.theirs.close()
+        self._watch_fork()
+        self._idle.clear()
+        if self._refusing:
+            fork.control.send("refuse")
         self._join()
+
+    def _watch_fork(self) -> None:
+        if self._template_ready:
+            asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, self._front.process)
+
+    def _end_hung_template(self, fork: Child | Fork | None) -> None:
+        if (
+            isinstance(fork, Fork)
+            and fork is self._front.process
+            and fork.pid is None
+            and self._template.process is not None
+        ):
+            log.error("the template of fronts hangs; it is ended")
+            self._template.process.kill()
 
     def _join(self) -> None:
         """Give both a socket to each other."""
@@ -143,6 +189,9 @@ class Supervisor:
     def _heard_template(self, message: dict[str, Any]) -> None:
         front = self._front.process
         match message["kind"]:
+            case "ready":
+                self._template_ready = True
+                self._watch_fork()
             case "forked" if isinstance(front, Fork):
                 front.pid = message["pid"]
             case "exited" if isinstance(front, Fork) and front.pid == message["pid"]:
@@ -161,8 +210,10 @@ class Supervisor:
                 if not self._announced:
                     self._announced = True
                     self._announce(message["address"], message["url"])
-            case "reload":
-                self._reload()
+            case "idle":
+                self._idle.set()
+            case "metrics" if message["call"] in self._asked:
+                self._asked.pop(message["call"]).set_result(message["text"])
             case "unlinked" if message["links"] == self._links:  # else another one is on its way
                 self._join()
             case "failed":
@@ -211,24 +262,26 @@ class Supervisor:
         if self._had_terminal and not has_terminal():
             self._on_signal(signal.SIGHUP)
         elif not self._stopping:
-            self._reload()
+            self.reload()
 
-    def _keep(self, settings: Settings) -> None:
-        self._given = settings
+    def _keep(self, loaded: LoadedSettings) -> None:
+        self._given, settings = loaded, loaded.settings
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
-    def _reload(self) -> None:
+    def reload(self) -> dict[str, Any]:
         """Take what the files say now where it can change, and tell the front and the engine."""
         told: dict[str, Any] = {"changed": (), "restart": (), "error": None}
         try:
             change = checked(self._given, self._reread)
+            if self._admin is not None:
+                self._admin.change(change.loaded.settings.server)
         except WicoreError as error:
             told["error"] = str(error)
             log.error("the settings stay as they are: %s", error)
         else:
             told |= {"changed": change.changed, "restart": change.restart}
-            self._keep(change.settings)
-            level = change.settings.log.level
+            self._keep(change.loaded)
+            level = change.loaded.settings.log.level
             log.info(
                 "settings, keys and certificates were read again; changed: %s", ", ".join(change.changed) or "none"
             )
@@ -237,8 +290,38 @@ class Supervisor:
                 log.warning("these settings need a restart: %s", ", ".join(change.restart))
             if self._engine.process is not None:
                 self._engine.process.control.send("level", level=level)
-        if self._front.process is not None:
-            self._front.process.control.send("settings", settings=self._settings, **told)
+            if self._front.process is not None:
+                self._front.process.control.send("settings", settings=self._settings)
+        return told
+
+    # --- operators' calls ----------------------------------------------------------------------------------------
+
+    async def drain(self, wait_s: float) -> bool:
+        """Have the front refuse generations, and every later one too; whether none is left after so long."""
+        if not self._refusing:
+            self._refusing = True
+            log.info("generations are refused from now on")
+            if self._front.process is not None:
+                self._front.process.control.send("refuse")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), wait_s)
+        return self._idle.is_set()
+
+    def config(self) -> list[dict[str, Any]]:
+        """Key, value and source of each setting; secrets are masked."""
+        return [{"key": key, "value": value, "source": source} for key, value, source in self._given.rows()]
+
+    async def metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
+        """What the front tells Prometheus, unless it hangs, and of each process whether it runs and how often it was
+        started again."""
+        text, front, call = "", self._front.process, next(self._calls)
+        if front is not None:
+            answer = self._asked[call] = asyncio.get_running_loop().create_future()
+            front.control.send("metrics", call=call)
+            with suppress(TimeoutError):
+                text = await asyncio.wait_for(answer, ANSWER_S)
+            self._asked.pop(call, None)
+        return text, {n: (p.process is not None, max(0, p.restarts)) for n, p in self._places.items()}
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -252,7 +335,7 @@ class Supervisor:
             self._end.set_result(outcome)
 
     def _kill_all(self) -> None:
-        for place in (self._front, self._template, self._engine):
+        for place in self._places.values():
             if place.process is not None:
                 place.process.kill()
 
@@ -285,12 +368,14 @@ class _Place:
     def __init__(self) -> None:
         self.process: Child | Fork | None = None
         self.said: WicoreError | None = None  # why it ends
+        self.restarts = -1
         self._began = 0.0
         self._quick = 0
 
     def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
         """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
         self.process, self.said, self._began = process, None, time.monotonic()
+        self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.fileno()
 
         async def reap() -> None:

@@ -31,12 +31,12 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the
-    cache at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival`
-    is a time.monotonic() stamp. `prefetched`: what it will need from disk was asked for. `turn`: how many places its
-    tenant had been given before the one that this sequence has; None while it has none. `ran`: steps that computed for
-    it since its last admission; `gave_way`: how often it gave its place to another tenant. `scored`: tokens of the
-    prompt whose log-probabilities were put out."""
+    """`tokens` is prompt + output; `computed` of them are in the KV pages. `cached` of the prompt came from the cache
+    at first admission (None before it); of a `requeued` one, which lost its pages, nothing more counts. `arrival` is a
+    stamp of the engine's clock in seconds, and `begun` that of the first step that computed for it. `prefetched`: what
+    it will need from disk was asked for. `turn`: how many places its tenant had been given before the one that this
+    sequence has; None while it has none. `ran`: steps that computed for it since its last admission; `gave_way`: how
+    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out."""
 
     seq_id: int
     request: GenerateRequest
@@ -57,6 +57,7 @@ class Sequence:
     ran: int = 0
     gave_way: int = 0
     scored: int = 0
+    begun: float | None = None
 
     @property
     def params(self) -> SamplingParams:

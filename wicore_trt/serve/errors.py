@@ -13,7 +13,7 @@ from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, shortened
+from wicore_trt.errors import UNAVAILABLE_RETRY_S, InvalidRequestError, WicoreError, shortened
 
 DOMAIN = "wicore"
 MAX_MESSAGE_CHARS = 512
@@ -41,9 +41,10 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, QueueFullError):
+    retry_s = UNAVAILABLE_RETRY_S if error.grpc_code == "UNAVAILABLE" else getattr(error, "retry_after_s", None)
+    if retry_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        delay.FromMilliseconds(round(retry_s * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
     for detail in details:

@@ -13,16 +13,17 @@ import logging
 import os
 import select
 import socket
+from collections.abc import Coroutine
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.access import log as log_lines
+from wicore_trt.access import tracing
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.process.child import Control, belong_to
-from wicore_trt.process.engine import named
+from wicore_trt.process.child import Control, belong_to, named
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_METRICS = 100_000
+"""Characters that fit a control message."""
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 
@@ -61,6 +64,7 @@ def main(fd: int) -> int:
         tokenizer = error
     gc.collect()
     gc.freeze()
+    control.send("ready")
     poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
     poll.register(control.fileno(), select.POLLIN)
     while True:
@@ -94,6 +98,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
 
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
+    tracing.configure()
     front = Front(control, tokenizer)
     try:
         code = run_server(settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch)
@@ -103,6 +108,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     except BaseException:
         log.exception("the front broke")
         code = 1
+    tracing.close()
     logging.shutdown()
     return code  # nothing that hangs holds up the end
 
@@ -116,8 +122,8 @@ class Front:
         self._came = asyncio.Event()
         self._stop: asyncio.Event | None = None
         self._servers: Servers | None = None
-        self._asked: list[asyncio.Future[dict[str, Any]]] = []  # who waits for settings that are read again
         self._links = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def engine(self) -> TextEngine:
         """The engine, when there is one."""
@@ -167,22 +173,39 @@ class Front:
             self._remote.connect(socket.socket(fileno=fds[0]))
         elif message["kind"] == "drain":
             self._stop.set()
+        elif message["kind"] == "refuse":
+            self._spawn(self._refuse())
+        elif message["kind"] == "metrics":
+            self._spawn(self._tell_metrics(message["call"]))
         elif message["kind"] == "settings":
             self._change(message)
 
-    def _change(self, message: dict[str, Any]) -> None:
-        """The settings were read again; or they are wrong, and the former ones stay."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _refuse(self) -> None:
+        """Take no more generations, and say when those that are open have ended."""
         assert self._servers is not None
-        told = {key: message[key] for key in ("changed", "restart", "error")}
-        if told["error"] is None:
-            settings = settings_from_json(message["settings"])
-            log_lines.set_level(settings.log.level)
-            try:
-                self._servers.change(settings.server)
-            except WicoreError as error:  # a file that was good a moment ago
-                log.error("keys and certificates are kept: %s", error)
-                told["error"] = str(error)
-        asked, self._asked = self._asked, []
-        for future in asked:
-            if not future.done():
-                future.set_result(told)
+        await self._servers.set_draining()
+        await self._servers.until_idle()
+        self._control.send("idle")
+
+    async def _tell_metrics(self, call: int) -> None:
+        assert self._servers is not None
+        text = await self._servers.metrics()
+        if len(text) <= MAX_METRICS:
+            self._control.send("metrics", call=call, text=text)
+        else:
+            log.error("the metrics have %d characters, too many for the port of the operator's calls", len(text))
+
+    def _change(self, message: dict[str, Any]) -> None:
+        """The settings were read again."""
+        assert self._servers is not None
+        settings = settings_from_json(message["settings"])
+        log_lines.set_level(settings.log.level)
+        try:
+            self._servers.change(settings.server)
+        except WicoreError as error:  # a file that was good a moment ago
+            log.error("keys and certificates are kept: %s", error)

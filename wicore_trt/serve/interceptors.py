@@ -14,14 +14,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import TypeAlias
 
 import grpc
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.core.shares import Gate
@@ -38,9 +37,6 @@ MAX_CHECKS = MAX_WATCHES = 1024
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler | None"]]
-
-
-CURRENT_CALL: ContextVar[Call] = ContextVar("wicore_call")
 
 
 def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
@@ -69,9 +65,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         health = details.method.startswith(HEALTH_PREFIX)
-        who = Identity() if health else self._keys.find(offered_key(partial(metadata_value, details)))
+        header, method = partial(metadata_value, details), details.method.rpartition("/")[2]
+        who = Identity() if health else self._keys.find(offered_key(header))
         if who is None:
-            return grpc.stream_stream_rpc_method_handler(self._refuse)
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, Call.begin(method, Identity(), header)))
         handler = await continuation(details)
         if handler is None:
             return None
@@ -79,11 +76,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return self._health(handler)
         if not details.method.startswith(OWN_PREFIX):
             return self._foreign(handler, who)
-        offered = metadata_value(details, REQUEST_ID_HEADER) or ""
-        method = details.method.rpartition("/")[2]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            call = Call.begin(method, who, offered)
+            call = Call.begin(method, who, header)
             try:
                 await guarded(call, lambda: self._answer(call, handler, context), context)
             finally:
@@ -132,18 +127,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    async def _refuse(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
+        CURRENT.set(call)
+        await context.send_initial_metadata(((REQUEST_ID_HEADER, call.call_id),))
         self._refused("refused a call without a valid API key", peer=context.peer())
         self._counts.refused["grpc"] += 1
         error = AuthenticationError(
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
-        await abort(context, error, uuid.uuid4().hex)
+        await abort(context, error, call.call_id)
 
 
 async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
     """Run one call: echo its id, answer it, turn exceptions into statuses, write the access line."""
-    CURRENT_CALL.set(call)
+    CURRENT.set(call)
     call.facts["peer"] = context.peer()
     if call.who.tenant:
         call.facts["tenant"] = call.who.tenant
@@ -156,7 +153,7 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
         raise
     except WicoreError as error:
         code = error.grpc_code
-        call.facts["error"] = str(error)
+        call.failed(error)
         await abort(context, error, call.call_id)
     except grpc.aio.InternalError:
         # The transport took no more messages: the client has left, and gRPC is about to cancel this task for it.
@@ -168,4 +165,4 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
         await abort(context, WicoreError(f"Internal error; the server's log has it as {call.call_id}."), call.call_id)
     finally:
-        write_access_line(call, code, logging.INFO if call.method == "Generate" else logging.DEBUG)
+        write_access_line(call, code, generates=call.method == "Generate")

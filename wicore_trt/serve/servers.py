@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.config import ServerSettings
+from wicore_trt.http.metrics import snapshot
 from wicore_trt.http.server import HttpServer
+from wicore_trt.metrics.exposition import exposition
 from wicore_trt.serve.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -24,30 +26,29 @@ class Servers:
         """`max_context` is that of the engine, where it is known. Raises ConfigError for bad TLS or keys files."""
         admission = self._admission = Admission.of(settings)
         self._grpc = GrpcServer(settings, max_context, admission)
-        self._http = HttpServer(settings, max_context, admission) if settings.http_port is not None else None
+        self._http = HttpServer(settings, max_context, admission)
+        self._serves_http = settings.http_port is not None
 
     async def start(self) -> tuple[str, str | None]:
         """Listen and return the address of gRPC and the URL of HTTP. Raises EnvironmentUnfitError."""
         address = await self._grpc.start()
-        return address, await self._http.start() if self._http is not None else None
+        return address, await self._http.start() if self._serves_http else None
 
     def attach(self, engine: TextEngine) -> None:
         """Take requests from now on."""
         self._grpc.service.attach(engine)
-        if self._http is not None:
-            self._http.attach(engine)
+        self._http.attach(engine)
 
     def change(self, settings: ServerSettings) -> None:
         """Other keys, rates, origins and certificates from now on. Raises ConfigError."""
         self._grpc.change(settings)
-        if self._http is not None:
-            self._http.change(settings)
+        self._http.change(settings)
         self._admission.change(settings)
 
     @property
     def streams_open(self) -> int:
         """Generations in progress."""
-        return self._grpc.service.streams_open + (self._http.context.open.total() if self._http is not None else 0)
+        return self._grpc.service.streams_open + self._http.context.open.total()
 
     @property
     def idle(self) -> bool:
@@ -57,8 +58,7 @@ class Servers:
     async def until_idle(self) -> None:
         """Wait until no generation is open."""
         await self._grpc.service.idle.wait()
-        if self._http is not None:
-            await self._http.context.idle.wait()
+        await self._http.context.idle.wait()
 
     async def set_serving(self) -> None:
         """Tell probes that requests are taken. HTTP looks at the engine itself."""
@@ -70,11 +70,13 @@ class Servers:
 
     async def set_draining(self) -> None:
         """Refuse requests from now on, and tell probes."""
-        if self._http is not None:
-            self._http.set_draining()
+        self._http.set_draining()
         await self._grpc.set_draining()
+
+    async def metrics(self) -> str:
+        """What Prometheus reads, as text."""
+        return exposition(await snapshot(self._http.context))[0].decode()
 
     async def stop(self, grace_s: float) -> None:
         """Close the ports; calls still open after `grace_s` seconds are cancelled."""
-        stopping = [self._grpc.stop(grace_s), *([self._http.stop(grace_s)] if self._http is not None else [])]
-        await asyncio.gather(*stopping)
+        await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))

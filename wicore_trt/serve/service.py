@@ -22,7 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission, Meter
-from wicore_trt.access.calls import Call, checked_id
+from wicore_trt.access.calls import Call, checked_id, current_call
 from wicore_trt.core.port import UNKNOWN
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
@@ -30,7 +30,6 @@ from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
-from wicore_trt.serve.interceptors import CURRENT_CALL
 from wicore_trt.text.calls import CallFinder
 from wicore_trt.types import FinishReason, TextRequest
 
@@ -81,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         engine = self._ready()
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
-        call = CURRENT_CALL.get()
+        call = current_call()
         own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
         call_s = context.time_remaining()
         if call_s is not None:
@@ -90,7 +89,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            with self._admission.metered(call.who.tenant) as meter:
+            with self._admission.metered(call.who) as meter:
                 stream, finders = await self._submit(engine, request, call, timeout_s, meter)
                 async with aclosing(stream):
                     reasons = await self._relay(stream, finders, call, context, meter)
@@ -111,14 +110,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request_id = checked_id(request.request_id)
         else:
             request_id = uuid.uuid4().hex if call.from_client else call.call_id
-        if call.from_client:
-            call.facts["call"] = call.call_id
-        call.facts["id"] = request_id
+        if request_id != call.call_id:
+            call.facts["request"] = request_id
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
         try:
             text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
             meter.reserve([text_request])
+            text_request = call.asks(engine.info.model_id, text_request)
             stream = await engine.submit(await engine.encode(text_request))
         except InvalidRequestError as error:
             tools = error.field == "constraint" and bool(request.tools.functions)
@@ -146,6 +145,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if output.token_ids and output.index not in first_token_s:
                 first_token_s[output.index] = elapsed
                 call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
+                if stream.parts is not None:
+                    call.begun(*stream.parts)
             call.facts["tokens"] = tokens
             if output.finish_reason is not None:
                 reasons.add(output.finish_reason)
@@ -160,7 +161,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
-        return pb2.AbortResponse(aborted=await self._ready().abort(request_id, CURRENT_CALL.get().who.tenant))
+        return pb2.AbortResponse(aborted=await self._ready().abort(request_id, current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb2.TokenizeResponse:
         engine = self._ready()
@@ -176,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             messages = convert.chat_messages(request.chat, limit)
             make = partial(engine.tokenizer.apply_chat, messages, add_generation_prompt=prompt, max_tokens=limit)
         try:
-            token_ids = await engine.work(CURRENT_CALL.get().who.tenant, make)
+            token_ids = await engine.work(current_call().who.tenant, make)
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 error.message, field=convert.field_path(error.field, kind), fix=error.fix
@@ -195,7 +196,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
         skip = request.skip_special if request.HasField("skip_special") else True
         decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
-        return pb2.DetokenizeResponse(text=await engine.work(CURRENT_CALL.get().who.tenant, decode))
+        return pb2.DetokenizeResponse(text=await engine.work(current_call().who.tenant, decode))
 
     async def GetModelInfo(
         self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -217,7 +218,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
-        engine, who = self._ready(), CURRENT_CALL.get().who
+        engine, who = self._ready(), current_call().who
         if who.operator:
             return convert.stats(await engine.stats(), self._open.total())
         return convert.stats(await engine.stats_of(who.tenant), self._open[who.tenant])
@@ -225,7 +226,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def SubscribeKVEvents(
         self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        who = CURRENT_CALL.get().who
+        who = current_call().who
         with self._subscribers.place(who.tenant):
             tenant = None if who.operator else who.tenant
             after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN

@@ -1,0 +1,122 @@
+"""The operator's calls on a port of their own: reload, drain, settings, metrics, health.
+
+Runs in the supervisor, so that it answers whatever the engine and the fronts do. Must not know processes. Invariants:
+operators alone call it, but for /health; no web page of another origin does; a secret is in no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from wicore_trt.access.admission import Admission
+from wicore_trt.access.calls import Call
+from wicore_trt.access.listening import is_local
+from wicore_trt.config import ServerSettings
+from wicore_trt.errors import ConfigError, ForbiddenError, InvalidRequestError
+from wicore_trt.http.app import Front
+from wicore_trt.http.context import Context
+from wicore_trt.http.listener import Listener
+from wicore_trt.http.replies import json_reply
+from wicore_trt.http.socket import check_origin
+from wicore_trt.http.waiting import unless_gone
+from wicore_trt.metrics.exposition import rendered, supervised
+
+MAX_WAIT_S = 3600.0
+
+
+class Steered(Protocol):
+    """The server as these calls see it."""
+
+    def reload(self) -> Mapping[str, Any]:
+        """Read the settings again: "changed" and "restart", keys, and "error", why nothing was changed, or None."""
+
+    async def drain(self, wait_s: float) -> bool:
+        """Refuse generations from now on; whether none was left after so many seconds."""
+
+    def config(self) -> list[dict[str, Any]]:
+        """Key, value and source of each setting; secrets are masked."""
+
+    async def metrics(self) -> tuple[str, Mapping[str, tuple[bool, int]]]:
+        """What the front tells Prometheus, "" when it does not answer, and by process whether it runs and how often it
+        was started again."""
+
+
+class AdminServer:
+    """One listening server. Construct it on the event loop that will run it."""
+
+    def __init__(self, settings: ServerSettings, server: Steered) -> None:
+        """Raises ConfigError for bad TLS or keys files."""
+        self._server = server
+        local = is_local(settings.admin_host) and not settings.admin_host.startswith("unix:")
+        self._context = Context(Admission.of(settings), 0, 1.0, local, settings.allowed_hosts)
+        table = {
+            "/reload": ("POST", self._reload),
+            "/drain": ("POST", self._drain),
+            "/config": ("GET", self._config),
+            "/metrics": ("GET", self._metrics),
+        }
+        routes = [Route(path, _operators(answer), methods=[method]) for path, (method, answer) in table.items()]
+        app = Front(self._context, [*routes, Route("/health", _health)])
+        port = settings.admin_port or 0
+        self._listener = Listener(app, settings, settings.admin_host, port, flag="--admin-port")
+
+    async def start(self) -> str:
+        """Listen and return the URL. Raises EnvironmentUnfitError."""
+        return await self._listener.start()
+
+    async def stop(self) -> None:
+        """Close the port at once."""
+        await self._listener.stop(0)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Other keys and another certificate from now on. Raises ConfigError."""
+        self._listener.change(settings)
+        self._context.allowed_hosts = settings.allowed_hosts
+        self._context.admission.change(settings)
+
+    async def _reload(self, request: Request) -> Response:
+        found = self._server.reload()
+        if found["error"] is not None:
+            raise ConfigError(found["error"])
+        return json_reply({"changed": found["changed"], "needs_restart": found["restart"]})
+
+    async def _drain(self, request: Request) -> Response:
+        """`?wait=SECONDS` answers when the last generation has ended, or after so long."""
+        text = request.query_params.get("wait", "0")
+        try:
+            wait_s = float(text)
+        except ValueError:
+            wait_s = -1.0
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise InvalidRequestError(f"wait is a number of seconds, at most {MAX_WAIT_S:g}.", field="wait")
+        idle = await unless_gone(request.receive, self._server.drain(wait_s))
+        return json_reply({"state": "draining", "idle": idle})
+
+    async def _config(self, request: Request) -> Response:
+        return json_reply({"settings": self._server.config()})
+
+    async def _metrics(self, request: Request) -> Response:
+        told, processes = await self._server.metrics()
+        raw, content_type = rendered(supervised(processes))
+        return Response(told.encode() + raw, media_type=content_type)
+
+
+def _operators(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def checked(request: Request) -> Response:
+        call: Call = request.scope["state"]["call"]
+        check_origin(Headers(scope=request.scope), ())
+        if not call.who.operator:
+            raise ForbiddenError("These calls are an operator's.", fix="Use an operator's key.")
+        return await answer(request)
+
+    return checked
+
+
+async def _health(request: Request) -> Response:
+    return json_reply({"status": "ok"})

@@ -1,0 +1,144 @@
+"""A listening HTTP server around an ASGI application: address, TLS, connections.
+
+Must not know what the application serves. Invariant: after `stop` no connection and no task of this server is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from email.utils import formatdate
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from wicore_trt.access.listening import address_of, check_free, read_tls
+from wicore_trt.config import ServerSettings
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket
+
+KEEP_ALIVE_S = 75
+"""Seconds for which a connection without requests stays open."""
+BACKLOG = 2048
+POLL_S = 0.02
+CANCEL_S = 1.0
+HANDSHAKE_S = 10.0
+
+
+class Listener:
+    """One address. Construct it on the event loop that will run it; `app` may be put in another's place at any time.
+    `flag` is the option that chooses the port, as errors name it."""
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16
+    ) -> None:
+        """Raises ConfigError for bad TLS files."""
+        self.app = app
+        self._host, self._port, self._flag = host, port, flag
+        self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._config = Config(
+            self._answer,
+            interface="asgi3",  # which uvicorn does not see of a method
+            http=GuardedHttp,
+            ws=GuardedWebSocket,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            ws_max_size=max_frame,
+            ws_per_message_deflate=False,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._listener: asyncio.Server | None = None
+        self._clock: asyncio.TimerHandle | None = None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def change(self, settings: ServerSettings) -> None:
+        """Another certificate for who comes from now on. Raises ConfigError, and changes nothing, for files that do not
+        fit."""
+        if self._tls is not None and settings.tls_cert is not None and settings.tls_key is not None:
+            read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+            self._tls.context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+
+    def _protocol(self) -> asyncio.Protocol:
+        return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())
+
+    async def start(self) -> str:
+        """Listen and return the URL, with the port chosen by the system when it was 0.
+
+        Raises EnvironmentUnfitError for an address that cannot be used.
+        """
+        host, port = self._host, self._port
+        check_free(host, port, self._flag)
+        loop = asyncio.get_running_loop()
+        context = self._tls.context if self._tls is not None else None
+        handshake = HANDSHAKE_S if context is not None else None
+        try:
+            if host.startswith("unix:"):
+                path = host.removeprefix("unix:")
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                self._listener = await loop.create_unix_server(
+                    self._protocol, path, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
+                )
+            else:
+                self._listener = await loop.create_server(
+                    self._protocol, host, port, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
+                )
+                port = self._listener.sockets[0].getsockname()[1]
+        except OSError as error:
+            raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
+        self._tick()
+        scheme = "http" if context is None else "https"
+        return host if host.startswith("unix:") else f"{scheme}://{address_of(host, port)}"
+
+    def _tick(self) -> None:
+        """Keep the header `date`."""
+        self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
+
+    async def stop(self, grace_s: float, idle: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Close the port; what is still open after `grace_s` seconds is cancelled. Connections stay until `idle` says
+        that nothing is left which would begin an answer."""
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        end = time.monotonic() + grace_s
+        if idle is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(idle(), max(grace_s, POLL_S))
+        for connection in list(self._state.connections):
+            connection.shutdown()  # ends those that are idle, and WebSockets
+        left_s = max(0.0, end - time.monotonic())
+        if not await _until(lambda: not self._state.connections and not self._state.tasks, left_s):
+            # Requests end as they do when their clients leave, and say nothing in the log but their access lines.
+            for connection in list(self._state.connections):
+                assert isinstance(connection, (GuardedHttp, GuardedWebSocket))
+                connection.cut()
+            if not await _until(lambda: not self._state.connections and not self._state.tasks, CANCEL_S):
+                for task in list(self._state.tasks):
+                    task.cancel()
+                await _until(lambda: not self._state.tasks, CANCEL_S)
+        if self._listener is not None and self._host.startswith("unix:"):
+            with suppress(FileNotFoundError):
+                os.unlink(self._host.removeprefix("unix:"))
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came to hold in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
