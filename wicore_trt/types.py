@@ -262,7 +262,8 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
-    `error` is set with FinishReason.ERROR. It may cross to another process, so it is a msgspec.Struct.
+    `error` is set with FinishReason.ERROR, and `field` too where a field of the request is why. It may cross to another
+    process, so it is a msgspec.Struct.
     """
 
     request_id: str
@@ -273,6 +274,7 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_reason: int | str | None = None
     usage: Usage | None = None
     error: str | None = None
+    field: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

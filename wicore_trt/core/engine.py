@@ -356,7 +356,8 @@ class EngineCore(Core):
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
-        if reason is FinishReason.ERROR and not (matcher is not None and matcher.broken):
+        fault = matcher is not None and matcher.broken
+        if reason is FinishReason.ERROR and not fault:
             # KV values that led to bad logits would make every later request with this prefix fail too.
             self.scheduler.manager.condemn(sequence.pages)
         flight = self._flight
@@ -366,7 +367,7 @@ class EngineCore(Core):
             self._release(sequence)
         self._strike(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
-        return self._output(sequence, last, logprobs, error)
+        return self._output(sequence, last, logprobs, error, "constraint" if error is not None and fault else None)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
@@ -379,6 +380,7 @@ class EngineCore(Core):
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...],
         error: str | None = None,
+        field: str | None = None,
     ) -> TokenOutput:
         return TokenOutput(
             request_id=sequence.request.request_id,
@@ -389,6 +391,7 @@ class EngineCore(Core):
             stop_reason=sequence.stop_reason,
             usage=Usage(sequence.prompt_len, sequence.output_len, sequence.cached or 0),
             error=error,
+            field=field,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

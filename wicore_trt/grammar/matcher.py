@@ -100,6 +100,8 @@ class Grammars:
                 self._kept.move_to_end(constraint)
                 return
         inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
+        if not inner.is_error():
+            inner.compute_bitmask()  # the dearest one; the states that it finds are shared by what is copied
         if inner.is_error():
             raise refusal(str(inner.get_error()))
         with self._books:

@@ -105,6 +105,8 @@ async def _answer(
         return EventStream(events(generation, shape), generation.aclose, failed, context.keep_alive_s, headers)
     try:
         raw = shape.answer(await generation.completions(), generation.totals)
+    except InvalidRequestError as error:  # a constraint that could not be kept to the end
+        raise structured.named(error, body) from None
     finally:
         await generation.aclose()
     return json_reply(raw, headers=rate_headers(context, call))

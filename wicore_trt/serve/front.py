@@ -21,6 +21,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.process.checker import Checker
 from wicore_trt.process.child import Control, belong_to
 from wicore_trt.process.engine import named
 
@@ -127,7 +128,7 @@ class Front:
         assert self._remote is not None and self._remote.info is not None
         if isinstance(self._tokenizer, Exception):
             raise self._tokenizer
-        return TextEngine(self._remote, self._tokenizer, self._remote.info)
+        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check)
 
     def watch(self, stop: asyncio.Event, servers: Servers) -> None:
         """Listen to the supervisor; `stop` is set when it says so."""

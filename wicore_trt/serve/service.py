@@ -87,8 +87,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle.clear()
         try:
             with self._admission.metered(call.who.tenant) as meter:
-                async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
-                    reasons = await self._relay(stream, call, context, meter)
+                try:
+                    async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
+                        reasons = await self._relay(stream, call, context, meter)
+                except InvalidRequestError as error:
+                    path = convert.field_path(error.field, request.WhichOneof("prompt"))
+                    kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
+                    raise kind(error.message, field=path, fix=error.fix) from error
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
@@ -100,7 +105,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _submit(
         engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None, meter: Meter
     ) -> TextStream:
-        """Start a request on the engine; errors name fields by their path in the message."""
+        """Start a request on the engine."""
         if request.HasField("request_id"):
             request_id = checked_id(request.request_id)
         else:
@@ -110,14 +115,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call.facts["id"] = request_id
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
-        try:
-            text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-            meter.reserve([text_request])
-            stream = await engine.submit(await engine.encode(text_request))
-        except InvalidRequestError as error:
-            path = convert.field_path(error.field, request.WhichOneof("prompt"))
-            kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
-            raise kind(error.message, field=path, fix=error.fix) from error
+        text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+        meter.reserve([text_request])
+        stream = await engine.submit(await engine.encode(text_request))
         meter.begin()
         return stream
 
