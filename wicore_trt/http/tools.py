@@ -18,7 +18,6 @@ from wicore_trt.http.shapes import ChatShape, encode
 from wicore_trt.text.calls import CallFinder, Function, Piece, calls_constraint
 from wicore_trt.types import Completion, Constraint, FinishReason, TextOutput
 
-MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -33,8 +32,6 @@ class Tools:
 def tools_of(body: ChatBody) -> Tools | None:
     """None where no function may be called. Raises InvalidRequestError."""
     functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())]
-    if len(functions) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {len(functions)} items; at most {MAX_TOOLS} are taken.", field="tools")
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools has a name twice.", field="tools")
