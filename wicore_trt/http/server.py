@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from wicore_trt.access.admission import Admission, message_limit
 from wicore_trt.access.listening import address_of, check_free, http_host, read_tls
@@ -24,7 +23,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
-from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket
+from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
 from wicore_trt.http.routes import routes
 from wicore_trt.http.socket import MAX_FRAME
 
@@ -67,7 +66,7 @@ class HttpServer:
             ws_per_message_deflate=False,
         )
         self._config.load()
-        self._state = ServerState()
+        self._state = Visitors(settings.http_connections_per_address)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
 
