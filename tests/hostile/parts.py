@@ -29,6 +29,7 @@ from wicore_trt.access import log  # noqa: E402
 from wicore_trt.config import SchedulerSettings, ServerSettings, Settings  # noqa: E402
 from wicore_trt.core.engine import EngineCore  # noqa: E402
 from wicore_trt.core.shares import Gate  # noqa: E402
+from wicore_trt.errors import InvalidRequestError  # noqa: E402
 from wicore_trt.grammar.matcher import Grammars  # noqa: E402
 from wicore_trt.http.intake import Room  # noqa: E402
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager  # noqa: E402
@@ -39,6 +40,15 @@ from wicore_trt.schedule.scheduler import Scheduler  # noqa: E402
 
 SEQUENCES = 256
 REPORT = "WICORE_HOSTILE_REPORT"
+
+
+class Tokenizer(WebCharTokenizer):
+    """Refuses by its length what is too long, as the real one."""
+
+    def encode(self, text, *, add_bos=True, max_tokens=None):
+        if max_tokens is not None and len(text) > max_tokens:
+            raise InvalidRequestError(f"The text has {len(text)} characters.", field="prompt")
+        return super().encode(text)
 
 
 class Executor(paced.PacedExecutor):
@@ -72,15 +82,15 @@ def load_engine(settings: Settings):
     executor.layout = replace(executor.layout, num_pages=pages)
     manager = KVCacheManager(pages, 1024, KeyChain("paced", paced.PAGE_TOKENS), options=CacheOptions(prefix_cache=True))
     scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=SEQUENCES, slice_tokens=32)
-    grammars = Grammars(WebCharTokenizer(), paced.VOCAB)
+    grammars = Grammars(Tokenizer(), paced.VOCAB)
     core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=paced.MAX_CONTEXT, grammars=grammars)
     info = replace(paced.load_engine(settings)[1], chat=True)
     return core, info
 
 
-def load_tokenizer(settings: Settings) -> WebCharTokenizer:
+def load_tokenizer(settings: Settings) -> Tokenizer:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, _report))
-    return WebCharTokenizer()
+    return Tokenizer()
 
 
 def _report(*_: object) -> None:
