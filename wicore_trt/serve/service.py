@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -87,13 +88,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self.idle.clear()
         try:
             with self._admission.metered(call.who.tenant) as meter:
-                try:
-                    async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
+                async with aclosing(await self._submit(engine, request, call, timeout_s, meter)) as stream:
+                    with _named(request):  # a constraint that could not be kept to the end
                         reasons = await self._relay(stream, call, context, meter)
-                except InvalidRequestError as error:
-                    path = convert.field_path(error.field, request.WhichOneof("prompt"))
-                    kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
-                    raise kind(error.message, field=path, fix=error.fix) from error
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
@@ -115,9 +112,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call.facts["id"] = request_id
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
-        text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-        meter.reserve([text_request])
-        stream = await engine.submit(await engine.encode(text_request))
+        with _named(request):
+            text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+            meter.reserve([text_request])
+            stream = await engine.submit(await engine.encode(text_request))
         meter.begin()
         return stream
 
@@ -229,6 +227,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         messages = convert.kv_snapshot(found)
                     for message in messages:
                         await context.write(message)
+
+
+@contextmanager
+def _named(request: pb2.GenerateRequest) -> Iterator[None]:
+    """Errors name fields by their path in the message."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        path = convert.field_path(error.field, request.WhichOneof("prompt"))
+        kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
+        raise kind(error.message, field=path, fix=error.fix) from error
 
 
 def _text_request(
