@@ -219,6 +219,19 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         super().keepalive_timeout()
         self.transport.abort()  # closing would wait until the client has read everything
 
+    def send_receive_event_to_app(self) -> None:
+        """Ends the connection for a text that is not UTF-8, without the traceback that uvicorn logs for it."""
+        try:
+            if self.curr_msg_data_type == "text":
+                b"".join(self.frames).decode()
+        except UnicodeDecodeError:
+            self.frames = []
+            if not self.close_sent:
+                self.conn.send_close(1007)
+                self.handle_parser_exception()
+            return
+        super().send_receive_event_to_app()
+
     def handle_cont(self, event: Frame) -> Any:
         if len(self.frames) >= MAX_FRAGMENTS:
             self.conn.fail(1009, "too many fragments")

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
+
+
+FIRST_TO_GO = 500
+"""What the system adds to a front's score when memory runs out and a process has to go. Strangers can make it grow, and
+the next one is there in a tenth of a second, whereas an engine takes minutes to load."""
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
@@ -93,6 +99,8 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     """The life of a front. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     front = Front(control, tokenizer)
