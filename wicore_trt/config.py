@@ -190,6 +190,9 @@ class ServerSettings:
     """Listen where other machines reach the server also without keys or TLS, such as behind a proxy that has both."""
     reflection: bool = True
     """Serve gRPC reflection, so that grpcurl lists the methods."""
+    http_connections_per_address: Positive = 3072
+    """HTTP connections, WebSockets among them, that one address, or one /64 of IPv6, may have open; more are closed as
+    they come. There is room for 4,096 in all. Clients behind one proxy have its address."""
     max_message_mb: Positive | None = None
     """Largest request message in MiB, unpacked. Default: 4 MiB, or 128 bytes for each token of the context."""
 

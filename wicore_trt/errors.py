@@ -22,6 +22,7 @@ wrong, and `fix`, when given, says what to do about it.
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import Any
 
 UNAVAILABLE_RETRY_S = 1.0
@@ -182,10 +183,16 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
     return EnvironmentUnfitError(f"This needs {top}, which is not installed.", fix=install(_EXTRAS[top]))
 
 
+_BRIEF = Repr()
+_BRIEF.maxlevel = 4
+_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxfrozenset = 20
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 2 * MAX_SHOWN  # what is longer is cut by us
+
+
 def shown(value: object) -> str:
     """A value as an error shows it: one line, and not long, whatever it is."""
     try:
-        text = repr(value[:MAX_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
+        text = repr(value[:MAX_SHOWN]) if isinstance(value, (str, bytes)) else _BRIEF.repr(value)
     except Exception:  # an int of more digits than Python prints, or an object whose __repr__ fails
         return f"a {type(value).__name__}"
     return shortened(text)

@@ -5,7 +5,7 @@
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`). Clients in processes of
 their own keep so many streams open, each with a random prompt and length; some leave in the middle. A stream must end
 with all of its text in order, or with an error that has a type. Prints what the streams came to and the memory of front
-and engine at the beginning and the end; exits with 1 when a stream was lost, doubled or out of order.
+and engine over the time; exits with 1 when a stream was lost, doubled or out of order.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CHANNELS = 4
 LEAVE = 0.1
 """Share of the streams whose client leaves before the end."""
 STUCK_S = 120.0
+SAMPLES = 12
 TYPED = {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "429", "503", "504"}
 
 
@@ -145,20 +146,25 @@ def measure(how: str, streams: int, seconds: float, step_s: float) -> bool:
         for n in shares
     ]  # fmt: skip
     try:
+        began = time.monotonic()
         time.sleep(min(10.0, seconds / 2))
         front = front_of(server.pid)
         engine = child_of(server.pid, "process.engine")
-        before = megabytes(front), megabytes(engine)
+        memory = [(megabytes(front), megabytes(engine))]
+        while any(other.poll() is None for other in others):
+            time.sleep(1.0)
+            if time.monotonic() - began >= len(memory) * max(10.0, seconds / SAMPLES):
+                memory.append((megabytes(front), megabytes(engine)))
         outcomes: Counter[str] = Counter()
         for other in others:
             assert other.stdout is not None
             outcomes.update(json.loads(other.stdout.read()))
-        after = megabytes(front), megabytes(engine)
+        memory.append((megabytes(front), megabytes(engine)))
     finally:
         stop(server, others)
     bad = {what: n for what, n in outcomes.items() if what not in ("ok", "left", *TYPED)}
     say(f"{how}: {streams} streams at once, {dict(outcomes)}; not allowed: {bad or 'none'}")
-    say(f"{how}: memory of front and engine, MiB: {before} after the first seconds, {after} at the end")
+    say(f"{how}: memory of front and engine, MiB, over the time: {', '.join(f'{a}+{b}' for a, b in memory)}")
     return not bad and outcomes["ok"] > 0
 
 

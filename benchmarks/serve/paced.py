@@ -109,6 +109,7 @@ class PlainTokenizer:
     eos_ids = (1,)
     vocab_size = VOCAB
     has_chat = False
+    turn_end: int | None = None
     byte_ids: frozenset[int] = frozenset()
     longest_token = 1
 

@@ -199,6 +199,13 @@ def test_a_grammar_too_costly_to_follow_ends_with_an_error(monkeypatch: pytest.M
     constraint = Constraint(ConstraintKind.REGEX, "(a|b)*a(a|b){22}c")
     tokens, output = one(SamplingParams(seed=3, max_tokens=80, constraint=constraint))
     assert output.finish_reason is FinishReason.ERROR and "cannot be kept any further" in output.error
+    assert output.field == "constraint"
+
+
+def test_as_many_choices_as_are_taken_can_be_made() -> None:
+    choices = [f"{i * 7919:024x}" for i in range(4000)]
+    tokens, output = one(SamplingParams(seed=3, constraint=Constraint(ConstraintKind.CHOICE, json.dumps(choices))))
+    assert output.finish_reason is FinishReason.STOP and CharTokenizer().decode(tokens) in choices
 
 
 def test_an_engine_without_grammars_refuses() -> None:

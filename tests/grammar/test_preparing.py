@@ -102,7 +102,7 @@ async def test_a_grammar_that_cannot_be_built_ends_its_request() -> None:
     engine = await engine_over(slow)
     broken = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "broken"))
     stream = await engine.submit(asking("a", broken))
-    with pytest.raises(WicoreError, match="no such grammar"):
+    with pytest.raises(InvalidRequestError, match="no such grammar"):
         await whole(stream)
     assert (await whole(await engine.submit(asking("b"))))[1] is FinishReason.STOP
     await engine.close()

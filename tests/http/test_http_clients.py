@@ -8,6 +8,7 @@ import socket
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+import websockets
 from web import GREEDY, error_of, executor_of, expected, make_engine, serving, until
 
 from wicore_trt.access import admission
@@ -299,6 +300,30 @@ async def test_connections_have_an_end(monkeypatch):
             writer.transport.abort()
         await until(lambda: not running.server._listener._state.connections)
         assert (await running.client.get("/health")).status_code == 200
+
+
+async def test_one_address_leaves_connections_to_others():
+    async with serving(http_connections_per_address=4) as running:
+        host, port = running.address
+
+        async def connected(source: str):
+            reader, writer = await asyncio.open_connection(host, port, local_addr=(source, 0))
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            with suppress(ConnectionError):
+                return writer, await reader.read(12)
+            return writer, b""
+
+        greedy = [await connected("127.0.0.2") for _ in range(8)]
+        assert [answer[:8] for _, answer in greedy] == [b"HTTP/1.1"] * 4 + [b""] * 4
+        assert (await connected("127.0.0.3"))[1]
+        greedy[0][0].transport.abort()
+        shake = {"additional_headers": {}, "local_addr": ("127.0.0.2", 0)}
+        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
+        async with websockets.connect(f"ws://{host}:{port}/v1/stream", **shake):
+            assert running.server._state._open["127.0.0.2"] == 4, "a WebSocket is one connection as before"
+            assert not (await connected("127.0.0.2"))[1]
+        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
+        assert (await connected("127.0.0.2"))[1]
 
 
 async def test_requests_in_a_row_and_in_a_pipe():

@@ -230,3 +230,12 @@ async def test_stopping_tells_clients():
         with pytest.raises(websockets.ConnectionClosed):
             await connection.recv()
         await stopping
+
+
+async def test_a_text_that_is_not_utf8_ends_the_connection_without_a_traceback(caplog):
+    async with serving() as running, connect(running) as connection:
+        await connection.send("\u00e9".encode("latin-1"), text=True)
+        with pytest.raises(websockets.ConnectionClosed) as ended:
+            await connection.recv()
+        assert ended.value.rcvd.code == 1007
+    assert "Traceback" not in caplog.text

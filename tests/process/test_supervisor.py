@@ -21,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 
+from wicore_trt.serve.front import FIRST_TO_GO
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
 
@@ -107,6 +108,13 @@ async def serving(server: Server) -> None:
 
 async def answer(stub, prompt: str, count: int) -> str:
     return "".join([r.delta.text or r.finish.delta.text async for r in stub.Generate(request(prompt, count))])
+
+
+async def test_where_memory_runs_out_the_front_goes_before_the_engine(tmp_path):
+    async with supervised(tmp_path) as server:
+        await serving(server)
+        front, engine = (Path(f"/proc/{server.alive(name)[0]}/oom_score_adj") for name in ("front", "engine"))
+        assert int(front.read_text()) == FIRST_TO_GO > int(engine.read_text())
 
 
 async def test_requests_are_answered_and_sigterm_lets_them_finish(tmp_path):

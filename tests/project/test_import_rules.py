@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "client": ("errors", "types", "serve.gen"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
     "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),
+    "process.checker": (*ROOT_MODULES, "access", "grammar", "process"),
     "process": (*ROOT_MODULES, "access", "core", "link", "process"),
     "serve.front": (*ROOT_MODULES, "access", "core", "engine", "link", "process", "text", "serve"),
     "serve.servers": (*ROOT_MODULES, "core", "access", "serve", "http", "metrics"),  # starts both

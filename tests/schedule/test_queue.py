@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter
 
@@ -153,3 +154,22 @@ def test_the_worst_priority_waits_a_bounded_time_behind_the_best():
             assert now[0] < 2 * MAX_PRIORITY * AGEING_S + 5
             return
     raise AssertionError("it never came")
+
+
+def test_members_that_leave_from_the_middle_cost_no_heap_each(monkeypatch):
+    """Thousands of clients that give up at once are taken out between two steps."""
+    rng, queue, heaps, heapify = random.Random(3), WaitingQueue(), [], heapq.heapify
+    monkeypatch.setattr(heapq, "heapify", lambda heap: heaps.append(len(heap)) or heapify(heap))
+    made = [sequence(i, arrival=rng.random()) for i in range(3000)]
+    for one in made:
+        queue.push(one)
+    leaving = rng.sample(made, 2900)
+    for one in leaving:
+        queue.remove(one)
+    assert sum(heaps) <= 3000
+    left = [one for one in made if one not in leaving]
+    assert queue.counts() == {"": 100} and list(queue) == left
+    queue.push(leaving[0])
+    queue.remove(leaving[0])
+    queue.push(leaving[0])
+    assert drained(queue) == sorted([*left, leaving[0]], key=order_key)

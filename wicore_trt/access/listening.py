@@ -97,6 +97,17 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
     )
 
 
+def network_of(host: str) -> str | None:
+    """What one client can choose its addresses from: an IPv4 address, the /64 of an IPv6 address. None for neither."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)
+
+
 def check_exposure(settings: ServerSettings) -> None:
     """Raise ConfigError where other machines reach the server and it has no keys, or no TLS that hides them."""
     doors = [(http_host(settings), settings.http_port), (settings.admin_host, settings.admin_port)]

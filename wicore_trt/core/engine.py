@@ -380,7 +380,8 @@ class EngineCore(Core):
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
-        if reason is FinishReason.ERROR and not (matcher is not None and matcher.broken):
+        fault = matcher is not None and matcher.broken
+        if reason is FinishReason.ERROR and not fault:
             facts = {"id": sequence.request.log_id, "index": sequence.index}
             log.error("a sequence failed: %s", error, extra={"facts": facts})
             # KV values that led to bad logits would make every later request with this prefix fail too.
@@ -392,7 +393,8 @@ class EngineCore(Core):
             self._release(sequence)
         self._strike(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
-        return self._output(sequence, last, logprobs, error)
+        field = "constraint" if error is not None and fault else None
+        return self._output(sequence, last, logprobs, error, field=field)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
@@ -406,6 +408,7 @@ class EngineCore(Core):
         logprobs: tuple[TokenLogprob, ...],
         error: str | None = None,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        field: str | None = None,
     ) -> TokenOutput:
         first = bool(token_ids) and sequence.output_len == len(token_ids) and sequence.begun is not None
         return TokenOutput(
@@ -419,6 +422,7 @@ class EngineCore(Core):
             error=error,
             prompt_logprobs=prompt_logprobs,
             prefill_s=self._clock() - (sequence.begun or 0.0) if first else None,
+            field=field,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

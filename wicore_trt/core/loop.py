@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 TIDY_S = 0.02
 """How often an idle engine looks after KV transfers that are still under way."""
+STACK = 32 << 20
+"""Bytes of stack of the threads that build and use grammars, which nest as deep as the check let them."""
 Sink = Callable[[list[TokenOutput]], None]
 Abort = tuple[str, int | None]
 """A request, and which of its sequences."""
@@ -175,7 +177,7 @@ class EngineLoop:
         self._dead: str | None = None
         self._ended = threading.Event()
         self._stats, self._stats_time = core.stats(), time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="wicore-engine", daemon=True)
+        self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -240,7 +242,7 @@ class EngineLoop:
         self._preparing[request.request_id] = (request, [])
         self._to_prepare.put(request)
         if self._preparer is None:
-            self._preparer = threading.Thread(target=self._prepare, name="wicore-prepare", daemon=True)
+            self._preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
             self._preparer.start()
 
     def _prepare(self) -> None:
@@ -367,8 +369,24 @@ class EngineLoop:
             self._sink(outputs)
 
 
+class _DeepThread(threading.Thread):
+    """A daemon thread with a stack of STACK bytes."""
+
+    def start(self) -> None:
+        former = threading.stack_size(STACK)
+        try:
+            super().start()
+        finally:
+            threading.stack_size(former)
+
+
 def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
     """The last output of a request that the engine could not take; called where `error` is handled."""
-    log.exception("a request could not be queued", extra={"facts": {"id": request.log_id}})
-    why = str(error) if isinstance(error, WicoreError) else "The request could not be queued."
-    return TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why)
+    facts = {"facts": {"id": request.log_id}}
+    if isinstance(error, InvalidRequestError):
+        why, field = str(error), error.field
+        log.info("a request was refused", extra=facts)
+    else:
+        log.exception("a request could not be queued", extra=facts)
+        why, field = str(error) if isinstance(error, WicoreError) else "The request could not be queued.", None
+    return TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why, field=field)

@@ -26,6 +26,7 @@ from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableE
 from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
+    Constraint,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -102,7 +103,8 @@ class TextStream:
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
             self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
-            failed = WicoreError(output.error or "The step failed.")
+            why, field = output.error or "The step failed.", output.field
+            failed = WicoreError(why) if field is None else InvalidRequestError(why, field=field)
             self.fail(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
             return
         text = self._texts[output.index].push(output)
@@ -177,8 +179,16 @@ class TextEngine:
     Construct and `start` it on that loop; all methods run there.
     """
 
-    def __init__(self, engine: EnginePort, tokenizer: Tokenizer, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        check_constraint: Callable[[Constraint], None] = check,
+    ) -> None:
+        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread."""
         self.tokenizer = tokenizer
+        self._check_constraint = check_constraint
         self.info = info
         self.draining = False
         self.engine = engine
@@ -216,7 +226,7 @@ class TextEngine:
         started, constraint = time.monotonic(), request.params.constraint
         request = ending_turns(self.tokenizer, request)
         if constraint is not None:
-            await self.work(request.tenant, partial(check, constraint))
+            await self.work(request.tenant, partial(self._check_constraint, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
             return request
         token_ids = await self.work(

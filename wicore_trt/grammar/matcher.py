@@ -15,7 +15,7 @@ from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import shortened
-from wicore_trt.grammar.source import check, engine, grammar_of, limits, refusal
+from wicore_trt.grammar.source import engine, grammar_of, limits, refusal
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Constraint
 
@@ -94,14 +94,15 @@ class Grammars:
 
     def prepare(self, constraint: Constraint) -> None:
         """Build a constraint's grammar, so that `matcher` has it. Raises InvalidRequestError."""
-        check(constraint)
         with self._books:
             if constraint in self._kept:
                 self._kept.move_to_end(constraint)
                 return
         inner = engine().LLMatcher(self._tables(), grammar_of(constraint), log_level=0, limits=limits())
-        if inner.is_error():
-            raise refusal(str(inner.get_error()))
+        # The first mask is the dearest one; the states that it finds are shared by what is copied.
+        first = b"" if inner.is_error() else inner.compute_bitmask()
+        if inner.is_error() or not any(first):
+            raise refusal(str(inner.get_error()) if inner.is_error() else "nothing satisfies it")
         with self._books:
             self._kept[constraint] = inner
             while len(self._kept) > KEPT:

@@ -16,8 +16,9 @@ from wicore_trt.text.calls import WHITESPACE
 from wicore_trt.types import Constraint, ConstraintKind
 
 FIELD = "constraint"
-LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "verbose_errors": False}
-"""Beside llguidance's own limits of the work for one grammar and one token: symbols, and states of 1 to 2 kB each."""
+LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "step_max_items": 15_000, "verbose_errors": False}
+"""Beside llguidance's own limits of the work for one grammar and one token: symbols, states of 1 to 2 kB, and items
+for one mask, which take up to 6 us each."""
 MAX_CHOICES = 4096
 _REASON = 300
 """Characters of llguidance's reason."""
@@ -72,7 +73,9 @@ def _choice(text: str) -> str:
         raise refusal("the choices must be a list of texts that are not empty")
     if len(choices) > MAX_CHOICES:
         raise refusal(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # A terminal, as the name in capitals says: as rules of the grammar they would all be followed side by side, and
+    # those that begin alike are more than llguidance takes.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def refusal(reason: str) -> InvalidRequestError:
@@ -114,7 +117,7 @@ def check(constraint: Constraint) -> None:
         raise refusal(reason)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _reason(constraint: Constraint) -> str:
     """Why not, "" for nothing."""
     grammar = grammar_of(constraint)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from wicore_trt.types import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
+from wicore_trt.text.tools import MAX_TOOLS
+from wicore_trt.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+MAX_MESSAGES = 8192
+# Lists end with their first fault: an error for each of thousands of items takes a tenth of a second to make.
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 CALL = {
     "type": "object",
     "required": ["id", "type", "function"],
@@ -110,6 +115,13 @@ STRUCTURED_OUTPUTS = {
 }
 
 
+def _few(value: object) -> object:
+    """Objects are looked at to their end before their size is."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} items are taken")
+    return value
+
+
 class Body(BaseModel):
     """Fields that a model does not have are looked at by `http.fields`."""
 
@@ -141,7 +153,7 @@ class Cache(BaseModel):
     """Seconds that the pages are kept at most after their last use."""
 
 
-Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+Stops = Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)]
 
 
 class Knobs(Body):
@@ -165,9 +177,9 @@ class Knobs(Body):
     """The same, for each time that it has them."""
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
     """Equal seeds give equal tokens."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few), Field(max_length=MAX_LOGIT_BIAS)] | None = None
     """Added to the logits of token ids, -100 to 100."""
-    stop_token_ids: list[Id] | None = None
+    stop_token_ids: Ids | None = None
     """Tokens that end a sequence."""
     include_stop_str_in_output: bool | None = None
     """Leave the stop in the text."""
@@ -207,14 +219,14 @@ class Generation(Sampling):
     """A JSON schema that the text satisfies."""
     guided_regex: str | None = None
     """A regular expression that the whole text matches."""
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     """Texts of which one is the answer."""
     guided_grammar: str | None = None
     """A Lark grammar of the text."""
 
 
 class ChatBody(Generation):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation; a system or developer message may come first."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens, which it overrules."""
@@ -222,7 +234,10 @@ class ChatBody(Generation):
     """Report the probabilities of the tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives that are reported for each token."""
-    tools: list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]] | None = None
+    tools: (
+        Annotated[list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
     """Functions that the model may call."""
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
     """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
@@ -231,7 +246,7 @@ class ChatBody(Generation):
 
 
 class CompletionBody(Generation):
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     """A text or token ids, or a list of one of them."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens of one sequence; 0 where probabilities of the prompt alone are wanted."""
@@ -404,7 +419,7 @@ class TokenizeBody(Body):
     """Exactly one of prompt and messages."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     """Put BOS in front of a text; default true."""
     add_generation_prompt: bool | None = None
@@ -414,7 +429,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    tokens: list[Id]
+    tokens: Ids
     skip_special_tokens: bool | None = None
     """Default true."""
 

@@ -150,18 +150,26 @@ class Generation:
             async for output in self._streams[0]:
                 yield 0, output
             return
-        waiting = {asyncio.ensure_future(anext(s)): (i, s) for i, s in enumerate(self._streams)}
+        waiting: dict[asyncio.Task[TextOutput], int] = {}
+        done: asyncio.Queue[asyncio.Task[TextOutput]] = asyncio.Queue()  # asyncio.wait looks at all of them each time
+
+        def ask(number: int) -> None:
+            task = asyncio.ensure_future(anext(self._streams[number]))
+            waiting[task] = number
+            task.add_done_callback(done.put_nowait)
+
         try:
+            for number in range(len(self._streams)):
+                ask(number)
             while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number, stream = waiting.pop(task)
-                    try:
-                        output = task.result()
-                    except StopAsyncIteration:
-                        continue
-                    waiting[asyncio.ensure_future(anext(stream))] = (number, stream)
-                    yield number, output
+                task = await done.get()
+                number = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                ask(number)
+                yield number, output
         finally:
             for task in waiting:
                 task.cancel()

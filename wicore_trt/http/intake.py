@@ -35,6 +35,8 @@ ROOM = 256 << 20
 MANY_ITEMS = 50_000
 """Objects, lists, items and texts that a body may have; a text costs its own length in memory, an empty list
 25 times that. A prompt of token ids has one item for each, so that who serves long contexts takes more."""
+DIGITS = 4
+"""Digits that a body may have for each of its items. A number of thousands of digits takes a tenth of a millisecond."""
 UNIONS = {
     "prompt": "a text, a list of texts, token ids or a list of token ids",
     "stop": "a text or a list of at most 16 texts",
@@ -141,6 +143,8 @@ def decoded(raw: bytes | str, most_items: int) -> dict[str, Any]:
         items = sum(1 for _ in islice(_ITEMS.finditer(raw), most_items + 1))
         if items > most_items:
             raise _bad(f"it has more than {most_items} items")
+    if len(raw) - len(raw.translate(None, b"0123456789")) > DIGITS * most_items:
+        raise _bad(f"it has more than {DIGITS * most_items} digits")
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:

@@ -14,12 +14,11 @@ from email.utils import formatdate
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket
+from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
 
 KEEP_ALIVE_S = 75
 """Seconds for which a connection without requests stays open."""
@@ -55,7 +54,7 @@ class Listener:
             ws_per_message_deflate=False,
         )
         self._config.load()
-        self._state = ServerState()
+        self._state = Visitors(settings.http_connections_per_address)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
 

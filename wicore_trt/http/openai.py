@@ -140,6 +140,8 @@ async def _answer(
         )  # fmt: skip
     try:
         raw = shape.answer(await generation.completions(), generation.totals)
+    except InvalidRequestError as error:  # a constraint that could not be kept to the end
+        raise structured.named(error, body) from None
     finally:
         await generation.aclose()
     return json_reply(raw, headers=rate_headers(context, call))

@@ -1,8 +1,8 @@
 """uvicorn's protocols with the limits that they lack.
 
 Must not know applications. Invariants: a connection whose request line and headers do not come in time, or are too
-long, ends; a reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS; bytes that are no
-HTTP get an error of the one shape.
+long, ends; a reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS, and of one address
+fewer; bytes that are no HTTP get an error of the one shape.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
 from websockets.frames import Frame
 
 from wicore_trt.access.calls import REQUEST_ID_HEADER
+from wicore_trt.access.listening import network_of
 from wicore_trt.http.errors import HttpError, error_bytes
 
 HEAD_S = 20.0
@@ -35,8 +39,35 @@ MAX_FRAGMENTS = 1024
 uvicorn_log = logging.getLogger("uvicorn.error")
 
 
+class Visitors(ServerState):
+    """The state that all connections of a server share, and how many each address has."""
+
+    def __init__(self, most_of_one: int) -> None:
+        super().__init__()
+        self._most, self._open = most_of_one, Counter[str]()
+
+    def came(self, client: tuple[str, int] | None) -> bool:
+        """Whether there is room for one more connection of this client; `left` is called for it in any case."""
+        host = self._host(client)
+        self._open[host] += 1
+        return len(self.connections) <= MAX_CONNECTIONS and (not host or self._open[host] <= self._most)
+
+    def left(self, client: tuple[str, int] | None) -> None:
+        host = self._host(client)
+        self._open[host] -= 1
+        if not self._open[host]:
+            del self._open[host]
+
+    @staticmethod
+    def _host(client: tuple[str, int] | None) -> str:
+        """Who is behind a connection, "" on a Unix socket."""
+        return client[0] and (network_of(client[0]) or client[0]) if client else ""
+
+
 class GuardedHttp(HttpToolsProtocol):
     """One connection."""
+
+    server_state: Visitors
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._late: asyncio.TimerHandle | None = None
@@ -45,7 +76,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._refusal = HttpError(400, "The request is not valid HTTP.")
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if not self.server_state.came(self.client):
             transport.abort()
             return
         self._late = self.loop.call_later(HEAD_S, self._give_up)
@@ -54,6 +85,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._cancel("_late")
         self._cancel("_stalled")
         self._leave()
+        self.server_state.left(self.client)
         super().connection_lost(exc)
 
     def cut(self) -> None:
@@ -162,6 +194,14 @@ class GuardedHttp(HttpToolsProtocol):
 class GuardedWebSocket(WebSocketsSansIOProtocol):
     """One connection that has become a WebSocket."""
 
+    def __init__(self, config: Config, server_state: Visitors, app_state: dict[str, Any]) -> None:
+        super().__init__(config, server_state, app_state)
+        self._visitors = server_state
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._visitors.left(self.client)
+        super().connection_lost(exc)
+
     def cut(self) -> None:
         """End the connection now."""
         self.transport.abort()
@@ -178,6 +218,19 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
         self.transport.abort()  # closing would wait until the client has read everything
+
+    def send_receive_event_to_app(self) -> None:
+        """Ends the connection for a text that is not UTF-8, without the traceback that uvicorn logs for it."""
+        try:
+            if self.curr_msg_data_type == "text":
+                b"".join(self.frames).decode()
+        except UnicodeDecodeError:
+            self.frames = []
+            if not self.close_sent:
+                self.conn.send_close(1007)
+                self.handle_parser_exception()
+            return
+        super().send_receive_event_to_app()
 
     def handle_cont(self, event: Frame) -> Any:
         if len(self.frames) >= MAX_FRAGMENTS:

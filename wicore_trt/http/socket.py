@@ -102,6 +102,7 @@ class StreamSocket:
             try:
                 while (message := await receive())["type"] != "websocket.disconnect":
                     await connection.take(message.get("text") or message.get("bytes") or b"")
+                    await asyncio.sleep(0)  # frames that came together do not hold up other connections
             finally:
                 await connection.close()
 

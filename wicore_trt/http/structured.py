@@ -5,8 +5,9 @@ Pure functions; must not know engines. Invariants: a body has at most one constr
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import msgspec
 
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.http.bodies import Generation
@@ -86,6 +87,6 @@ def _constraint(field: str, kind: ConstraintKind, value: object) -> Constraint:
     if not as_json and not isinstance(value, str):
         raise InvalidRequestError(f"{field}: a {kind.value} is a text, got {shown(value)}.", field=field)
     try:
-        return Constraint(kind, json.dumps(value, ensure_ascii=False) if as_json else str(value))
+        return Constraint(kind, msgspec.json.encode(value).decode() if as_json else str(value))
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field=field) from None

@@ -39,20 +39,41 @@ def order_key(sequence: Queued) -> tuple[float, int]:
 
 
 @dataclass(slots=True)
+class _Entry(Generic[S]):
+    """A place in a heap. Its sequence is None when that was taken out from the middle."""
+
+    key: tuple[float, int]
+    sequence: S | None
+
+    def __lt__(self, other: _Entry[S]) -> bool:
+        return self.key < other.key
+
+
+@dataclass(slots=True)
 class _TenantQueue(Generic[S]):
     """Waiting sequences of one tenant, a heap, and the places that others of it hold. `turns` counts the places it was
-    given, beginning at no fewer than any that came to their end before."""
+    given, beginning at no fewer than any that came to their end before. The first entry of the heap has a sequence, and
+    so has at least every second one."""
 
     turns: int = 0
     held: int = 0
-    heap: list[tuple[tuple[float, int], S]] = field(default_factory=list)
+    count: int = 0
+    heap: list[_Entry[S]] = field(default_factory=list)
+
+    def tidy(self) -> None:
+        """Drop entries whose sequence was taken out, so that a thousand removals cost no thousand heaps."""
+        if 2 * self.count < len(self.heap):
+            self.heap = [entry for entry in self.heap if entry.sequence is not None]
+            heapq.heapify(self.heap)
+        while self.heap and self.heap[0].sequence is None:
+            heapq.heappop(self.heap)
 
 
 class WaitingQueue(Generic[S]):
-    """Taking is linear in the number of tenants that wait, removal from the middle in the tenant's sequences."""
+    """Taking is linear in the number of tenants that wait."""
 
     def __init__(self) -> None:
-        self._members: dict[int, S] = {}
+        self._members: dict[int, _Entry[S]] = {}
         self._tenants: dict[str, _TenantQueue[S]] = {}
         self._now = 0  # most turns with which a place was given that was given up since
 
@@ -64,11 +85,11 @@ class WaitingQueue(Generic[S]):
 
     def __iter__(self) -> Iterator[S]:
         """Members in no particular order."""
-        return iter(list(self._members.values()))
+        return iter([entry.sequence for entry in self._members.values() if entry.sequence is not None])
 
     def counts(self) -> Mapping[str, int]:
         """Members by tenant, of those that have any."""
-        return {name: len(tenant.heap) for name, tenant in self._tenants.items() if tenant.heap}
+        return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
 
     def push(self, sequence: S) -> None:
         """Add a sequence; one that has a place gives it up."""
@@ -97,28 +118,32 @@ class WaitingQueue(Generic[S]):
         sequence.turn = None
 
     def _add(self, sequence: S, tenant: _TenantQueue[S]) -> None:
-        self._members[sequence.seq_id] = sequence
-        heapq.heappush(tenant.heap, (order_key(sequence), sequence))
+        entry = self._members[sequence.seq_id] = _Entry(order_key(sequence), sequence)
+        heapq.heappush(tenant.heap, entry)
+        tenant.count += 1
 
     def remove(self, sequence: S) -> None:
         """Take a member out; not being there is a bug of the caller."""
-        del self._members[sequence.seq_id]
+        self._members.pop(sequence.seq_id).sequence = None
         tenant = self._tenants[sequence.request.tenant]
-        tenant.heap = [entry for entry in tenant.heap if entry[1] is not sequence]
-        heapq.heapify(tenant.heap)
+        tenant.count -= 1
+        tenant.tidy()
 
     def first(self) -> S | None:
         """The member to admit next, or None when empty."""
         tenant = self._next()
-        return tenant.heap[0][1] if tenant is not None else None
+        return tenant.heap[0].sequence if tenant is not None else None
 
     def pop(self) -> S | None:
         """Take out the member to admit next and give it a place, or None when empty."""
         tenant = self._next()
         if tenant is None:
             return None
-        _, sequence = heapq.heappop(tenant.heap)
+        sequence = heapq.heappop(tenant.heap).sequence
+        assert sequence is not None
         del self._members[sequence.seq_id]
+        tenant.count -= 1
+        tenant.tidy()
         sequence.turn = tenant.turns
         tenant.turns += 1
         tenant.held += 1
@@ -126,4 +151,4 @@ class WaitingQueue(Generic[S]):
 
     def _next(self) -> _TenantQueue[S] | None:
         waiting = [tenant for tenant in self._tenants.values() if tenant.heap]
-        return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0][0]), default=None)
+        return min(waiting, key=lambda tenant: (tenant.held, tenant.turns, tenant.heap[0].key), default=None)

@@ -6,6 +6,7 @@ never carries a traceback, and its text stays within the metadata limits of gRPC
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import grpc
@@ -55,5 +56,9 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
-    """End the call with the error's status. Always raises grpc.aio.AbortError."""
-    await context.abort_with_status(rpc_status.to_status(status_of(error, call_id)))
+    """End the call with the error's status. Always raises: grpc.aio.AbortError, or CancelledError where the client has
+    left before it could be told."""
+    try:
+        await context.abort_with_status(rpc_status.to_status(status_of(error, call_id)))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from wicore_trt.access import tracing
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.process.checker import Checker
 from wicore_trt.process.child import Control, belong_to, named
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ MAX_METRICS = 100_000
 """Characters that fit a control message."""
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
+
+
+FIRST_TO_GO = 500
+"""What the system adds to a front's score when memory runs out and a process has to go. Strangers can make it grow, and
+the next one is there in a tenth of a second, whereas an engine takes minutes to load."""
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
@@ -96,6 +103,8 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     """The life of a front. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     tracing.configure()
@@ -133,7 +142,7 @@ class Front:
         assert self._remote is not None and self._remote.info is not None
         if isinstance(self._tokenizer, Exception):
             raise self._tokenizer
-        return TextEngine(self._remote, self._tokenizer, self._remote.info)
+        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check)
 
     def watch(self, stop: asyncio.Event, servers: Servers) -> None:
         """Listen to the supervisor; `stop` is set when it says so."""

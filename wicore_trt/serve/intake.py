@@ -7,7 +7,6 @@ are no message of the call are INVALID_ARGUMENT; of requests that need no key at
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from wicore_trt.access.listening import network_of
 from wicore_trt.errors import DeadlineError, InvalidRequestError
 
 READ_S = 20.0
@@ -140,12 +140,4 @@ def host_of(peer: str) -> str:
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind or "unknown"
-    host = rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return peer
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        return str(mapped or ipaddress.IPv6Network((address, 64), strict=False))
-    return str(address)
+    return network_of(rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")) or peer

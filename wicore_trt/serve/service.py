@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, defaultdict
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -92,7 +93,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             with self._admission.metered(call.who) as meter:
                 stream, finders = await self._submit(engine, request, call, timeout_s, meter)
                 async with aclosing(stream):
-                    reasons = await self._relay(stream, finders, call, context, meter)
+                    with _named(request):  # a constraint that could not be kept to the end
+                        reasons = await self._relay(stream, finders, call, context, meter)
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
@@ -114,16 +116,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             call.facts["request"] = request_id
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
-        try:
+        with _named(request):
             text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
             meter.reserve([text_request])
             text_request = call.asks(engine.info.model_id, text_request)
             stream = await engine.submit(await engine.encode(text_request))
-        except InvalidRequestError as error:
-            tools = error.field == "constraint" and bool(request.tools.functions)
-            path = "tools.functions" if tools else convert.field_path(error.field, request.WhichOneof("prompt"))
-            kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
-            raise kind(error.message, field=path, fix=error.fix) from error
         meter.begin()
         return stream, defaultdict(CallFinder) if text_request.functions else None
 
@@ -238,6 +235,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         messages = convert.kv_snapshot(found)
                     for message in messages:
                         await context.write(message)
+
+
+@contextmanager
+def _named(request: pb2.GenerateRequest) -> Iterator[None]:
+    """Errors name fields by their path in the message."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        tools = error.field == "constraint" and bool(request.tools.functions)
+        path = "tools.functions" if tools else convert.field_path(error.field, request.WhichOneof("prompt"))
+        kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
+        raise kind(error.message, field=path, fix=error.fix) from error
 
 
 def _text_request(

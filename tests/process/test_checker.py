@@ -1,0 +1,82 @@
+"""Constraints are checked in a process of their own: what overflows a stack or takes too long costs that one alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from wicore_trt.core.loop import STACK as ENGINE_STACK
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.process import checker
+from wicore_trt.process.checker import Checker
+from wicore_trt.types import Constraint, ConstraintKind
+
+GOOD = Constraint(ConstraintKind.REGEX, "[0-9]{4}")
+CHAIN = Constraint(
+    ConstraintKind.GRAMMAR, "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(3000)) + 'a3000: "x"'
+)
+REFERENCES = Constraint(
+    ConstraintKind.JSON_SCHEMA,
+    json.dumps({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)}, "$ref": "#/$defs/a0"}),
+)
+LONG = Constraint(ConstraintKind.REGEX, "a?" * 40_000)  # some 17 s and 3 GB
+
+
+@pytest.fixture(scope="module")
+def checks() -> Checker:
+    return Checker()
+
+
+@pytest.mark.parametrize("constraint", [CHAIN, REFERENCES, LONG], ids=["chain", "references", "long"])
+def test_what_ends_the_process_is_refused_and_the_next_one_is_checked(checks: Checker, constraint: Constraint) -> None:
+    for _ in range(2):  # the second time from what is known
+        with pytest.raises(InvalidRequestError, match="takes too much") as caught:
+            checks.check(constraint)
+        assert caught.value.field == "constraint"
+    checks.check(GOOD)
+
+
+def test_reasons_come_across(checks: Checker) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be kept: .*unclosed|cannot be kept: .*parse"):
+        checks.check(Constraint(ConstraintKind.REGEX, "(" + "\u00e9"))
+
+
+def test_a_process_that_was_killed_is_followed_by_another_one() -> None:
+    made, before = Checker(), _children()
+    made.check(GOOD)
+    [pid] = _children() - before
+    os.kill(pid, signal.SIGKILL)
+    for i in range(2):  # the first one may meet the dead process
+        try:
+            made.check(Constraint(ConstraintKind.REGEX, f"b{{{i + 1}}}"))
+        except InvalidRequestError as error:
+            assert i == 0 and "takes too much" in str(error)
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found |= set(map(int, file.read().split()))
+    return found
+
+
+def test_threads_get_their_own_answers(checks: Checker) -> None:
+    def ask(i: int) -> str:
+        try:
+            checks.check(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"type": f"t{i}" if i % 2 else "string"})))
+        except InvalidRequestError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, said in enumerate(pool.map(ask, range(40))):
+            assert (f"t{i}" in said) if i % 2 else not said
+
+
+def test_the_engine_has_more_stack_than_the_check() -> None:
+    assert ENGINE_STACK >= 8 * checker.STACK

@@ -1,0 +1,165 @@
+"""Checks constraints in a process of its own, which may end by what it checks.
+
+Some kilobytes of grammar can overflow the stack of a compiler of grammars, or take minutes and gigabytes. It must not
+know requests. Invariants: whatever comes, a check ends after about CPU_S of processor time and costs the process that
+asked neither its life nor memory; what passes here was built on a STACK far below the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import resource
+import signal
+import socket
+import struct
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from contextlib import suppress
+from hashlib import blake2b
+from io import BufferedIOBase
+from pathlib import Path
+
+import msgspec
+
+from wicore_trt.access.log import Sparingly
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.grammar.source import check, refusal
+from wicore_trt.process.child import Child, Control, how_it_ended
+from wicore_trt.types import Constraint, ConstraintKind
+
+log = logging.getLogger(__name__)
+
+CPU_S = 0.5
+"""Processor time of one check. Schemas that people write take milliseconds."""
+MEMORY = 512 << 20
+"""Bytes of address space beside what the process has when it is ready."""
+STACK = 2 << 20
+WAIT_S, END_S = 60.0, 5.0
+"""For an answer on a machine that is busy with other things; for a process that broke to be gone."""
+KNOWN = 1024
+"""Answers that are kept, by digests of what was asked."""
+_HEAD = struct.Struct("<I")
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Constraint).decode
+
+
+class Checker:
+    """For any thread. The process is started when the first constraint comes, and again when it has ended."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[bytes, Future[str]]] = queue.SimpleQueue()
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended = Sparingly(log, logging.WARNING)
+
+    def check(self, constraint: Constraint) -> None:
+        """Raises InvalidRequestError (field "constraint") for one that cannot be kept or takes too much to check."""
+        raw = _encode(constraint)
+        name = blake2b(raw, digest_size=16).digest()
+        with self._lock:
+            if self._thread is None:  # one that stays: a child ends with the thread that started it
+                self._thread = threading.Thread(target=self._run, name="wicore-checker", daemon=True)
+                self._thread.start()
+            reason = self._known.get(name)
+        if reason is None:
+            answer: Future[str] = Future()
+            self._asked.put((raw, answer))
+            reason = answer.result()
+            with self._lock:
+                self._known[name] = reason
+                while len(self._known) > KNOWN:
+                    self._known.popitem(last=False)
+        if reason:
+            raise InvalidRequestError(reason, field="constraint")
+
+    def _run(self) -> None:
+        asked: _Asked | None = None
+        while True:
+            raw, answer = self._asked.get()
+            try:
+                asked = asked or _Asked()
+                answer.set_result(asked.ask(raw))
+            except (OSError, EOFError):
+                assert asked is not None
+                self._ended("a constraint ended the process that checked it", how=asked.end())
+                asked = None
+                answer.set_result(str(refusal("it takes too much time, memory or depth")))
+            except Exception as error:
+                answer.set_exception(error)
+
+
+class _Asked:
+    """A running process, and the socket on which it is asked."""
+
+    def __init__(self) -> None:
+        self._child = Child("wicore_trt.process.checker")
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            self._child.control.send("start", [theirs.fileno()])
+        self._sock.settimeout(WAIT_S)
+        self._stream = self._sock.makefile("rwb")
+
+    def ask(self, raw: bytes) -> str:
+        """Why not, "" for nothing. Raises OSError or EOFError when the process ends or hangs."""
+        _write(self._stream, raw)
+        return _read(self._stream).decode()
+
+    def end(self) -> str:
+        """End it; returns how it ended."""
+        with suppress(OSError):
+            self._stream.close()
+        self._sock.close()
+        self._child.control.close()
+        return how_it_ended(self._child.wait(END_S))
+
+
+def _write(stream: BufferedIOBase, data: bytes) -> None:
+    stream.write(_HEAD.pack(len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: BufferedIOBase) -> bytes:
+    head = stream.read(_HEAD.size)
+    data = stream.read(_HEAD.unpack(head)[0]) if head and len(head) == _HEAD.size else None
+    if data is None:
+        raise EOFError
+    return data
+
+
+def main(fd: int) -> int:
+    """The life of the process; `fd` is its control socket. Returns the exit code."""
+    received = Control.of_child(fd).receive()
+    if received is None:
+        return 0
+    with socket.socket(fileno=received[1][0]) as sock, sock.makefile("rwb") as stream:
+        threading.stack_size(STACK)
+        thread = threading.Thread(target=_serve, args=(stream,))
+        thread.start()
+        thread.join()
+    return 0
+
+
+def _serve(stream: BufferedIOBase) -> None:
+    with suppress(InvalidRequestError):
+        check(Constraint(ConstraintKind.REGEX, "a"))  # so that what is loaded once is no constraint's
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who ends here has the log told by the other side
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    while True:
+        try:
+            constraint = _decode(_read(stream))
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends a process
+        try:
+            check(constraint)
+            reason = ""
+        except InvalidRequestError as error:
+            reason = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(stream, reason.encode(errors="replace"))
