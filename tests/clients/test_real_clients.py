@@ -197,6 +197,6 @@ def test_a_stream_that_breaks_is_an_error_of_the_client_and_the_server_comes_bac
     with pytest.raises(openai.APIError) as caught:
         for _ in stream:
             pass
-    assert not isinstance(caught.value, openai.APIConnectionError) and caught.value.body["type"] == "server_error"
+    assert not isinstance(caught.value, openai.APIConnectionError) and caught.value.body["type"] == "unavailable_error"
     until(lambda: httpx.get(f"{served.url}/ready").status_code == 200, limit_s=200)  # it loads the model
     assert client.chat.completions.create(**asking(served, max_completion_tokens=4)).choices[0].message.content

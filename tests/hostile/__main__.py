@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
-from campaign import SURFACES, Honest, Server, input_of, judge, run  # noqa: E402
+from hostile_campaign import SURFACES, Honest, Server, input_of, judge, run  # noqa: E402
 
 
 def campaign(surface: str, options: argparse.Namespace) -> bool:

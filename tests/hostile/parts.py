@@ -26,7 +26,7 @@ from constrained_web import WebCharTokenizer  # noqa: E402
 
 from benchmarks.serve import paced  # noqa: E402
 from wicore_trt.access import log  # noqa: E402
-from wicore_trt.config import SchedulerSettings, ServerSettings, Settings  # noqa: E402
+from wicore_trt.config import LoadedSettings, SchedulerSettings, ServerSettings, Settings  # noqa: E402
 from wicore_trt.core.engine import EngineCore  # noqa: E402
 from wicore_trt.core.shares import Gate  # noqa: E402
 from wicore_trt.errors import InvalidRequestError  # noqa: E402
@@ -39,6 +39,7 @@ from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult  # noqa
 from wicore_trt.schedule.scheduler import Scheduler  # noqa: E402
 
 SEQUENCES = 256
+PORTS = {"port": 0, "http_port": 0}
 REPORT = "WICORE_HOSTILE_REPORT"
 
 
@@ -113,7 +114,9 @@ def main(given: dict) -> int:
         report = os.environ[REPORT] = f"{folder}/held"
         log.configure(json_lines=False)
         settings = Settings(
-            server=ServerSettings(**{"port": 0, "http_port": 0, "grace_s": 2.0, **given.get("server", {})}),
+            server=ServerSettings(
+                **{"allowed_hosts": ("x",), "port": 0, "http_port": 0, "grace_s": 2.0, **given.get("server", {})}
+            ),
             scheduler=SchedulerSettings(max_waiting=1024),
         )
         parts = Parts(load_engine="parts:load_engine", load_tokenizer="parts:load_tokenizer")
@@ -121,7 +124,8 @@ def main(given: dict) -> int:
         def announce(address: str, url: str | None) -> None:
             print(address, url, report, flush=True)
 
-        return Supervisor(settings, max_context=paced.MAX_CONTEXT, parts=parts, announce=announce).run()
+        loaded = LoadedSettings(settings, {})
+        return Supervisor(loaded, max_context=paced.MAX_CONTEXT, parts=parts, announce=announce).run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
-from campaign import SURFACES, Honest, Report, Server, input_of, judge, run  # noqa: E402
+from hostile_campaign import SURFACES, Honest, Report, Server, input_of, judge, run  # noqa: E402
 
 SEED, WARM, INPUTS = 7, 20, 80
 
@@ -31,7 +31,7 @@ def server():
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_hostile_inputs_harm_nobody(server: Server, surface: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("campaign.READ_S", 2.0)
+    monkeypatch.setattr("hostile_campaign.READ_S", 2.0)
     asyncio.run(run(server, surface, SEED + 1, range(WARM), 8))
     before, pids = server.held(), (server.front, server.engine)
     honest = Honest({"attacked": server}, 1)

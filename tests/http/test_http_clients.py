@@ -286,7 +286,7 @@ async def test_a_connection_that_rested_is_used_again(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_S", 0.1)
     async with serving() as running, connection(running) as (reader, writer):
         for _ in range(2):
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b"200" in await reader.readuntil(b'{"status":"ok"}')
             await asyncio.sleep(0.4)  # it must outlast the limit; how much later it is asked again does not matter
 
@@ -308,7 +308,7 @@ async def test_one_address_leaves_connections_to_others():
 
         async def connected(source: str):
             reader, writer = await asyncio.open_connection(host, port, local_addr=(source, 0))
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             with suppress(ConnectionError):
                 return writer, await reader.read(12)
             return writer, b""
@@ -318,11 +318,11 @@ async def test_one_address_leaves_connections_to_others():
         assert (await connected("127.0.0.3"))[1]
         greedy[0][0].transport.abort()
         shake = {"additional_headers": {}, "local_addr": ("127.0.0.2", 0)}
-        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
+        await until(lambda: running.server._listener._state._open["127.0.0.2"] == 3)
         async with websockets.connect(f"ws://{host}:{port}/v1/stream", **shake):
-            assert running.server._state._open["127.0.0.2"] == 4, "a WebSocket is one connection as before"
+            assert running.server._listener._state._open["127.0.0.2"] == 4, "a WebSocket is one connection as before"
             assert not (await connected("127.0.0.2"))[1]
-        await until(lambda: running.server._state._open["127.0.0.2"] == 3)
+        await until(lambda: running.server._listener._state._open["127.0.0.2"] == 3)
         assert (await connected("127.0.0.2"))[1]
 
 
