@@ -50,23 +50,36 @@ def run_peer(
     out.unlink(missing_ok=True)
     command = peer_command(config, batches, script, out)
     begun = time.monotonic()
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=peer_environment(site), start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
+    code = run_script(command, site, log, timeout_s)
     record = parse_peer(out)
     record |= {"version": peer_version(site), "seconds": time.monotonic() - begun, "command": command[1:]}
     missing = [b for b in batches if b not in [row["batch"] for row in record["rows"]]]
     if not missing and code == 0:
         return PeerRun(record, "")
-    what = f"no answer within {timeout_s:.0f} s" if code is None else f"exit code {code}: {last_words(log)}"
-    return PeerRun(record, what)
+    return PeerRun(record, problem_of(code, log, timeout_s))
+
+
+def run_script(
+    command: Sequence[str], site: Path, log: Path, timeout_s: float, folder: Path | None = None
+) -> int | None:
+    """Run with the packages below `site`, in `folder`; its exit code, None when `timeout_s` seconds were not enough. Ends
+    all that it started."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=peer_environment(site),
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_group(process)
+
+
+def problem_of(code: int | None, log: Path, timeout_s: float) -> str:
+    """Why a script did not do all that it should."""
+    return f"no answer within {timeout_s:.0f} s" if code is None else f"exit code {code}: {last_words(log)}"
 
 
 def peer_command(config: EngineConfig, batches: Sequence[int], script: Path, out: Path) -> list[str]:

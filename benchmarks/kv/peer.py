@@ -8,13 +8,12 @@ script wrote; one that failed or ran out of time leaves the rows it had, and the
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.peer import end_group, last_words, peer_environment, peer_version
+from benchmarks.gpu.peer import peer_version, problem_of, run_script
 
 CASES = "32x4096,16x8192,8x32768,1x32768,1x130000"
 RUNS: dict[str, Sequence[str]] = {
@@ -29,21 +28,14 @@ def run_peer(name: str, site: Path, scripts: Path, scratch: Path, timeout_s: flo
     """{version, rows, problem} of one of RUNS. Waits at most `timeout_s`; ends all that it started."""
     out, log = scratch / f"{name}.json", scratch / f"{name}.log"
     script, *arguments = (str(out) if word == "OUT" else word for word in RUNS[name])
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, script, *arguments], cwd=scripts, stdout=stream, stderr=subprocess.STDOUT,
-            env=peer_environment(site), start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
+    code = run_script([sys.executable, script, *arguments], site, log, timeout_s, scripts)
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = []
     rows = found["rows"] if isinstance(found, dict) else [row for row in found if "startup_s" not in row]
-    why = f"no end within {timeout_s:.0f} s" if code is None else f"exit code {code}: {last_words(log)}"
-    return {"version": peer_version(site), "rows": rows, "problem": "" if code == 0 else why}
+    return {
+        "version": peer_version(site),
+        "rows": rows,
+        "problem": "" if code == 0 else problem_of(code, log, timeout_s),
+    }

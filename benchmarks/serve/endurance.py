@@ -74,7 +74,9 @@ async def over_http(url: str, prompt: str, count: int, leave: int | None) -> str
     raw = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
+        )
         writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + raw)
         status = (await reader.readline()).split()
         if not status:

@@ -13,6 +13,14 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.grammar.matcher import Grammars
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
+PAINT = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["color", "size"],
+    "additionalProperties": False,
+}
+"""Parameters of a function."""
+
 
 class WebCharTokenizer(CharTokenizer, WebTokenizer):
     """Any text in, characters out."""

@@ -7,7 +7,7 @@ import json
 
 import anthropic
 import pytest
-from constrained_web import make_constrained_engine
+from constrained_web import PAINT, make_constrained_engine
 from fakes import greedy
 from web import TOKENIZER, error_of, make_engine, serving
 
@@ -15,12 +15,6 @@ from wicore_trt.text.turns import render
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
-PAINT = {
-    "type": "object",
-    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["color", "size"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"name": "paint", "description": "Paint.", "input_schema": PAINT, "strict": True},
     {"name": "stop", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},

@@ -8,7 +8,7 @@ from typing import Literal
 
 import openai
 import pytest
-from constrained_web import make_constrained_engine
+from constrained_web import PAINT, make_constrained_engine
 from pydantic import BaseModel
 from web import error_of, make_engine, serving
 
@@ -16,12 +16,6 @@ from wicore_trt.text.turns import render
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
-PAINT = {
-    "type": "object",
-    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["color", "size"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "name": "paint", "description": "Paint.", "parameters": PAINT, "strict": True},
     {"type": "function", "name": "stop", "parameters": {"type": "object"}, "strict": False},

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import websockets
-from constrained_web import make_constrained_engine
+from constrained_web import PAINT, make_constrained_engine
 from web import error_of
 
 from wicore_trt.text.turns import render
@@ -14,12 +14,6 @@ from wicore_trt.text.turns import render
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine
 USER = [{"role": "user", "content": "hello"}]
-PAINT = {
-    "type": "object",
-    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["color", "size"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": "paint", "description": "Paint.", "parameters": PAINT, "strict": True}},
     {"type": "function", "function": {"name": "stop"}},
