@@ -62,8 +62,8 @@ def run_peer(
 def run_script(
     command: Sequence[str], site: Path, log: Path, timeout_s: float, folder: Path | None = None
 ) -> int | None:
-    """Run with the packages below `site`, in `folder`; its exit code, None when `timeout_s` seconds were not enough. Ends
-    all that it started."""
+    """Run with the packages below `site`, in `folder`; its exit code, None when `timeout_s` seconds were not enough.
+    Ends all that it started."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=peer_environment(site),

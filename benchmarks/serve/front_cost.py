@@ -54,7 +54,8 @@ async def read_http(url: str, streams: int) -> None:
     """Read so many streams until this process is killed."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     raw = json.dumps(BODY).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
