@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from web import make_engine, serving
 
@@ -168,6 +168,7 @@ async def test_lines_cut_anywhere_and_comments_and_carriage_returns(cuts):
     assert record.error is None and [tokens for _, tokens in record.arrivals] == [2, 4] and record.answer == "abé"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.lists(st.integers(1, 300), max_size=40))
 def test_tokens_are_accounted_for_however_bytes_come(chunks, cuts):
     """Against the sums of the chunks; time is the number of the read that completed a chunk."""

@@ -47,6 +47,7 @@ def test_constant_arrivals_and_all_at_once():
     assert gaps(50, math.inf, seed=3) == [0.0] * 50
 
 
+@settings(deadline=None)
 @given(SEEDS, st.floats(0.1, 100), st.sampled_from([0.5, 1.0, 3.0]))
 def test_a_rate_scales_the_same_arrivals(seed, rate, burstiness):
     one = list(islice(arrivals(1.0, burstiness=burstiness, seed=seed), 20))
@@ -84,6 +85,7 @@ def prompts(session: Session, vocabulary: Vocabulary, *, chat: bool = False) -> 
     return found
 
 
+@settings(deadline=None)
 @given(SHAPES, SEEDS)
 def test_made_up_sessions_have_their_shape(shape, seed):
     sessions = sessions_of(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
@@ -119,6 +121,7 @@ def test_all_prefixes_are_used_and_must_be_shorter_than_prompts():
         Shape(range(20, 50), (1,), shared_prefix=20)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 40), SEEDS)
 def test_numbers_and_durations_of_runs(turns, requests, seed):
     shape = Shape((8,), (2,), turns=turns)
@@ -145,7 +148,7 @@ def written(path: Path, requests: list[TraceRequest], *, plain: bool = False) ->
     return path
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_prompts_of_a_trace_share_what_their_ids_share(seed):
     trace = generate_trace(6, seed % 1000)[:25]
@@ -261,6 +264,7 @@ def records(draw) -> RequestRecord:
     return RequestRecord(started, now, tuple(arrivals_), 10, tokens, 4, counted=draw(st.booleans()))
 
 
+@settings(deadline=None)
 @given(st.lists(records(), min_size=1, max_size=30), st.integers(0, 5), st.floats(0.05, 0.5), st.floats(0.01, 0.2))
 def test_a_load_against_plain_counting(found, unsent, ttft_s, tpot_s):
     lag = ClientLag(Summary.of([0.001]), Summary.of([0.002]), None, 3)
