@@ -133,7 +133,7 @@ async def test_more_prompts_than_are_made_ahead(monkeypatch):
     assert len({request.prompt_token_ids for request in target.requests}) == 20
 
 
-async def test_targets_get_the_same_requests_and_no_run_helps_the_next():
+async def test_targets_get_like_requests_and_no_run_helps_another():
     one, other = Remembering(), Remembering()
     offer = Offer(Shape(range(5, 30), (2,), shared_prefix=4), requests=6)
     results = await run_sweep(
@@ -141,12 +141,17 @@ async def test_targets_get_the_same_requests_and_no_run_helps_the_next():
     )
     assert [r["target"] for r in results] == ["one", "other", "other", "one", "one", "other"]
     assert all(r["tier_hit_tokens"] == {"device": 7 * 6} and r["completed"] == 6 for r in results)
-    prompts = [request.prompt_token_ids for request in one.requests]
-    assert sorted(prompts) == sorted(request.prompt_token_ids for request in other.requests)
-    runs = [prompts[:2], prompts[2:8], prompts[8:14], prompts[14:]]
-    beginnings = [{prompt[:4] for prompt in run} for run in runs]
-    assert all(len(b) == 1 for b in beginnings) and len(set.union(*beginnings)) == 4
-    assert [sorted(map(len, run)) for run in runs[1:]] == [sorted(map(len, runs[1]))] * 3
+    beginnings = []
+    for target in (one, other):
+        prompts = [request.prompt_token_ids for request in target.requests]
+        runs = [prompts[:2], prompts[2:8], prompts[8:14], prompts[14:]]
+        assert [[len(prompt) for prompt in run] for run in runs[1:]] == [[len(p) for p in runs[1]]] * 3
+        starts = [{prompt[:4] for prompt in run} for run in runs]
+        assert all(len(start) == 1 for start in starts)
+        beginnings += starts
+    assert len(set.union(*beginnings)) == 8
+    lengths = [[len(request.prompt_token_ids) for request in target.requests] for target in (one, other)]
+    assert lengths[0] == lengths[1]
 
 
 async def test_what_does_not_fit_the_context_is_left_out_and_told():

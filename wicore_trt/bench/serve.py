@@ -1,8 +1,8 @@
 """A load test: one plan for each rate, sent to one target or to several in turn.
 
-Joins plans, targets and reports; it must not know transports or the terminal. Invariants: all targets get the same
-requests at the same moments; no prompt of one run is in another, so that no cache is warm from the run before; with two
-targets each one goes first in every other run.
+Joins plans, targets and reports; it must not know transports or the terminal. Invariants: all targets get requests of
+the same lengths, which share the same beginnings, at the same moments; no prompt of one run or target is in another, so
+that no cache is warm from the run before; with two targets each one goes first in every other run.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Offer:
             seed=self.seed, run=run,
         )  # fmt: skip
 
-    def warm(self, count: int) -> list[Session]:
+    def warm(self, count: int, run: str) -> list[Session]:
         """So many sessions like those of a run, all at once."""
         if self.trace:
-            return replayed(self.trace, rate=float("inf"), requests=count, duration_s=None, run="warm")
-        return sessions_of(self.shape, [0.0] * count, seed=self.seed, run="warm")
+            return replayed(self.trace, rate=float("inf"), requests=count, duration_s=None, run=run)
+        return sessions_of(self.shape, [0.0] * count, seed=self.seed, run=run)
 
 
 async def run_sweep(
@@ -68,17 +68,18 @@ async def run_sweep(
     context = min(target.info.max_context_tokens for _, target in targets)
     vocabulary = Vocabulary(min(target.info.vocab_size for _, target in targets), seed=offer.seed)
     if warmups:
-        for name, target in targets:
-            warm = fitting(offer.warm(warmups), context)
+        for index, (name, target) in enumerate(targets):
+            warm = fitting(offer.warm(warmups, f"warm-up {index}"), context)
             if warm:
                 await run_load(target, warm, vocabulary, options, progress=progress, phase=f"warm-up of {name}")
     results = []
     for at, rate in enumerate(rates):
-        planned = offer.sessions(rate, f"run {at}")
-        sessions = fitting(planned, context)
-        if not sessions:
-            raise ConfigError(f"No request fits a context of {context} tokens.", fix="Lower the lengths.")
-        for name, target in targets if at % 2 == 0 else reversed(targets):
+        order = list(enumerate(targets))
+        for index, (name, target) in order if at % 2 == 0 else reversed(order):
+            planned = offer.sessions(rate, f"run {at} {index}")
+            sessions = fitting(planned, context)
+            if not sessions:
+                raise ConfigError(f"No request fits a context of {context} tokens.", fix="Lower the lengths.")
             phase = f"{name}, {'the trace' if rate is None else f'{rate:g} requests/s'}"
             before = await target.tier_hits()
             load = await run_load(target, sessions, vocabulary, options, slo=slo, progress=progress, phase=phase)
