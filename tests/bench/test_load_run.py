@@ -116,7 +116,9 @@ async def test_a_turn_comes_after_the_answer_and_carries_it():
 
 
 async def test_what_follows_a_failed_turn_is_not_sent():
-    load = await run_load(Remembering(fails=True), plan(0.0, 0.0, turns=3), WORDS, LoadOptions())
+    load = await run_load(Remembering(0.02, hold=0.03, fails=True), plan(*[0.0] * 2, turns=3), WORDS, LoadOptions())
+    assert load.refusal.count == 2 and load.refusal.p50 > 0.015  # the server's time, without the client's 30 ms each
+    assert load.refusal.mean < load.throughput.duration_s - 0.025
     assert (load.planned, load.unsent, load.refused, load.throughput.completed) == (6, 4, 2, 0)
 
 

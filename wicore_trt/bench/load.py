@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from wicore_trt.bench.client import Target
 from wicore_trt.bench.measure import ClientLag, Load, RequestRecord, Slo, Summary
@@ -56,7 +56,7 @@ class Conversation:
             self._messages.append({"role": "user", "content": text})
             return BenchRequest((), turn.output_tokens, self._ignore_eos, tuple(self._messages))
         self._said += [self._vocabulary.tokens(piece) for piece in turn.pieces]
-        prompt = tuple(token for said in self._said for token in said)
+        prompt = tuple(chain.from_iterable(self._said))
         return BenchRequest(prompt, turn.output_tokens, self._ignore_eos)
 
     def answered(self, number: int, record: RequestRecord) -> None:

@@ -198,7 +198,8 @@ class ClientLag:
 class Load:
     """One run of a load test. `planned` requests were to be sent; `unsent` of them were not, because a turn before them
     failed. `refused` are those that the server had no room for, `failed` all others without an answer. `refusal` is the
-    time that refusing took. `good` met the objectives; of all planned ones, so what failed or was never sent is not."""
+    time that refusing took, from sending. `good` met the objectives; of all planned ones, so what failed or was never
+    sent is not."""
 
     offered_per_s: float
     planned: int
@@ -229,7 +230,7 @@ class Load:
             failed=len(records) - len(done) - len(refused),
             statuses=dict(Counter(r.status for r in records)),
             examples={r.status: r.error for r in reversed(records) if r.error is not None},
-            refusal=Summary.of(r.e2e_s for r in refused),
+            refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
             good=None if slo is None else sum(slo.met_by(r) for r in done),
             uncounted=sum(not r.counted for r in done),
             tells_cached=all(r.tells_cached for r in done),
