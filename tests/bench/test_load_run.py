@@ -99,9 +99,11 @@ async def test_waiting_for_a_place_counts_and_is_told():
     assert 5 * closed.throughput.latencies.e2e.mean <= closed.throughput.duration_s  # one after the other
 
 
-async def test_a_client_that_is_slow_itself_says_so():
-    load = await run_load(Remembering(hold=0.03), plan(*[0.0] * 8), WORDS, LoadOptions())
+@pytest.mark.parametrize("places", [None, 8])
+async def test_a_client_that_is_slow_itself_says_so(places):
+    load = await run_load(Remembering(hold=0.03), plan(*[0.0] * 8), WORDS, LoadOptions(places))
     assert load.lag.late and load.lag.send.p99 > 0.1
+    assert (load.lag.place is None) if places is None else (load.lag.place.p99 == 0)  # a place was free all the time
     assert load.throughput.latencies.e2e.p99 > 0.1  # and what it delayed counts
 
 

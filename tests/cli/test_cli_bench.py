@@ -84,6 +84,16 @@ def test_throughput_of_an_engine(engine: Path, capsys: Captured) -> None:
     assert "5 requests in " in text and "E2E" in text
 
 
+def test_load_on_an_engine(engine: Path, capsys: Captured) -> None:
+    arguments = ["--rate", "50", "--requests", "6", "--turns", "2", "--turn-tokens", "3", *SMALL, "--json"]
+    assert run(["bench", "serve", "--engine", str(engine), *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (result,) = report["results"]
+    assert report["target"] == result["target"] == "in process"
+    assert (result["completed"], result["output_tokens"]) == (6, 24) and result["planned"] == 6
+    assert result["prompt_tokens"] == 3 * (12 + 12 + 4 + 3) and "device" in result["tier_hit_tokens"]
+
+
 async def test_a_running_server(engine: Path, capsys: Captured) -> None:
     async with serving() as running:
         where = ["--target", running.address]

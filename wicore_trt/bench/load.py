@@ -89,7 +89,10 @@ async def run_load(
         offered_per_s=run.planned / last if last else math.inf,
         slo=slo,
         lag=ClientLag(
-            Summary.of(run.late), Summary.of(run.beats), Summary.of(run.places) if run.places else None, run.most_open
+            Summary.of(run.late),
+            Summary.of(run.beats),
+            Summary.of(run.places) if options.max_concurrency else None,
+            run.most_open,
         ),
     )
 
@@ -150,12 +153,11 @@ class _Run:
             due = record.finished + self._options.pause_s
 
     async def _one(self, request: BenchRequest, due: float) -> RequestRecord:
+        full = self._places is not None and self._places.locked()
         async with self._places or nullcontext():
-            ready = due
-            if self._places is not None:
-                ready = max(due, time.perf_counter())
-                self.places.append(ready - due)
-                due = ready if self._options.closed else due
+            ready = time.perf_counter() if full else due  # where a place was free, being late is the client's own
+            self.places.append(ready - due)
+            due = ready if self._options.closed else due
             self._open += 1
             self.most_open = max(self.most_open, self._open)
             try:
