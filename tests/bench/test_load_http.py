@@ -50,6 +50,8 @@ async def scripted(script: Callable[[asyncio.StreamWriter, dict], AsyncIterator[
                 body = json.loads(await reader.readexactly(length[0])) if length else {}
                 if head.startswith("GET /v1/models "):
                     plain(writer, 200, {"data": [{"id": "scripted", "max_model_len": 500}]})
+                elif head.startswith("GET /status "):
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n<ok>")
                 elif head.startswith("GET"):
                     plain(writer, 404, {})
                 else:
@@ -194,7 +196,8 @@ def test_tokens_are_accounted_for_however_bytes_come(chunks, cuts):
     ("script", "status", "words"),
     [
         (streaming(event("ab", 2), end=False), "BROKEN", ""),
-        (streaming(event("abcdef", 6), event(None, 6)), "BROKEN", "ended before [DONE]"),
+        (streaming(event("abcdef", 6), event(None, 6)), "BROKEN", "ended before its end"),
+        (streaming(event("abcdef", 6), b'data: {"choices": [{"finish_reason": "abort"}]}\n\n', DONE), "ERROR", "abort"),
         (streaming(event("ab", 2), event(None, 2), DONE), "INCOMPLETE", "asked for 6 tokens, usage says 2, 2 came"),
         (streaming(event(None, 6), DONE), "INCOMPLETE", "usage says 6, 0 came"),
         (streaming(event("a", 1), b'data: {"error": {"message": "lost it"}}\n\n'), "ERROR", "lost it"),
@@ -205,6 +208,17 @@ async def test_what_breaks_is_a_record_with_its_status(script, status, words):
     record = await one(script)
     assert record.status == status and words in record.error
     assert record.output_tokens == 0 and record.sent is not None and record.finished > record.started
+
+
+async def test_a_stream_may_end_without_done():
+    """As that of `transformers serve`: the usage with the reason to finish, and nothing behind it."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 6}
+    last = json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}], "usage": usage})
+    role = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
+    parts = [role, *[event("x", chat=True)] * 6, f"data: {last}\n\n".encode()]
+    record = await one(streaming(*parts), CHAT, chat=True)
+    assert record.error is None and record.prompt_tokens == 3 and len(record.gaps_s()) == 5
+    assert (await one(streaming(*parts, end=False), CHAT, chat=True)).status == "BROKEN"
 
 
 async def test_an_answer_that_may_end_early():
@@ -266,6 +280,11 @@ async def test_no_server_wrong_model_wrong_key_say_so():
             await HttpTarget.connect(running.url, api_key="secret", model="other")
         await target.close()
     async with scripted(streaming()) as url:
+        with pytest.raises(WicoreError, match="404"):
+            await HttpTarget.connect(url + "/nothing")
+        unlisted = await HttpTarget.connect(url + "/nothing", model="any")
+        assert unlisted.info.model_id == "any"
+        await unlisted.close()
         target = await HttpTarget.connect(url)
     assert (await target.generate(ASKED)).status in ("CONNECT", "BROKEN")  # the server is gone
     await target.close()

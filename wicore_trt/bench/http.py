@@ -32,6 +32,8 @@ ANY_CONTEXT = 1 << 62
 KEEP_ALIVE_S = 3.0
 """Shorter than servers wait before they close an idle connection, so that no request goes to one that is closing."""
 READ_BYTES = 1 << 20
+FAILURES = ("abort", "error")
+"""Reasons to finish that are none of the model's."""
 HIT_COUNTERS = {"vllm:prefix_cache_hits_total": "device", "vllm:external_prefix_cache_hits_total": "external"}
 """Where a server names no tiers."""
 
@@ -56,6 +58,7 @@ class ChatDelta(msgspec.Struct):
 class Choice(msgspec.Struct):
     text: str | None = None
     delta: ChatDelta | None = None
+    finish_reason: str | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -72,7 +75,8 @@ _decode = msgspec.json.Decoder(Chunk).decode
 @dataclass(slots=True)
 class Stream:
     """What came of one answer. `texts` are the moments of chunks with text, `counts` (moment, tokens so far) those of
-    chunks with a usage and a choice; `bare` is set by a text without a usage beside it."""
+    chunks with a usage and a choice; `bare` is set by a text without a usage beside it. It is `done` with "[DONE]", or
+    with a reason to finish where a server leaves that out."""
 
     texts: list[float] = field(default_factory=list)
     counts: list[tuple[float, int]] = field(default_factory=list)
@@ -104,6 +108,9 @@ class Stream:
             said = choice.text or delta.content
             if said:
                 self.parts.append(said)
+            if choice.finish_reason in FAILURES:
+                self.error = f"finish_reason {choice.finish_reason}"
+            self.done = self.done or choice.finish_reason is not None
             text = text or bool(said or delta.reasoning or delta.reasoning_content or delta.tool_calls)
         if text:
             self.texts.append(now)
@@ -216,7 +223,7 @@ class HttpTarget:
         if error is None and stream.error is not None:
             error = f"ERROR: {stream.error}"
         elif error is None and not stream.done:
-            error = "BROKEN: the stream ended before [DONE]"
+            error = "BROKEN: the stream ended before its end"
         elif error is None and (not arrivals or usage is not None and not fulfilled(request, tokens)):
             error = incomplete(request, tokens, sum(count for _, count in arrivals))
         if error is not None:
@@ -246,26 +253,29 @@ class HttpTarget:
 
 
 async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -> HttpServed:
-    """What /v1/models says of `model`, or of the first one; our own servers tell their vocabulary too."""
+    """What /v1/models says of `model`, or of the first one; our own servers tell their vocabulary too. A server without
+    that list has any model."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             async with session.get(f"{url}/v1/models") as answer:
-                if answer.status != 200:
-                    raise WicoreError(f"{url}: {answer.status}: {_message(await answer.read())}.")
-                models = msgspec.json.decode(await answer.read())["data"]
+                body = await answer.read()
+                if answer.status in (401, 403) or answer.status != 200 and model is None:
+                    raise WicoreError(f"{url}: {answer.status}: {_message(body)}.")
+                models: list[Any] = msgspec.json.decode(body)["data"] if answer.status == 200 else [{"id": model}]
             known = next((m for m in models if model in (None, m["id"])), None)
             if known is None:
                 raise ConfigError(
                     f"{url} does not serve {model}.", fix=f"It serves {', '.join(m['id'] for m in models)}."
                 )
             async with session.get(f"{url}/status") as answer:
-                status = msgspec.json.decode(await answer.read()) if answer.status == 200 else {}
+                status = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise UnavailableError(f"No server answers at {url}: {error or type(error).__name__}.") from None
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise WicoreError(f"{url} does not answer as OpenAI's API does: {error}.") from None
-    own = status.get("model") if isinstance(status, dict) else None
-    size = own.get("vocab_size", ANY_VOCABULARY) if isinstance(own, dict) else ANY_VOCABULARY
+    size = ANY_VOCABULARY
+    with suppress(msgspec.MsgspecError, KeyError, TypeError):  # another server's /status is anything
+        size = int(msgspec.json.decode(status)["model"]["vocab_size"])
     return HttpServed(known["id"], size, known.get("max_model_len") or ANY_CONTEXT)
 
 

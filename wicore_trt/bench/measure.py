@@ -233,7 +233,7 @@ class Load:
             refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
             good=None if slo is None else sum(slo.met_by(r) for r in done),
             uncounted=sum(not r.counted for r in done),
-            tells_cached=all(r.tells_cached for r in done),
+            tells_cached=bool(done) and all(r.tells_cached for r in done),
             throughput=Throughput.of(records),
             lag=lag,
         )
