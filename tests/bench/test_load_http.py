@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from web import make_engine, serving
@@ -288,3 +289,19 @@ async def test_no_server_wrong_model_wrong_key_say_so():
         target = await HttpTarget.connect(url)
     assert (await target.generate(ASKED)).status in ("CONNECT", "BROKEN")  # the server is gone
     await target.close()
+
+
+async def test_tls_is_checked(tmp_path):
+    authority, paths = trustme.CA(), {name: tmp_path / name for name in ("cert", "key", "ca")}
+    server = authority.issue_cert("127.0.0.1")
+    server.cert_chain_pems[0].write_to_path(paths["cert"])
+    server.private_key_pem.write_to_path(paths["key"])
+    authority.cert_pem.write_to_path(paths["ca"])
+    async with serving(tls_cert=str(paths["cert"]), tls_key=str(paths["key"])) as running:
+        with pytest.raises(UnavailableError, match="certificate"):
+            await HttpTarget.connect(running.url)
+        target = await HttpTarget.connect(running.url, tls_ca=paths["ca"])
+        assert (await target.generate(Workload(97, seed=0).take(1, 20, 6)[0])).error is None
+        await target.close()
+    with pytest.raises(ConfigError, match="none cannot be read"):
+        await HttpTarget.connect("https://127.0.0.1:1", tls_ca=tmp_path / "none")
