@@ -7,7 +7,6 @@ Must not import anything heavy before it runs. Invariant: standard output carrie
 from __future__ import annotations
 
 import json
-import math
 import sys
 from contextlib import AsyncExitStack
 from functools import partial
@@ -110,8 +109,7 @@ def serve(
     }
     fields = _parsed("--extra-body", lambda: dict(json.loads(extra_body)))
     limits = _parsed("--slo", lambda: Slo.parse(slo) if slo else None)
-    closed = max_concurrency is not None and rates == [math.inf]
-    options = LoadOptions(max_concurrency, closed, pause, timeout, ignore_eos)
+    options = LoadOptions(max_concurrency, pause, timeout, ignore_eos)
     offer = Offer(
         Shape(**found, turns=turns, shared_prefix=shared_prefix, prefixes=prefixes),
         load_trace(trace, plain=True) if trace else (), burstiness, requests, duration, seed,

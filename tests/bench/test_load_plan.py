@@ -127,10 +127,15 @@ def test_numbers_and_durations_of_runs(turns, requests, seed):
     shape = Shape((8,), (2,), turns=turns)
     made = made_up(shape, 6.0, burstiness=1.0, requests=requests, duration_s=None, seed=seed, run="a")
     assert requests <= sum(len(s.turns) for s in made) < requests + turns
-    timed = made_up(shape, 6.0, burstiness=1.0, requests=1, duration_s=5.0, seed=seed, run="a")
-    assert all(s.at_s < 5.0 for s in timed)
+    timed = made_up(shape, 6.0, burstiness=1.0, requests=1, duration_s=25.0, seed=seed, run="a")
+    assert all(s.at_s < 25.0 for s in timed)
     more = made_up(shape, 6.0, burstiness=1.0, requests=turns * (len(timed) + 1), duration_s=None, seed=seed, run="a")
-    assert more[:-1] == timed and more[-1].at_s >= 5.0
+    assert more[:-1] == timed and more[-1].at_s >= 25.0
+
+
+def test_a_run_without_requests_is_refused():
+    with pytest.raises(ConfigError, match="within 0.001 s"):
+        made_up(Shape((8,), (2,)), 0.1, burstiness=1.0, requests=9, duration_s=0.001, seed=0, run="a")
 
 
 def test_a_rate_is_of_requests_also_with_turns():

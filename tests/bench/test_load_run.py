@@ -89,13 +89,13 @@ async def test_requests_go_out_when_they_are_due_and_wait_for_nobody():
 
 async def test_waiting_for_a_place_counts_and_is_told():
     """Coordinated omission: five requests due at once at one place, each served in 50 ms."""
-    load = await run_load(Remembering(0.05), plan(*[0.0] * 5), WORDS, LoadOptions(1))
+    load = await run_load(Remembering(0.05), plan(*[0.0] * 4, 0.001), WORDS, LoadOptions(1))
     latencies = load.throughput.latencies
     assert load.lag.most_open == 1 and load.lag.place.count == 5
     assert latencies.e2e.p99 >= 0.24  # the last one waited for four others
     assert load.lag.place.mean >= 0.09 > load.lag.send.p50  # which is not the client's lag
     assert 5 * latencies.e2e.mean > load.throughput.duration_s
-    closed = await run_load(Remembering(0.05), plan(*[0.0] * 5), WORDS, LoadOptions(1, closed=True))
+    closed = await run_load(Remembering(0.05), plan(*[0.0] * 5), WORDS, LoadOptions(1))
     assert 5 * closed.throughput.latencies.e2e.mean <= closed.throughput.duration_s  # one after the other
 
 
@@ -276,6 +276,7 @@ async def test_the_command_says_what_was_refused_and_fails_when_all_was(capsys: 
         (["--target", "x:1", "--extra-body", "[1]"], 2, "--extra-body"),
         (["--target", "x:1", "--shared-prefix", "128"], 3, "longer than the prefix"),
         (["--target", "x:1", "--trace", "/nowhere"], 3, "No such file"),
+        (["--engine", "/nowhere"], 4, "does not exist"),
     ],
 )
 def test_user_errors(arguments: list[str], code: int, words: str, capsys: Captured) -> None:

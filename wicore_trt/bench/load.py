@@ -29,11 +29,10 @@ BEAT_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """`max_concurrency` requests are open at a time at most. With `closed` a request is due when it gets its place, not
-    when the plan says. `pause_s` lies between an answer and the next turn of its session."""
+    """`max_concurrency` requests are open at a time at most; where all of a plan is due at once, a request is then due
+    when it gets its place (a closed loop). `pause_s` lies between an answer and the next turn of its session."""
 
     max_concurrency: int | None = None
-    closed: bool = False
     pause_s: float = 0.0
     timeout_s: float = 600.0
     ignore_eos: bool = True
@@ -80,9 +79,10 @@ async def run_load(
     phase: str = "requests",
 ) -> Load:
     """Send `sessions`, at least one, and wait for all answers."""
-    run = _Run(target, options, progress, phase, sum(len(session.turns) for session in sessions))
-    await run.all(sessions, vocabulary)
     last = max(session.at_s for session in sessions)
+    planned = sum(len(session.turns) for session in sessions)
+    run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
+    await run.all(sessions, vocabulary)
     return Load.of(
         run.records,
         planned=run.planned,
@@ -100,8 +100,10 @@ async def run_load(
 class _Run:
     """What one run has seen so far."""
 
-    def __init__(self, target: Target, options: LoadOptions, progress: Progress, phase: str, planned: int) -> None:
-        self._target, self._options = target, options
+    def __init__(
+        self, target: Target, options: LoadOptions, progress: Progress, phase: str, planned: int, *, closed: bool
+    ) -> None:
+        self._target, self._options, self._closed = target, options, closed
         self._progress, self._phase = progress, phase
         self.planned = planned
         self._places = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else None
@@ -157,7 +159,7 @@ class _Run:
         async with self._places or nullcontext():
             ready = time.perf_counter() if full else due  # where a place was free, being late is the client's own
             self.places.append(ready - due)
-            due = ready if self._options.closed else due
+            due = ready if full and self._closed else due
             self._open += 1
             self.most_open = max(self.most_open, self._open)
             try:

@@ -101,12 +101,15 @@ def made_up(
     shape: Shape, rate: float, *, burstiness: float, requests: int, duration_s: float | None, seed: int, run: str
 ) -> list[Session]:
     """Sessions that bring `rate` requests a second in the mean, turns included: as many as have `requests` turns, or
-    with `duration_s` those that begin within it."""
+    with `duration_s` those that begin within it. Raises ConfigError when there are none."""
     moments = arrivals(rate / shape.turns, burstiness=burstiness, seed=seed)
     chosen: Iterable[float] = islice(moments, div_ceil(requests, shape.turns))
     if duration_s is not None and not math.isinf(rate):
         chosen = takewhile(lambda at: at < duration_s, moments)
-    return sessions_of(shape, chosen, seed=seed, run=run)
+    found = sessions_of(shape, chosen, seed=seed, run=run)
+    if not found:
+        raise ConfigError(f"No request comes within {duration_s:g} s.", fix="Raise the duration or the rate.")
+    return found
 
 
 def replayed(
