@@ -1,4 +1,4 @@
-"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows.
+"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows; load.
 
 Invariant: standard output carries the tables, or one JSON document with --json; progress goes to standard error.
 """
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wicore_trt.cli.bench_serve import serve
 from wicore_trt.errors import missing_package
 
 if TYPE_CHECKING:
     from wicore_trt.bench.report import Roof
     from wicore_trt.bench.session import BenchSession
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and perplexity.")
+app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, load and perplexity.")
+app.command()(serve)
 
 _WHERE, _WHAT = (partial(typer.Option, rich_help_panel=panel) for panel in ("What is measured", "What is sent"))
 EngineOption = Annotated[
@@ -32,7 +34,7 @@ ApiKeyOption = Annotated[str | None, _WHERE(envvar="WICORE_SERVER__API_KEY", hel
 TlsCaOption = Annotated[Path | None, _WHERE(help="CA of the server's certificate, PEM; turns TLS on.")]
 RecipeOption = Annotated[str | None, _WHERE(help="Recipe for the engine in this process.")]
 ThreadsOption = Annotated[int | None, _WHERE(min=0, help="CPU threads of one step; 0: all.")]
-SeedOption = Annotated[int, _WHAT(help="Seed of prompts and arrival times.")]
+SeedOption = Annotated[int, _WHAT(help="Seed of prompts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -93,14 +95,11 @@ def throughput(
     engine: EngineOption = None,
     target: TargetOption = None,
     requests: Annotated[int, _WHAT(min=1, help="Requests that are measured.")] = 64,
-    concurrency: Annotated[int | None, _WHAT(min=1, help="Requests open at a time. Default: 8.")] = None,
-    rate: Annotated[float | None, _WHAT(min=1e-6, help="Requests per second, Poisson arrivals, instead.")] = None,
+    concurrency: Annotated[int, _WHAT(min=1, help="Requests open at a time.")] = 8,
     input_tokens: Annotated[int, _WHAT(min=1, help="Prompt length.")] = 128,
     output_tokens: Annotated[int, _WHAT(min=1, help="Output length.")] = 64,
     shared_prefix: Annotated[int, _WHAT(min=0, help="Prompt tokens that all requests share.")] = 0,
     warmups: Annotated[int, _WHAT(min=0, help="Requests before those.")] = 2,
-    slo_ttft_ms: Annotated[float | None, _WHAT(help="Goodput: limit of the time to first token.")] = None,
-    slo_tpot_ms: Annotated[float | None, _WHAT(help="Goodput: limit of the time per output token.")] = None,
     seed: SeedOption = 0,
     recipe: RecipeOption = None,
     threads: ThreadsOption = None,
@@ -108,36 +107,30 @@ def throughput(
     tls_ca: TlsCaOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Many requests at once: rates, and distributions of the latencies.
+    """So many requests at a time: rates, and distributions of the latencies. `serve` has rates of arrival.
 
     Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
     """
     _need("grpc")
-    from wicore_trt.bench.measure import Slo
     from wicore_trt.bench.report import throughput_result
     from wicore_trt.bench.runs import ThroughputCase, run_throughput
     from wicore_trt.cli._ui import progress
 
-    if rate is not None and concurrency is not None:
-        raise typer.BadParameter("--rate and --concurrency exclude each other.")
     if shared_prefix >= input_tokens:
         raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
-    at_once = None if rate is not None else concurrency or 8
-    case = ThroughputCase(requests, input_tokens, output_tokens, at_once, rate, shared_prefix, seed)
-    limits = (slo_ttft_ms, slo_tpot_ms)
-    slo = None if limits == (None, None) else Slo(*(None if ms is None else ms / 1e3 for ms in limits))
-    flags = {"scheduler.max_sequences": at_once, "executor.threads": threads}
+    case = ThroughputCase(requests, input_tokens, output_tokens, concurrency, shared_prefix, seed)
+    flags = {"scheduler.max_sequences": concurrency, "executor.threads": threads}
     session = _session(engine, target, recipe, flags, api_key, tls_ca)
     with progress(quiet=as_json) as report:
         report("measuring the machine", 0, 1)
         roof = session.roof()
         report("measuring the machine", 1, 1)
         report("measuring requests", 0, 1)
-        measured, model = session.run(lambda server: run_throughput(server, case, warmups=warmups, slo=slo))
+        measured, model = session.run(lambda server: run_throughput(server, case, warmups=warmups))
         report("measuring requests", 1, 1)
     result = throughput_result(measured, case, roof)
     if as_json:
-        parameters = {"warmups": warmups, "slo_ms": limits, "threads": threads, "recipe": recipe}
+        parameters = {"warmups": warmups, "threads": threads, "recipe": recipe}
         _print_report("throughput", session, model, {**_fields(case), **parameters}, roof, [result])
         return
     _print_head(session, model, roof)

@@ -37,6 +37,7 @@ _EXTRAS = {
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance"), "serve"),
     "prometheus_client": "serve",
+    **dict.fromkeys(("aiohttp", "matplotlib"), "bench"),
     "opentelemetry": "otel",
 }
 """Module to the extra of this package that brings it."""

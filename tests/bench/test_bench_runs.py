@@ -18,7 +18,6 @@ from wicore_trt.bench.bound import (
     request_bound_s,
 )
 from wicore_trt.bench.client import LocalTarget
-from wicore_trt.bench.measure import Slo
 from wicore_trt.bench.report import (
     LATENCY_COLUMNS,
     SUMMARY_COLUMNS,
@@ -101,40 +100,31 @@ async def test_lengths_beyond_the_context_are_refused_before_anything_runs(lengt
         await run_latency(spy, [LatencyCase(1, 8, 2), LatencyCase(1, *lengths)], repeats=1, warmups=0, seed=0,
                           progress=quiet)  # fmt: skip
     with pytest.raises(ConfigError, match="context of 1024"):
-        await run_throughput(spy, ThroughputCase(2, *lengths, 1, None), warmups=0, slo=None)
+        await run_throughput(spy, ThroughputCase(2, *lengths, 1), warmups=0)
     await spy.target.close()
     assert not spy.requests
 
 
 async def test_throughput_with_a_fixed_concurrency():
     target = await local()
-    plan = ThroughputCase(12, 24, 6, concurrency=4, rate=None, shared_prefix=16)
-    result = await run_throughput(target, plan, warmups=2, slo=Slo(ttft_s=10.0, tpot_s=1e-6))
+    plan = ThroughputCase(12, 24, 6, concurrency=4, shared_prefix=16)
+    result = await run_throughput(target, plan, warmups=2)
     await target.close()
     assert result.completed == 12 and result.errors == {}
     assert result.prompt_tokens == 12 * 24 and result.output_tokens == 12 * 6
     assert result.cached_tokens >= 12 * 8  # the warm-up left the shared prefix in the cache
-    assert result.goodput_per_s == 0  # nobody answers within a microsecond
     assert result.requests_per_s == pytest.approx(12 / result.duration_s)
     assert result.duration_s >= 3 * 6 * STEP_S
 
 
-async def test_throughput_with_a_rate_of_arrival():
-    target = await local()
-    plan = ThroughputCase(40, 12, 2, concurrency=None, rate=200.0)
-    result = await run_throughput(target, plan, warmups=0, slo=None)
-    await target.close()
-    assert result.completed == 40 and result.duration_s > 0.05 and result.goodput_per_s is None
-
-
 async def test_throughput_counts_failures_apart_and_raises_when_all_fail():
     target = await local(max_waiting=2, max_sequences=1)
-    result = await run_throughput(target, ThroughputCase(20, 12, 8, 20, None), warmups=0, slo=None)
+    result = await run_throughput(target, ThroughputCase(20, 12, 8, 20), warmups=0)
     assert result.completed + sum(result.errors.values()) == 20 and result.completed < 20
     assert all(error.startswith("RESOURCE_EXHAUSTED") for error in result.errors)
     await target.close()
     with pytest.raises(WicoreError, match="All 3 requests failed"):
-        await run_throughput(target, ThroughputCase(3, 12, 8, 3, None), warmups=0, slo=None)
+        await run_throughput(target, ThroughputCase(3, 12, 8, 3), warmups=0)
 
 
 def test_figures_say_how_near_the_bound_they_are():
@@ -166,17 +156,15 @@ async def test_report_of_latency():
                              rates=ROOF.rates, results=[two, one]))  # fmt: skip
 
 
-@pytest.mark.parametrize(("concurrency", "rate"), [(4, None), (None, 100.0)])
-async def test_report_of_throughput(concurrency, rate):
+async def test_report_of_throughput():
     target = await local()
-    plan = ThroughputCase(6, 24, 3, concurrency, rate)
-    measured = await run_throughput(target, plan, warmups=0, slo=Slo(ttft_s=10.0))
+    plan = ThroughputCase(6, 24, 3, 4)
+    measured = await run_throughput(target, plan, warmups=0)
     await target.close()
     result = throughput_result(measured, plan, ROOF)
-    bound = rate or 1 / request_bound_s(ROOF.cost, ROOF.rates, 4, 24, 3)
+    bound = 1 / request_bound_s(ROOF.cost, ROOF.rates, 4, 24, 3)
     assert result["requests"]["bound"] == pytest.approx(bound)
     assert result["output"]["bound"] == pytest.approx(3 * bound)
-    assert result["goodput"]["value"] == pytest.approx(result["requests"]["value"])
     assert all(len(row) == len(THROUGHPUT_COLUMNS) for row in throughput_rows(result))
     assert [row[0] for row in summary_rows(result)] == ["TTFT", "TPOT", "ITL", "E2E"]
     assert all(len(row) == len(SUMMARY_COLUMNS) for row in summary_rows(result))

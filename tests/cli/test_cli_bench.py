@@ -73,22 +73,31 @@ def test_latency_json(engine: Path, capsys: Captured) -> None:
 
 
 def test_throughput_of_an_engine(engine: Path, capsys: Captured) -> None:
-    arguments = ["--requests", "5", "--concurrency", "2", *SMALL, "--slo-ttft-ms", "60000"]
+    arguments = ["--requests", "5", "--concurrency", "2", *SMALL]
     assert run(["bench", "throughput", "--engine", str(engine), *arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (result,) = report["results"]
     assert (result["completed"], result["prompt_tokens"], result["output_tokens"]) == (5, 60, 20)
-    assert result["goodput"]["value"] == result["requests"]["value"]
-    assert report["parameters"]["slo_ms"] == [60000.0, None] and report["parameters"]["concurrency"] == 2
+    assert report["parameters"]["concurrency"] == 2
     assert run(["bench", "throughput", "--engine", str(engine), *arguments, "--shared-prefix", "8"]) == 0
     text = capsys.readouterr().out
-    assert "5 requests in " in text and "goodput/s" in text and "E2E" in text
+    assert "5 requests in " in text and "E2E" in text
+
+
+def test_load_on_an_engine(engine: Path, capsys: Captured) -> None:
+    arguments = ["--rate", "50", "--requests", "6", "--turns", "2", "--turn-tokens", "3", *SMALL, "--json"]
+    assert run(["bench", "serve", "--engine", str(engine), *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (result,) = report["results"]
+    assert report["target"] == result["target"] == "in process"
+    assert (result["completed"], result["output_tokens"]) == (6, 24) and result["planned"] == 6
+    assert result["prompt_tokens"] == 3 * (12 + 12 + 4 + 3) and "device" in result["tier_hit_tokens"]
 
 
 async def test_a_running_server(engine: Path, capsys: Captured) -> None:
     async with serving() as running:
         where = ["--target", running.address]
-        arguments = ["bench", "throughput", *where, "--requests", "6", "--rate", "100", *SMALL]
+        arguments = ["bench", "throughput", *where, "--requests", "6", "--concurrency", "3", *SMALL]
         assert await asyncio.to_thread(run, arguments) == 0
         text = capsys.readouterr().out
         assert f"fake kernels, {running.address}" in text and "bounds" not in text and "6 requests" in text
@@ -126,7 +135,6 @@ def test_perplexity_of_two_engines(engine: Path, tmp_path: Path, capsys: Capture
         (["latency", "--engine", "/nowhere"], 4, "does not exist"),
         (["latency", "--engine", "x", "--batch", "1,-2"], 2, "not a list of positive numbers"),
         (["latency", "--engine", "x", "--batch", "1,,2"], 2, "not a list of positive numbers"),
-        (["throughput", "--engine", "x", "--rate", "2", "--concurrency", "2"], 2, "exclude each other"),
         (["throughput", "--engine", "x", "--shared-prefix", "128"], 2, "must be less than"),
         (["perplexity", "--engine", "/nowhere"], 4, "does not exist"),
     ],

@@ -1,7 +1,7 @@
 """Who answers the requests of a benchmark: a server over gRPC, or an engine in this process.
 
 Turns one BenchRequest into one RequestRecord; it must not know sweeps or statistics. Invariant: a record without an
-error has exactly the tokens that were asked for, by the server's own count.
+error has exactly the tokens that were asked for, by the server's own count. `bench/http.py` has servers over HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -35,10 +35,24 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
 
 
-class Target(Protocol):
-    """Something that generates. `info` says which model it runs."""
+class Served(Protocol):
+    """What a benchmark must know of a model."""
 
-    info: ModelInfo
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_context_tokens(self) -> int: ...
+
+
+class Target(Protocol):
+    """Something that generates. `info` says which model it runs, `chat` whether it takes turns of text, not tokens."""
+
+    @property
+    def info(self) -> Served: ...
+    @property
+    def chat(self) -> bool: ...
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
         """Run one request to its end. `started` is when it was due (time.perf_counter()); now, when left out.
@@ -47,27 +61,49 @@ class Target(Protocol):
         """
         ...
 
+    async def tier_hits(self) -> dict[str, int]:
+        """Prompt tokens that each tier of the KV cache has saved so far; empty where the server does not tell."""
+        ...
+
     async def close(self) -> None: ...
 
 
-def _record(
-    request: BenchRequest, started: float, arrivals: Sequence[tuple[float, int]], usage: Usage | None
+def fulfilled(request: BenchRequest, tokens: int) -> bool:
+    """Whether so many tokens are what was asked for."""
+    return tokens == request.output_tokens or not request.ignore_eos and 0 < tokens < request.output_tokens
+
+
+def incomplete(request: BenchRequest, counted: int, received: int) -> str:
+    return f"INCOMPLETE: asked for {request.output_tokens} tokens, usage says {counted}, {received} came"
+
+
+def ended(
+    request: BenchRequest,
+    times: tuple[float, float],
+    arrivals: Sequence[tuple[float, int]],
+    usage: Usage | None,
+    answer: Iterable[int],
 ) -> RequestRecord:
-    """The record of a stream that ended well, or of one that did not give what was asked for."""
+    """The record of a stream that ended well, or of one that did not give what was asked for. `times`: when it was due,
+    when it was sent."""
+    started, sent = times
     finished = time.perf_counter()
     received = sum(tokens for _, tokens in arrivals)
+    error = None
     if usage is None:
-        return RequestRecord(started, finished, error="the stream ended without usage")
-    if not usage.completion_tokens == received == request.output_tokens:
-        error = f"asked for {request.output_tokens} tokens, usage says {usage.completion_tokens}, {received} came"
-        return RequestRecord(started, finished, error=error)
-    return RequestRecord(
-        started, finished, tuple(arrivals), usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-    )
+        error = "INCOMPLETE: the stream ended without usage"
+    elif usage.completion_tokens != received or not fulfilled(request, received):
+        error = incomplete(request, usage.completion_tokens, received)
+    if usage is None or error:
+        return RequestRecord(started, finished, error=error, sent=sent)
+    counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return RequestRecord(started, finished, tuple(arrivals), *counts, sent=sent, answer=tuple(answer))
 
 
 class GrpcTarget:
     """A running server. Make it with `connect`."""
+
+    chat = False
 
     def __init__(self, channel: grpc.aio.Channel, info: ModelInfo, metadata: tuple[tuple[str, str], ...]) -> None:
         self.info = info
@@ -108,23 +144,35 @@ class GrpcTarget:
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
         message = pb2.GenerateRequest(
             token_ids=pb2.TokenIds(ids=request.prompt_token_ids),
-            sampling=pb2.SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True),
+            sampling=pb2.SamplingParams(
+                max_tokens=request.output_tokens, temperature=0.0, ignore_eos=request.ignore_eos
+            ),
         )
         arrivals: list[tuple[float, int]] = []
+        answer: list[int] = []
         usage = None
-        started = time.perf_counter() if started is None else started
+        sent = time.perf_counter()
+        started = sent if started is None else started
         try:
             async for response in self._stub.Generate(message, metadata=self._metadata):
-                ended = response.HasField("finish")
-                tokens = len((response.finish.delta if ended else response.delta).token_ids)
+                last = response.HasField("finish")
+                tokens = (response.finish.delta if last else response.delta).token_ids
                 if tokens:
-                    arrivals.append((time.perf_counter(), tokens))
-                if ended:
+                    arrivals.append((time.perf_counter(), len(tokens)))
+                    answer.extend(tokens)
+                if last:
                     counts = response.finish.usage
                     usage = Usage(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
         except grpc.aio.AioRpcError as error:
-            return RequestRecord(started, time.perf_counter(), error=_status(error))
-        return _record(request, started, arrivals, usage)
+            return RequestRecord(started, time.perf_counter(), error=_status(error), sent=sent)
+        return ended(request, (started, sent), arrivals, usage, answer)
+
+    async def tier_hits(self) -> dict[str, int]:
+        try:
+            stats = await self._stub.GetStats(pb2.GetStatsRequest(), metadata=self._metadata, timeout=CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+        return {tier.tier: tier.hit_tokens for tier in stats.kv.tiers}
 
     async def close(self) -> None:
         await self._channel.close()
@@ -149,6 +197,8 @@ def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
 class LocalTarget:
     """An engine in this process, behind the same TextEngine that a server uses; no network."""
 
+    chat = False
+
     def __init__(self, engine: TextEngine) -> None:
         """`engine` has started."""
         self.info = engine.info
@@ -169,10 +219,12 @@ class LocalTarget:
         return cls(engine)
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
-        params = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=request.ignore_eos)
         arrivals: list[tuple[float, int]] = []
+        answer: list[int] = []
         usage = None
-        started = time.perf_counter() if started is None else started
+        sent = time.perf_counter()
+        started = sent if started is None else started
         try:
             stream = await self._engine.submit(
                 TextRequest(next(self._ids), params, prompt_token_ids=request.prompt_token_ids)
@@ -181,10 +233,15 @@ class LocalTarget:
                 async for output in stream:
                     if output.token_ids:
                         arrivals.append((time.perf_counter(), len(output.token_ids)))
+                        answer += output.token_ids
                     usage = output.usage or usage
         except WicoreError as error:
-            return RequestRecord(started, time.perf_counter(), error=f"{error.grpc_code}: {error.message}")
-        return _record(request, started, arrivals, usage)
+            return RequestRecord(started, time.perf_counter(), error=f"{error.grpc_code}: {error.message}", sent=sent)
+        return ended(request, (started, sent), arrivals, usage, answer)
+
+    async def tier_hits(self) -> dict[str, int]:
+        kv = (await self._engine.stats()).kv
+        return {tier.tier: tier.hit_tokens for tier in kv.tiers}
 
     async def close(self) -> None:
         await self._engine.close()
@@ -201,15 +258,3 @@ async def closed_loop(target: Target, requests: Sequence[BenchRequest], concurre
 
     await asyncio.gather(*(worker() for _ in range(min(concurrency, len(requests)))))
     return [record for record in records if record is not None]
-
-
-async def open_loop(target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[RequestRecord]:
-    """Send request i `arrivals[i]` seconds from now, whatever is still open. Latencies count from that moment, so a
-    sender that falls behind makes them longer and not shorter."""
-    origin = time.perf_counter()
-
-    async def one(request: BenchRequest, due: float) -> RequestRecord:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        return await target.generate(request, started=due)
-
-    return await asyncio.gather(*(one(request, origin + at) for request, at in zip(requests, arrivals, strict=True)))

@@ -1,11 +1,13 @@
 """What was measured: one request as its client saw it, and the statistics over many.
 
-Plain data and arithmetic; it must not know targets or clocks. Invariants: token counts come from the server's
-`usage`, never from the number of messages; the gaps of a request add up to the time from its first to its last token.
+Plain data and arithmetic; it must not know targets or clocks. Invariants: token counts come from the server's `usage`
+where it gives one, and a record says where they do not; the gaps of a request add up to the time from its first to its
+last token, or there are none.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ import numpy as np
 class RequestRecord:
     """Times are seconds of one monotonic clock. `arrivals` are (time, tokens) of the messages that carried tokens.
 
-    `started` is when the request was due, which is when it was sent unless the sender was late. `error` is set, and
-    the counts are zero, when the request did not give the tokens it was asked for.
+    `started` is when the request was due, which is when it was sent (`sent`) unless the sender was late. `error` is
+    set, and the counts are zero, when the request did not give the tokens it was asked for; it begins with a status and
+    a colon. `counted`: the numbers of tokens are the server's, not those of its messages. `cached_tokens` is 0 where
+    the server does not tell (`tells_cached`). `answer` are token ids, or text where there are none.
     """
 
     started: float
@@ -28,6 +32,15 @@ class RequestRecord:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    sent: float | None = None
+    counted: bool = True
+    tells_cached: bool = True
+    answer: tuple[int, ...] | str = ()
+
+    @property
+    def status(self) -> str:
+        """ "OK", or what the error begins with: a status of HTTP or gRPC, or a word for what the client saw."""
+        return "OK" if self.error is None else self.error.partition(":")[0]
 
     @property
     def ttft_s(self) -> float:
@@ -44,7 +57,12 @@ class RequestRecord:
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def gaps_s(self) -> list[float]:
-        """Inter-token latencies, n - 1 of them. Tokens of one message came together: their gaps are 0."""
+        """Inter-token latencies, n - 1 of them. Tokens of one message came together: their gaps are 0.
+
+        None at all when it is not known how many tokens each message had.
+        """
+        if sum(tokens for _, tokens in self.arrivals) != self.output_tokens:
+            return []
         gaps: list[float] = []
         before = self.arrivals[0][0] if self.arrivals else 0.0
         for moment, tokens in self.arrivals:
@@ -96,10 +114,7 @@ class Distributions:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Rates over the time from the first request's start to the last one's end.
-
-    `goodput_per_s` counts the requests that met both limits of `Slo`; None when no limit was given.
-    """
+    """Rates over the time from the first request's start to the last one's end."""
 
     duration_s: float
     completed: int
@@ -110,16 +125,14 @@ class Throughput:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    goodput_per_s: float | None
     latencies: Distributions
 
     @classmethod
-    def of(cls, records: Sequence[RequestRecord], slo: Slo | None = None) -> Throughput:
+    def of(cls, records: Sequence[RequestRecord]) -> Throughput:
         """`records` of one run, at least one."""
         duration = max(r.finished for r in records) - min(r.started for r in records)
         good = [r for r in records if r.error is None]
         prompt, output = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
-        met = None if slo is None else sum(slo.met_by(r) for r in good)
         return cls(
             duration_s=duration,
             completed=len(good),
@@ -130,20 +143,97 @@ class Throughput:
             prompt_tokens=prompt,
             cached_tokens=sum(r.cached_tokens for r in good),
             output_tokens=output,
-            goodput_per_s=None if met is None else met / duration,
             latencies=Distributions.of(records),
         )
 
 
+REFUSALS = ("429", "503", "RESOURCE_EXHAUSTED")
+"""Statuses of a server that has no room now, or takes nothing now."""
+LATE_S = 0.010
+"""A client whose lag has a 99th percentile beyond this measures itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level limits of one request, seconds; None means no limit."""
+    """Service-level objectives of one request, seconds; None means no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Of "ttft=450ms,tpot=40ms,e2e=20s". Raises ValueError."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"(ttft|tpot|e2e)=([0-9.]+)(ms|s)", part.strip())
+            if found is None or f"{found[1]}_s" in limits:
+                raise ValueError(f"{part!r} is no limit")
+            limits[f"{found[1]}_s"] = float(found[2]) * (1e-3 if found[3] == "ms" else 1.0)
+        return cls(**limits)
 
     def met_by(self, record: RequestRecord) -> bool:
-        tpot = record.tpot_s
-        return (self.ttft_s is None or record.ttft_s <= self.ttft_s) and (
-            self.tpot_s is None or tpot is None or tpot <= self.tpot_s
+        """Whether a request without an error is good. One token has no TPOT, so it meets any."""
+        pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s), (self.e2e_s, record.e2e_s))
+        return all(limit is None or value is None or value <= limit for limit, value in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLag:
+    """How late the client was itself, seconds. `send`: from when a request could go out to when it did. `loop`: how
+    late its event loop ran a timer, which is how late it may have seen a token. `place`: how long due requests waited
+    for one of the places that `max_concurrency` allows, which latencies contain; None without that limit."""
+
+    send: Summary | None
+    loop: Summary | None
+    place: Summary | None
+    most_open: int
+
+    @property
+    def late(self) -> bool:
+        return any(lag is not None and lag.p99 > LATE_S for lag in (self.send, self.loop))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run of a load test. `planned` requests were to be sent; `unsent` of them were not, because a turn before them
+    failed. `refused` are those that the server had no room for, `failed` all others without an answer. `refusal` is the
+    time that refusing took, from sending. `good` met the objectives; of all planned ones, so what failed or was never
+    sent is not."""
+
+    offered_per_s: float
+    planned: int
+    unsent: int
+    refused: int
+    failed: int
+    statuses: dict[str, int]
+    examples: dict[str, str]
+    refusal: Summary | None
+    good: int | None
+    uncounted: int
+    tells_cached: bool
+    throughput: Throughput
+    lag: ClientLag
+
+    @classmethod
+    def of(
+        cls, records: Sequence[RequestRecord], *, planned: int, offered_per_s: float, slo: Slo | None, lag: ClientLag
+    ) -> Load:
+        """`records` of one run, at least one."""
+        done = [r for r in records if r.error is None]
+        refused = [r for r in records if r.status in REFUSALS]
+        return cls(
+            offered_per_s=offered_per_s,
+            planned=planned,
+            unsent=planned - len(records),
+            refused=len(refused),
+            failed=len(records) - len(done) - len(refused),
+            statuses=dict(Counter(r.status for r in records)),
+            examples={r.status: r.error for r in reversed(records) if r.error is not None},
+            refusal=Summary.of(r.finished - (r.started if r.sent is None else r.sent) for r in refused),
+            good=None if slo is None else sum(slo.met_by(r) for r in done),
+            uncounted=sum(not r.counted for r in done),
+            tells_cached=bool(done) and all(r.tells_cached for r in done),
+            throughput=Throughput.of(records),
+            lag=lag,
         )

@@ -5,11 +5,14 @@ figures depend on: machine, versions, model, parameters, measured rates, date.
 
 The JSON document (`SCHEMA` 1): kind, schema, command, date, machine, versions, target, model, parameters, rates (null
 without a model spec), results. A figure is {value, unit, bound, percent}: `bound` is the best that the measured rates
-allow (null when unknown), `percent` how near to it the value is, 100 being the bound itself.
+allow (null when unknown), `percent` how near to it the value is, 100 being the bound itself. In a result of `serve`,
+`good_share` is of all planned requests, `tier_hit_tokens` what each tier saved while it ran, `uncounted` the answers
+without a usage, and `client` what its own lag was: `send`, `loop` and `place` as in `bench.measure.ClientLag`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -22,14 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
-from wicore_trt.bench.measure import Distributions, Summary, Throughput
+from wicore_trt.bench.measure import Distributions, Load, Summary, Throughput
 
 if TYPE_CHECKING:
     from wicore_trt.bench.runs import LatencyPoint, ThroughputCase
 
 KIND = "wicore-bench"
 SCHEMA = 1
-PACKAGES = ("wicore-trt", "torch", "numpy", "grpcio", "transformers")
+PACKAGES = ("wicore-trt", "torch", "numpy", "grpcio", "transformers", "aiohttp", "uvloop")
 GPU_FIELDS = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.mem", "power.limit")
 
 Figure = dict[str, Any]
@@ -88,38 +91,68 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
 
 
 def throughput_result(result: Throughput, case: ThroughputCase, roof: Roof | None) -> dict[str, Any]:
-    """The throughput benchmark. With a fixed concurrency the bound is the machine's; with a rate of arrival it is
-    what was offered."""
-    bound = case.rate
-    if bound is None and roof is not None and case.concurrency is not None:
+    """The throughput benchmark. The bound is the machine's."""
+    bound = None
+    if roof is not None:
         lengths = (case.concurrency, case.input_tokens, case.output_tokens)
         bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=case.shared_prefix)
     output_bound = None if bound is None else bound * case.output_tokens
+    return {"errors": result.errors, **_rates(result, bound, output_bound)}
+
+
+def _rates(result: Throughput, bound: float | None, output_bound: float | None) -> dict[str, Any]:
+    """Counts, rates and latencies of the requests that were answered."""
     return {
         "duration_s": result.duration_s,
         "completed": result.completed,
-        "errors": result.errors,
         "prompt_tokens": result.prompt_tokens,
         "cached_tokens": result.cached_tokens,
         "output_tokens": result.output_tokens,
         "requests": rate_figure(result.requests_per_s, "requests/s", bound),
         "output": rate_figure(result.output_tokens_per_s, "tokens/s", output_bound),
         "total": rate_figure(result.total_tokens_per_s, "tokens/s"),
-        "goodput": None if result.goodput_per_s is None else rate_figure(result.goodput_per_s, "requests/s", bound),
         **_distributions(result.latencies),
     }
 
 
+def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
+    """One run of a load test. `rate` None: a trace at its own times."""
+    finite = load.offered_per_s if math.isfinite(load.offered_per_s) else None
+    answered = _rates(load.throughput, None, None)
+    goodput = None
+    if load.good is not None:
+        goodput = rate_figure(load.good / load.throughput.duration_s, "requests/s")
+    return {
+        "target": target,
+        "rate": "inf" if rate is not None and math.isinf(rate) else rate,
+        "offered_per_s": finite,
+        **{name: getattr(load, name) for name in ("planned", "unsent", "refused", "failed", "statuses", "examples")},
+        "refusal": _in_ms(load.refusal),
+        "good": load.good,
+        "good_share": None if load.good is None else load.good / load.planned,
+        "goodput": goodput,
+        **answered,
+        "cached_tokens": answered["cached_tokens"] if load.tells_cached else None,
+        "tier_hit_tokens": dict(tier_hits),
+        "uncounted": load.uncounted,
+        "client": {
+            "late": load.lag.late,
+            "most_open": load.lag.most_open,
+            **{name: _in_ms(getattr(load.lag, name)) for name in ("send", "loop", "place")},
+        },
+    }
+
+
+def _in_ms(summary: Summary | None) -> dict[str, Any] | None:
+    if summary is None:
+        return None
+    values = {name: value * 1e3 for name, value in asdict(summary).items() if name != "count"}
+    return {"unit": "ms", "count": summary.count, **values}
+
+
 def _distributions(latencies: Distributions) -> dict[str, Any]:
     """ttft, tpot, itl, e2e: {unit: "ms", count, mean, p50, p90, p99} or null."""
-
-    def in_ms(summary: Summary | None) -> dict[str, Any] | None:
-        if summary is None:
-            return None
-        values = {name: value * 1e3 for name, value in asdict(summary).items() if name != "count"}
-        return {"unit": "ms", "count": summary.count, **values}
-
-    return {name: in_ms(getattr(latencies, name)) for name in ("ttft", "tpot", "itl", "e2e")}
+    return {name: _in_ms(getattr(latencies, name)) for name in ("ttft", "tpot", "itl", "e2e")}
 
 
 def make_report(
@@ -216,11 +249,9 @@ SUMMARY_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
 
 def throughput_rows(result: Mapping[str, Any]) -> list[Row]:
     """Rates of a throughput result under THROUGHPUT_COLUMNS."""
-    names = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s", "goodput": "goodput/s"}
+    names = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
     return [
-        (label, *(cell(result[name], key) for key in ("value", "bound", "percent")))
-        for name, label in names.items()
-        if result[name] is not None
+        (label, *(cell(result[name], key) for key in ("value", "bound", "percent"))) for name, label in names.items()
     ]
 
 
@@ -230,6 +261,73 @@ def summary_rows(result: Mapping[str, Any]) -> list[Row]:
         (name.upper(), *(cell(result[name], key) for key in ("mean", "p50", "p90", "p99")))
         for name in ("ttft", "tpot", "itl", "e2e")
     ]
+
+
+LOAD_COLUMNS = (
+    "rate", "planned", "good %", "goodput/s", "answered", "refused", "failed", "requests/s", "tokens/s", "cached %",
+    "open", "lag p99 ms",
+)  # fmt: skip
+LOAD_SUMMARY_COLUMNS = ("rate", "ms", "count", *SUMMARY_COLUMNS[1:])
+
+
+def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
+    """A result of a load test under LOAD_COLUMNS; the first cell names the target where there are `several`."""
+    share, cached = result["good_share"], result["cached_tokens"]
+    client = result["client"]
+    return (
+        _load_name(result, several=several),
+        str(result["planned"]),
+        "-" if share is None else f"{100 * share:.1f}",
+        cell(result["goodput"], "value"),
+        *(str(result[name]) for name in ("completed", "refused", "failed")),
+        *(cell(result[name], "value") for name in ("requests", "output")),
+        "-" if cached is None else f"{100 * cached / max(1, result['prompt_tokens']):.1f}",
+        str(client["most_open"]),
+        cell(client["send"], "p99"),
+    )
+
+
+def load_summary_rows(result: Mapping[str, Any], *, several: bool) -> list[Row]:
+    """Its latencies under LOAD_SUMMARY_COLUMNS, and the time to a refusal where there was one."""
+    names = [name for name in ("ttft", "tpot", "itl", "e2e", "refusal") if result[name] is not None]
+    keys = LOAD_SUMMARY_COLUMNS[3:]
+    return [
+        (
+            "" if at else _load_name(result, several=several),
+            name.upper(),
+            str(result[name]["count"]),
+            *(cell(result[name], key) for key in keys),
+        )
+        for at, name in enumerate(names)
+    ]
+
+
+def _load_name(result: Mapping[str, Any], *, several: bool) -> str:
+    rate = "trace" if result["rate"] is None else f"{float(result['rate']):g}"
+    return f"{rate} {result['target']}" if several else rate
+
+
+def load_warnings(result: Mapping[str, Any]) -> list[str]:
+    """What a reader must know of a result: failures by status with an example each, and what the client did not see."""
+    found = []
+    for status, count in result["statuses"].items():
+        if status != "OK":
+            found.append(f"{count} requests {status}: {result['examples'][status].partition(': ')[2]}")
+    if result["unsent"]:
+        found.append(f"{result['unsent']} turns were not sent, because one before them failed.")
+    if result["uncounted"]:
+        found.append(f"{result['uncounted']} answers came without usage: their tokens are the number of their chunks.")
+    itl, tpot = result["itl"], result["tpot"]
+    counted = 0 if itl is None else itl["count"]
+    if tpot is not None and counted < result["output_tokens"] - result["completed"]:
+        found.append("Chunks of some answers had an unknown number of tokens: these have a TPOT, and no ITL.")
+    if result["client"]["late"]:
+        send, loop = (cell(result["client"][name], "p99") for name in ("send", "loop"))
+        found.append(
+            f"This client was late itself (p99: sending {send} ms, event loop {loop} ms), so latencies are its own "
+            "too. Use a faster or an idle machine, or a lower rate."
+        )
+    return found
 
 
 def cell(figure: Mapping[str, Any] | None, key: str) -> str:

@@ -1,4 +1,4 @@
-"""The two benchmarks: fixed batches of fixed lengths (latency), and many requests at once (throughput).
+"""Two benchmarks: fixed batches of fixed lengths (latency), and so many requests at a time (throughput).
 
 Decides what is sent and how often; it must not know transports or machines. Invariants: every measured prompt is new
 to the target; a latency figure stands on requests that all succeeded.
@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wicore_trt.bench.client import Target, closed_loop, open_loop
-from wicore_trt.bench.measure import Distributions, RequestRecord, Slo, Throughput
-from wicore_trt.bench.workload import BenchRequest, Workload, poisson_arrivals
+from wicore_trt.bench.client import Target, closed_loop
+from wicore_trt.bench.measure import Distributions, RequestRecord, Throughput
+from wicore_trt.bench.workload import BenchRequest, Workload
 from wicore_trt.errors import ConfigError, WicoreError
 
 Progress = Callable[[str, int, int], None]
@@ -98,18 +98,17 @@ async def _together(target: Target, requests: Sequence[BenchRequest]) -> tuple[f
 
 @dataclass(frozen=True, slots=True)
 class ThroughputCase:
-    """`requests` of equal lengths, either `concurrency` at a time or `rate` per second (Poisson)."""
+    """`requests` of equal lengths, `concurrency` at a time."""
 
     requests: int
     input_tokens: int
     output_tokens: int
-    concurrency: int | None
-    rate: float | None
+    concurrency: int
     shared_prefix: int = 0
     seed: int = 0
 
 
-async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int, slo: Slo | None) -> Throughput:
+async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int) -> Throughput:
     """Send the case's requests after `warmups` that are not counted.
 
     Raises ConfigError for lengths beyond the target's context, WicoreError when not one request succeeds.
@@ -117,14 +116,10 @@ async def run_throughput(target: Target, case: ThroughputCase, *, warmups: int, 
     check_context(target, case.input_tokens, case.output_tokens)
     workload = Workload(target.info.vocab_size, seed=case.seed, shared_prefix=case.shared_prefix)
     warm = workload.take(warmups, case.input_tokens, case.output_tokens)
-    await closed_loop(target, warm, case.concurrency or 1)
+    await closed_loop(target, warm, case.concurrency)
     requests = workload.take(case.requests, case.input_tokens, case.output_tokens)
-    if case.rate is not None:
-        records = await open_loop(target, requests, poisson_arrivals(case.requests, case.rate, seed=case.seed))
-    else:
-        assert case.concurrency is not None
-        records = await closed_loop(target, requests, case.concurrency)
-    result = Throughput.of(records, slo)
+    records = await closed_loop(target, requests, case.concurrency)
+    result = Throughput.of(records)
     if not result.completed:
         raise WicoreError(f"All {len(records)} requests failed: {records[0].error}.")
     return result

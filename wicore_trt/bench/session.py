@@ -1,4 +1,4 @@
-"""Where a benchmark runs: against a server, or on an engine in this process, and with which roof.
+"""Where a benchmark runs: against a server or on an engine in this process, and with which roof.
 
 Joins settings, machine rates and target; it must not know what is measured. Invariant: the machine's rates are measured
 in the same run as the figures, before an engine is loaded, so that nothing of ours runs beside them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from wicore_trt.bench.report import Roof
 from wicore_trt.config import Settings
 from wicore_trt.engine.manifest import read_manifest
 from wicore_trt.errors import ConfigError
+from wicore_trt.serve.lifecycle import loop_factory
 
 T = TypeVar("T")
 
@@ -55,28 +56,41 @@ class BenchSession:
 
         Raises what opening and measuring raise, and ConfigError when the server runs another engine than the named.
         """
-        return asyncio.run(self._run(measure))
+        return run_quickly(self._run(measure))
 
     async def _run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
-        target: Target
-        if self.address is None:
-            target = await LocalTarget.load(self.settings)
-        else:
-            target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
+        target = await self.connect()
         try:
-            self._check(target)
             return await measure(target), asdict(target.info)
         finally:
             await target.close()
 
-    def _check(self, target: Target) -> None:
-        if self.address is None or self.settings.engine is None:
+    async def connect(self) -> GrpcTarget | LocalTarget:
+        """The target, which whoever asks closes. Raises as `run` does."""
+        if self.address is None:
+            return await LocalTarget.load(self.settings)
+        target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
+        try:
+            self._check(target)
+        except BaseException:
+            await target.close()
+            raise
+        return target
+
+    def _check(self, target: GrpcTarget) -> None:
+        if self.settings.engine is None:
             return
         if read_manifest(Path(self.settings.engine)).fingerprint != target.info.fingerprint:
             raise ConfigError(
                 f"{self.address} runs {target.info.model_id}, another engine than {self.settings.engine}.",
                 fix="Name the engine that the server runs, or leave --engine out.",
             )
+
+
+def run_quickly(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on the event loop that servers use, which halves what a client spends on a message."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(work)
 
 
 def _device(name: str) -> str:

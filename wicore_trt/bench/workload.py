@@ -1,51 +1,104 @@
-"""What a benchmark sends: prompts of random tokens with fixed lengths, and the moments to send them.
+"""What a benchmark sends: prompts of made-up tokens or words, in pieces that prompts can share, and when to send them.
 
 Standard library only; it must not know targets or results. Invariants: equal arguments give equal requests on every
-machine, and no two requests of one `Workload` begin alike (beyond the prefix that was asked for), so that a prefix
-cache helps only where it is meant to.
+machine; pieces of one name begin alike and pieces of different names do not, so that a prefix cache helps only where it
+is meant to.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import shake_128
+from typing import NamedTuple
 
 SPECIAL_SHARE = 16  # special tokens live at both ends of a vocabulary; 1/16 of it is left out at either end
+_TEXT = """
+the of and to in is you that it he was for on are as with his they at be this have from or one had by but not what all
+were we when your can said there use an each which she do how their if will up other about out many then them these so
+some her would make like him into time has look two more write go see number no way could people my than first water
+been call who oil its now find long down day did get come made may part over new sound take only little work know place
+year live me back give most very after thing our just name good man think say great where help
+"""
+WORDS = _TEXT.split()
+"""Each is one token after a blank in the vocabularies of today, so that a text has about as many tokens as words."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a prompt. What they are follows from the name, and from a seed."""
+
+    name: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt and the exact number of tokens to generate after it (end-of-sequence tokens are ignored)."""
+    """A prompt, as token ids or as chat turns, and the number of tokens to generate after it: exactly so many, unless
+    end-of-sequence tokens count too (`ignore_eos` False)."""
 
     prompt_token_ids: tuple[int, ...]
     output_tokens: int
+    ignore_eos: bool = True
+    messages: tuple[Mapping[str, str], ...] = ()
+
+
+class Vocabulary:
+    """Tokens and words of pieces."""
+
+    def __init__(self, size: int, *, seed: int) -> None:
+        self._seed = seed
+        self._low = size // SPECIAL_SHARE
+        self._span = size - 2 * self._low
+        self.tokens = lru_cache(4096)(self._tokens)  # of a trace, prompts share most of their pieces
+
+    def _tokens(self, piece: Piece) -> tuple[int, ...]:
+        drawn = struct.unpack(f"<{piece.tokens}I", self._drawn(piece, 4))
+        return tuple([self._low + number % self._span for number in drawn])
+
+    def text(self, piece: Piece) -> str:
+        """As many words as the piece has tokens, a blank before each."""
+        numbers = struct.unpack(f"<{piece.tokens}H", self._drawn(piece, 2))
+        return "".join([" " + WORDS[number % len(WORDS)] for number in numbers])
+
+    def _drawn(self, piece: Piece, size: int) -> bytes:
+        return shake_128(f"{self._seed}/{piece.name}".encode()).digest(size * piece.tokens)
 
 
 class Workload:
     """An endless supply of requests. The first `shared_prefix` tokens of all prompts are the same."""
 
     def __init__(self, vocab_size: int, *, seed: int, shared_prefix: int = 0) -> None:
-        self._random = random.Random(seed)
-        self._low = vocab_size // SPECIAL_SHARE
-        self._span = vocab_size - 2 * self._low
-        self._prefix = self._tokens(shared_prefix)
+        self._vocabulary = Vocabulary(vocab_size, seed=seed)
+        self._prefix = self._vocabulary.tokens(Piece("shared", shared_prefix))
+        self._taken = 0
 
     def take(self, count: int, input_tokens: int, output_tokens: int) -> list[BenchRequest]:
         """The next `count` requests. `input_tokens` counts the shared prefix, which it must exceed."""
-        assert input_tokens > len(self._prefix), "a prompt has a token of its own"
         own = input_tokens - len(self._prefix)
-        return [BenchRequest(self._prefix + self._tokens(own), output_tokens) for _ in range(count)]
+        assert own > 0, "a prompt has a token of its own"
+        names = range(self._taken, self._taken + count)
+        self._taken += count
+        prompts = [self._prefix + self._vocabulary.tokens(Piece(str(name), own)) for name in names]
+        return [BenchRequest(prompt, output_tokens) for prompt in prompts]
 
-    def _tokens(self, count: int) -> tuple[int, ...]:
-        # random() is the only generator method whose values Python promises to keep
-        return tuple(self._low + int(self._random.random() * self._span) for _ in range(count))
 
+def arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterator[float]:
+    """Ascending moments in seconds, without end; the gaps between them are 1 / rate on average.
 
-def poisson_arrivals(count: int, rate: float, *, seed: int) -> list[float]:
-    """Ascending moments in seconds of a Poisson process with `rate` requests per second."""
-    uniform, now, moments = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now -= math.log(1.0 - uniform.random()) / rate
-        moments.append(now)
-    return moments
+    Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, and
+    infinity is a constant gap. At an infinite `rate` everything comes at once.
+    """
+    uniform, now = random.Random(seed), 0.0
+    while True:
+        if math.isinf(rate) or math.isinf(burstiness):
+            gap = 1.0
+        elif burstiness == 1.0:
+            gap = -math.log(1.0 - uniform.random())
+        else:
+            gap = uniform.gammavariate(burstiness, 1.0 / burstiness)
+        now += gap / rate
+        yield now

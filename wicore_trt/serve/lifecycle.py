@@ -53,11 +53,11 @@ def run_server(
     EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when an engine that
     does not recover breaks while serving.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop, which makes a streamed message cheaper by a third; asyncio's own where there is no wheel of it."""
     try:
         import uvloop

@@ -22,15 +22,19 @@ BLOCK_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One prompt. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number of
-    generated tokens, None when unknown."""
+    generated tokens, None when unknown. `at_s` is when it came, in seconds."""
 
     blocks: tuple[int, ...]
     tokens: int
     answer: int | None = None
+    at_s: float = 0.0
 
 
-def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
-    """Read the first `limit` requests. Raises ConfigError naming file and line when one cannot be read."""
+def load_trace(path: Path, *, limit: int | None = None, plain: bool = False) -> list[TraceRequest]:
+    """Read the first `limit` requests; with `plain` also those without hash_ids, which share nothing.
+
+    Raises ConfigError naming file and line when one cannot be read, or came before the one in front of it.
+    """
     requests: list[TraceRequest] = []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -38,7 +42,9 @@ def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
                 if limit is not None and len(requests) >= limit:
                     break
                 if line.strip():
-                    requests.append(_request(line, f"{path}:{number}"))
+                    requests.append(_request(line, f"{path}:{number}", plain))
+                    if len(requests) > 1 and not requests[-1].at_s >= requests[-2].at_s:
+                        raise ConfigError(f"{path}:{number}: the request came before the one in front of it.")
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror}.", fix="Give a JSON-lines file with hash_ids.") from error
     if not requests:
@@ -75,17 +81,21 @@ def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
     return [request for _, _, request in sorted(found)]
 
 
-def _request(line: str, where: str) -> TraceRequest:
+def _request(line: str, where: str, plain: bool) -> TraceRequest:
     try:
         data = json.loads(line)
-        blocks = tuple(int(block) for block in data["hash_ids"])
+        plain = plain and "hash_ids" not in data
+        blocks = () if plain else tuple(int(block) for block in data["hash_ids"])
         tokens = int(data.get("input_length", len(blocks) * BLOCK_TOKENS))
         answer = int(data["output_length"]) if "output_length" in data else None
+        at_s = float(data.get("timestamp", 0)) / 1e3
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where}: not a trace request ({error}).", fix="Each line needs hash_ids.") from error
-    if not blocks or len(set(blocks)) != len(blocks):
+    if not plain and (not blocks or len(set(blocks)) != len(blocks)):
         raise ConfigError(f"{where}: hash_ids must be a non-empty list without repeats.")
-    return TraceRequest(blocks, tokens, answer)
+    if plain and tokens < 1:
+        raise ConfigError(f"{where}: a request without hash_ids needs input_length.")
+    return TraceRequest(blocks, tokens, answer, at_s)
 
 
 def unique_blocks(requests: list[TraceRequest]) -> int:

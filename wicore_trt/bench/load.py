@@ -1,0 +1,182 @@
+"""Sends a plan to a target when it is due, whatever is still open, and says how late it was itself.
+
+It must not know transports or statistics. Invariants: latencies count from when a request was due, so that neither a
+slow server nor a slow client makes them shorter; a prompt is made before its moment, not in it; every request of the
+plan has a record, or a failed one before it in its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from wicore_trt.bench.client import Target
+from wicore_trt.bench.measure import ClientLag, Load, RequestRecord, Slo, Summary
+from wicore_trt.bench.plan import Session
+from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
+from wicore_trt.progress import Progress, silent
+
+AHEAD = 512
+"""Prompts made before they are due."""
+BEAT_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """`max_concurrency` requests are open at a time at most; where all of a plan is due at once, a request is then due
+    when it gets its place (a closed loop). `pause_s` lies between an answer and the next turn of its session."""
+
+    max_concurrency: int | None = None
+    pause_s: float = 0.0
+    timeout_s: float = 600.0
+    ignore_eos: bool = True
+
+
+class Conversation:
+    """A session's prompts. Where an answer is not known as tokens, made-up ones of its length stand for it."""
+
+    def __init__(self, session: Session, vocabulary: Vocabulary, *, chat: bool, ignore_eos: bool = True) -> None:
+        self._session, self._vocabulary, self._ignore_eos = session, vocabulary, ignore_eos
+        self._chat = chat
+        self._said: list[tuple[int, ...]] = []
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, number: int) -> BenchRequest:
+        """The request of a turn; each turn once and in order, the one before `answered`."""
+        turn = self._session.turns[number]
+        if self._chat:
+            text = "".join(self._vocabulary.text(piece) for piece in turn.pieces)
+            self._messages.append({"role": "user", "content": text})
+            return BenchRequest((), turn.output_tokens, self._ignore_eos, tuple(self._messages))
+        self._said += [self._vocabulary.tokens(piece) for piece in turn.pieces]
+        prompt = tuple(chain.from_iterable(self._said))
+        return BenchRequest(prompt, turn.output_tokens, self._ignore_eos)
+
+    def answered(self, number: int, record: RequestRecord) -> None:
+        if self._chat:
+            self._messages.append({"role": "assistant", "content": str(record.answer)})
+        elif isinstance(record.answer, tuple):
+            self._said.append(record.answer)
+        else:
+            made_up = Piece(f"{self._session.name}/{number}/answer", record.output_tokens)
+            self._said.append(self._vocabulary.tokens(made_up))
+
+
+async def run_load(
+    target: Target,
+    sessions: Sequence[Session],
+    vocabulary: Vocabulary,
+    options: LoadOptions,
+    *,
+    slo: Slo | None = None,
+    progress: Progress = silent,
+    phase: str = "requests",
+) -> Load:
+    """Send `sessions`, at least one, and wait for all answers."""
+    last = max(session.at_s for session in sessions)
+    planned = sum(len(session.turns) for session in sessions)
+    run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
+    await run.all(sessions, vocabulary)
+    return Load.of(
+        run.records,
+        planned=run.planned,
+        offered_per_s=run.planned / last if last else math.inf,
+        slo=slo,
+        lag=ClientLag(
+            Summary.of(run.late),
+            Summary.of(run.beats),
+            Summary.of(run.places) if options.max_concurrency else None,
+            run.most_open,
+        ),
+    )
+
+
+class _Run:
+    """What one run has seen so far."""
+
+    def __init__(
+        self, target: Target, options: LoadOptions, progress: Progress, phase: str, planned: int, *, closed: bool
+    ) -> None:
+        self._target, self._options, self._closed = target, options, closed
+        self._progress, self._phase = progress, phase
+        self.planned = planned
+        self._places = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else None
+        self._open = 0
+        self.most_open = 0
+        self.records: list[RequestRecord] = []
+        self.late: list[float] = []
+        self.beats: list[float] = []
+        self.places: list[float] = []
+
+    async def all(self, sessions: Sequence[Session], vocabulary: Vocabulary) -> None:
+        coming = self._prepared(sessions, vocabulary)
+        ready = deque(islice(coming, AHEAD))
+        self._progress(self._phase, 0, self.planned)
+        beat = asyncio.create_task(self._beat())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                origin = time.perf_counter()
+                while ready:
+                    session, talk, first = ready.popleft()
+                    due = origin + session.at_s
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    tasks.create_task(self._session(session, talk, first, due))
+                    if (more := next(coming, None)) is not None:
+                        ready.append(more)
+        finally:
+            beat.cancel()
+
+    def _prepared(
+        self, sessions: Sequence[Session], vocabulary: Vocabulary
+    ) -> Iterator[tuple[Session, Conversation, BenchRequest]]:
+        for session in sessions:
+            talk = Conversation(
+                session, vocabulary, chat=self._target.chat, ignore_eos=self._options.ignore_eos
+            )  # fmt: skip
+            yield session, talk, talk.ask(0)
+
+    async def _session(self, session: Session, talk: Conversation, request: BenchRequest, due: float) -> None:
+        for number in range(len(session.turns)):
+            if number:
+                request = talk.ask(number)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            record = await self._one(request, due)
+            self.records.append(record)
+            self._progress(self._phase, len(self.records), self.planned)
+            if record.error is not None:
+                return
+            talk.answered(number, record)
+            due = record.finished + self._options.pause_s
+
+    async def _one(self, request: BenchRequest, due: float) -> RequestRecord:
+        full = self._places is not None and self._places.locked()
+        async with self._places or nullcontext():
+            ready = time.perf_counter() if full else due  # where a place was free, being late is the client's own
+            self.places.append(ready - due)
+            due = ready if full and self._closed else due
+            self._open += 1
+            self.most_open = max(self.most_open, self._open)
+            try:
+                async with asyncio.timeout(self._options.timeout_s):
+                    record = await self._target.generate(request, started=due)
+            except TimeoutError:
+                error = f"TIMEOUT: no end within {self._options.timeout_s:g} s"
+                record = RequestRecord(due, time.perf_counter(), error=error)
+            finally:
+                self._open -= 1
+        if record.sent is not None:
+            self.late.append(record.sent - ready)
+        return record
+
+    async def _beat(self) -> None:
+        """Ask for a moment's sleep again and again, and note how much longer it was."""
+        while True:
+            wanted = time.perf_counter() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self.beats.append(time.perf_counter() - wanted)

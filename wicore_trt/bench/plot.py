@@ -1,0 +1,55 @@
+"""The plot of a load test: what each rate gave, one line for each target.
+
+Draws with matplotlib; it must not know how anything was measured. Invariant: equal results give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+SHARES = {"p50": ":", "p90": "--", "p99": "-"}
+
+
+def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms: Mapping[str, float]) -> None:
+    """An SVG of `load_result`s over the offered rate. `limits_ms`: objectives by "ttft", "tpot", "e2e"."""
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    names = list(dict.fromkeys(result["target"] for result in results))
+    good, tokens, *latencies = axes.flat
+    for at, name in enumerate(names):
+        runs = sorted((r for r in results if r["target"] == name), key=_offered)
+        rates = [_offered(run) for run in runs]
+        style: dict[str, Any] = {"color": f"C{at}", "marker": "o", "markersize": 4}
+        answered = [100 * (run["completed"] / run["planned"]) for run in runs]
+        good.plot(rates, answered, ":", label=f"{name} answered", **style)
+        if all(run["good_share"] is not None for run in runs):
+            good.plot(rates, [100 * run["good_share"] for run in runs], label=f"{name} good", **style)
+        tokens.plot(rates, [run["output"]["value"] for run in runs], label=name, **style)
+        for plot, kind in zip(latencies, ("ttft", "tpot"), strict=True):
+            for share, line in SHARES.items():
+                values = [None if run[kind] is None else run[kind][share] for run in runs]
+                plot.plot(rates, values, line, label=f"{name} {share}", **style)
+    for plot, kind in zip(latencies, ("ttft", "tpot"), strict=True):
+        if kind in limits_ms:
+            plot.axhline(limits_ms[kind], color="black", linewidth=0.8, label="objective")
+        plot.set(title=f"{kind.upper()}, ms", yscale="log")
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.yaxis.set_minor_formatter("{x:g}")
+    good.set(title="share of all requests, %", ylim=(-2, 102))
+    tokens.set(title="output tokens/s", ylim=(0, None))
+    for plot in axes.flat:
+        plot.set_xlabel("requests/s offered")
+        plot.grid(alpha=0.3)
+        plot.legend(fontsize="small")
+    with rc_context({"svg.hashsalt": "wicore", "svg.fonttype": "none"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _offered(result: Mapping[str, Any]) -> float:
+    """Requests a second; all at once count as what was answered."""
+    return float(result["offered_per_s"] or result["requests"]["value"])
