@@ -34,10 +34,10 @@ from benchmarks.gpu.machine import describe, measure_gpu_rates
 from benchmarks.gpu.ours import free_device_memory
 from benchmarks.kv.peer import RUNS, run_peer
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.collector import collect_rarely
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.tiers.collector import collect_rarely
 from wicore_trt.types import GenerateRequest, SamplingParams, TierStats
 
 GIB = 1 << 30

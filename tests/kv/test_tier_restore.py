@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from wicore_trt.collector import collection_paused
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import POLICIES, make_policy
 from wicore_trt.kv.policy.cost import CostPolicy
 from wicore_trt.kv.policy.policy import ChainPolicy
-from wicore_trt.kv.tiers.collector import collection_paused
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 
 NEED = {"global": 3, "local": 2}

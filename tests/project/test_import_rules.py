@@ -20,12 +20,24 @@ LOAD_NUMPY = {*NUMPY_STORES, "wicore_trt.kv.disk.scrub", "wicore_trt.kv.disk.sto
 """The stores and what imports them."""
 
 # Package: what of wicore_trt it may import, itself included. The first entry that fits a module counts.
-ROOT_MODULES = ("arithmetic", "errors", "checks", "files", "progress", "scratch", "types", "recipe", "config")
+ROOT_MODULES = (
+    "arithmetic",
+    "errors",
+    "checks",
+    "files",
+    "progress",
+    "scratch",
+    "types",
+    "recipe",
+    "config",
+    "collector",
+)
 BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "arithmetic": (),
     "errors": (),
     "checks": ("errors",),
+    "collector": (),
     "files": ("errors",),
     "progress": (),
     "scratch": ("errors", "files"),
@@ -52,7 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.triton": (*BACKEND, "backends.triton"),
     "backends.tensorrt": (*BACKEND, "backends.tensorrt"),
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
-    "kv": ("errors", "types", "kv", "model.spec", "runtime.executor"),
+    "kv": ("errors", "types", "collector", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "core"),
     "llm": ("errors", "types", "config", "core"),

@@ -11,10 +11,10 @@ import socket
 import threading
 
 from wicore_trt.access import log as log_lines
+from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import WicoreError, shortened
-from wicore_trt.kv.tiers.collector import collect_rarely
 from wicore_trt.link.host import EngineHost
 from wicore_trt.process.child import MAX_TEXT, Control, named
 from wicore_trt.types import ModelInfo

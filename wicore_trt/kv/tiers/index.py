@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from wicore_trt.collector import collection_paused
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import ChainPolicy, Key, LRUPolicy
-from wicore_trt.kv.tiers.collector import collection_paused
 from wicore_trt.kv.tiers.stored import TRANSITIONS, CopyState, TierCopy, TierNode
 
 __all__ = ["TRANSITIONS", "CopyState", "TierCopy", "TierIndex", "TierNode"]
