@@ -42,12 +42,12 @@ class SequencePages:
     """Page tables of one sequence.
 
     `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
-    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`. `published` pages are findable; of those the first `trusted` were read by a step
-    of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local` is the
-    first page index still held in the local table. `resume_points` are page counts whose local windows stay cached when
-    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `failures` is the
-    manager's count of failed steps when what this sequence holds was last known to be good. `load` brings the prefix up
-    from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`. `published` pages are findable; of those the first
+    `trusted` were read by a step of this sequence with finite logits, and the first `attached` were on the device when
+    it came. `first_local` is the first page index still held in the local table. `resume_points` are page counts whose
+    local windows stay cached when they slide out; `left` are slots of such pages, by index, that slid out before they
+    were trusted. `failures` is the manager's count of failed steps when what this sequence holds was last known to be
+    good. `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
     names: TenantNames

@@ -199,8 +199,8 @@ class SlotFormat:
                 raise CorruptSlotError(str(error)) from error
 
     def record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
-        """The index record (`record_bytes`) of a slot. `expires`: seconds since 1970 at which the page's time is over, 0
-        for never. `write_id` 0: the page is being written, and nobody finds it yet."""
+        """The index record (`record_bytes`) of a slot. `expires`: seconds since 1970 at which the page's time is over,
+        0 for never. `write_id` 0: the page is being written, and nobody finds it yet."""
         flags = self.flags | (FLAG_PARENT if page.parent is not None else 0) | (FLAG_TOKENS if page.tokens else 0)
         group = self._group_numbers[page.group]
         body = _RECORD.pack(

@@ -38,8 +38,8 @@ class TenantNames:
     _key: bytes
 
     def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
-        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the tokens
-        of those pages (`Page.tokens`)."""
+        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the
+        tokens of those pages (`Page.tokens`)."""
         size, blocks = self.page_tokens, list[bytes]()
         parent = keys[-1] if keys else _FIRST
         keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")

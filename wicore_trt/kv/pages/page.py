@@ -15,8 +15,8 @@ TENANT_BYTES = 16
 class Page:
     """`key` is the 32-byte chain key, `group` the layer group, `index` the page's place in its chain (it holds
     positions [index * page_tokens, (index + 1) * page_tokens)), `parent` the key of the page before it (None for the
-    first), `tenant` the tag of whom it was made for (`hashing.tenant_tag`). `tokens` are its own token ids, for routers that
-    match prompts by them: little-endian, 4 bytes each, or nothing where they are not known."""
+    first), `tenant` the tag of whom it was made for (`hashing.tenant_tag`). `tokens` are its own token ids, for routers
+    that match prompts by them: little-endian, 4 bytes each, or nothing where they are not known."""
 
     key: bytes
     group: str
