@@ -18,7 +18,6 @@ import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,6 +28,7 @@ from smg_grpc_proto.generated import common_pb2
 from wicore_trt import __version__
 from wicore_trt.access.calls import checked_id, current_call
 from wicore_trt.core.port import UNKNOWN, Position
+from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
@@ -53,6 +53,7 @@ from wicore_trt.types import (
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
     from wicore_trt.serve.service import InferenceService
+    from wicore_trt.text.tokenizer import Tokenizer
 
 DESCRIPTOR = pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 WORKER_SERVICE = DESCRIPTOR.full_name
@@ -120,14 +121,14 @@ class WorkerService:
         self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb2.GetModelInfoResponse:
         engine = self._service.ready()
-        info, home = engine.info, engine.tokenizer.home
+        info = engine.info
         return pb2.GetModelInfoResponse(
             model_path=info.model_id,
             is_generation=True,
             max_context_length=info.max_context_tokens,
             vocab_size=info.vocab_size,
             served_model_name=info.model_id,
-            tokenizer_path="" if home is None else str(home.absolute()),
+            tokenizer_path=f"worker:{info.model_id}",  # no path and no name of a hub, so that it is asked for here
             model_type="gemma3_text",
             architectures=["Gemma3ForCausalLM"],
             eos_token_ids=info.eos_token_ids,
@@ -159,10 +160,7 @@ class WorkerService:
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         engine = self._service.ready()
-        home = engine.tokenizer.home
-        if home is None:
-            raise NotFoundError("The tokenizer of this engine has no files.")
-        bundle = await engine.work(current_call().who.tenant, lambda: _bundle(home))
+        bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
         digest = hashlib.sha256(bundle).hexdigest()
         for start in range(0, len(bundle), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(bundle)
@@ -207,13 +205,15 @@ def _load(stats: EngineStats) -> pb2.SchedulerLoad:
     )
 
 
-def _bundle(home: Path) -> bytes:
-    """The tokenizer's files in a directory as a ZIP archive."""
+def _bundle(tokenizer: Tokenizer) -> bytes:
+    """A tokenizer's files as a ZIP archive."""
+    if tokenizer.home is None:
+        raise NotFoundError("The tokenizer of this engine has no files.")
+    files = open_engine(tokenizer.home, verify=False).read_present(FILES)
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name in FILES:
-            if (home / name).is_file():
-                archive.write(home / name, name)
+        for name, content in files.items():
+            archive.writestr(name, content)
     return made.getvalue()
 
 
