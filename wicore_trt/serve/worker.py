@@ -153,10 +153,10 @@ class WorkerService:
         )
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb2.GetLoadsResponse:
-        stats = await _stats(self._service.ready())
-        return pb2.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[_load(stats)]
-        )
+        engine = self._service.ready()
+        load = _load(await _stats(engine), engine.info.page_tokens)
+        timestamp = datetime.now(UTC).isoformat()
+        return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         engine = self._service.ready()
@@ -192,13 +192,17 @@ async def _stats(engine: TextEngine) -> EngineStats:
     return await engine.stats() if who.operator else await engine.stats_of(who.tenant)
 
 
-def _load(stats: EngineStats) -> pb2.SchedulerLoad:
-    """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits."""
+def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
+    """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
+    are those of full attention."""
     running, waiting = stats.requests_running, stats.requests_waiting
+    whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
     return pb2.SchedulerLoad(
         num_running_reqs=running,
         num_waiting_reqs=waiting,
         num_total_reqs=running + waiting,
+        num_used_tokens=whole.used_pages * page_tokens if whole is not None else 0,
+        max_total_num_tokens=whole.total_pages * page_tokens if whole is not None else 0,
         token_usage=max((pool.used_pages / max(pool.total_pages, 1) for pool in stats.pools), default=0.0),
         gen_throughput=stats.generated_tokens / stats.step_seconds if stats.step_seconds else 0.0,
         cache_hit_rate=stats.cached_prompt_tokens / max(stats.prompt_tokens, 1),
