@@ -22,11 +22,12 @@ BLOCK_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One prompt. `blocks` name its prefix, first block first; `tokens` is its length. `answer` is the number of
-    generated tokens, None when unknown."""
+    generated tokens, None when unknown; `at` the second of its arrival."""
 
     blocks: tuple[int, ...]
     tokens: int
     answer: int | None = None
+    at: float = 0.0
 
 
 def load_trace(path: Path, *, limit: int | None = None) -> list[TraceRequest]:
@@ -67,7 +68,7 @@ def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
             tokens += int(BLOCK_TOKENS * 2 ** rng.uniform(-2, 3))
             # A block that the prompt fills in part has a name of its own: the next turn's is another one.
             blocks = blocks[:done] + [next(fresh) for _ in range(div_ceil(tokens, BLOCK_TOKENS) - done)]
-            found.append((at, len(found), TraceRequest(tuple(blocks), tokens)))
+            found.append((at, len(found), TraceRequest(tuple(blocks), tokens, at=at)))
             done = tokens // BLOCK_TOKENS
             if rng.random() < 0.2:
                 break
@@ -81,11 +82,12 @@ def _request(line: str, where: str) -> TraceRequest:
         blocks = tuple(int(block) for block in data["hash_ids"])
         tokens = int(data.get("input_length", len(blocks) * BLOCK_TOKENS))
         answer = int(data["output_length"]) if "output_length" in data else None
+        at = float(data.get("timestamp", 0)) / 1000
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where}: not a trace request ({error}).", fix="Each line needs hash_ids.") from error
     if not blocks or len(set(blocks)) != len(blocks):
         raise ConfigError(f"{where}: hash_ids must be a non-empty list without repeats.")
-    return TraceRequest(blocks, tokens, answer)
+    return TraceRequest(blocks, tokens, answer, at)
 
 
 def unique_blocks(requests: list[TraceRequest]) -> int:
