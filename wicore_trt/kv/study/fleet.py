@@ -19,6 +19,10 @@ from wicore_trt.kv.study.simulate import KVBytes, Tiers
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
 
+LEAST_SHARE = 0.3
+"""Of a prompt, that a worker has for affinity to send it there; as routers have it."""
+
+
 @dataclass(slots=True)
 class FleetReport:
     """`busy_share`: computed tokens of the worker that had most, over the mean. `wait_s`: mean and 99th percentile of
@@ -71,8 +75,10 @@ class _Router:
         return self.turn % len(self.workers)
 
     def affinity(self, request: TraceRequest, hits: list[int]) -> int:
-        """The longest prefix; any of those that have it."""
+        """The longest prefix, where it is a good part of the prompt; any of those that have it."""
         best = max(hits)
+        if best < LEAST_SHARE * len(request.blocks):
+            return self.random(request, hits)
         return self.rng.choice([i for i, hit in enumerate(hits) if hit == best])
 
     def affinity_load(self, request: TraceRequest, hits: list[int]) -> int:
