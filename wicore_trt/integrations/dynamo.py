@@ -41,6 +41,8 @@ POLL_S = 1.0
 """How often the server is asked for its load and whether it takes requests."""
 READY_S = 3600.0
 """An engine of many gigabytes takes minutes to load."""
+GRACE, GRACE_S = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 30
+"""After SIGTERM Dynamo waits so long, and then cancels what streams there are."""
 _SAMPLING = (
     "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n",
     "include_stop_str_in_output",
@@ -56,6 +58,8 @@ class WicoreEngine(LLMEngine):
         self._stub, self._info, self._page_tokens, self._model = stub, info, page_tokens, model
         self._events: Any = None  # Dynamo's publishers
         self._loads: Any = None
+        self._endpoint: Any = None
+        self._open = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
 
@@ -100,6 +104,7 @@ class WicoreEngine(LLMEngine):
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         call = self._stub.Generate(_request(request, context.id()))
+        self._open += 1
         try:
             async for message in call:
                 if message.HasField("chunk"):
@@ -114,11 +119,15 @@ class WicoreEngine(LLMEngine):
         except grpc.aio.AioRpcError as error:
             raise _told(error) from None
         finally:
+            self._open -= 1
             call.cancel()  # nothing when it has ended
 
     async def cleanup(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        self._endpoint = endpoint
 
     async def kv_event_sources(self) -> list[PushSource]:
         return [PushSource(on_ready=self._follow)] if self._page_tokens else []
@@ -161,7 +170,7 @@ class WicoreEngine(LLMEngine):
                                 publisher.publish_removed(gone)
 
     async def _watch(self) -> None:
-        """Tell Dynamo the server's load, until it takes no more requests."""
+        """Tell Dynamo the server's load, until it takes no more requests; then leave when streams have ended."""
         while True:
             try:
                 health = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=10 * POLL_S)
@@ -176,7 +185,12 @@ class WicoreEngine(LLMEngine):
                 self._loads.publish(0, ComponentSnapshot(used, total, load.token_usage, 0, load.cache_hit_rate))
             await asyncio.sleep(POLL_S)
         log.warning("the server takes no more requests; leaving")
-        os.kill(os.getpid(), signal.SIGTERM)  # Dynamo's own end: nobody is sent here any more, streams may finish
+        if self._endpoint is not None:
+            await self._endpoint.unregister_endpoint_instance()  # nobody is sent here any more
+        while self._open:  # the server ends them, at the latest with itself
+            await asyncio.sleep(POLL_S / 10)
+        os.environ[GRACE] = "0"
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _publish(publisher: Any, stored: Any) -> None:
@@ -336,4 +350,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault(GRACE, str(GRACE_S))
     run(WicoreEngine)

@@ -18,7 +18,6 @@ from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.study.simulate import KVBytes, Tiers
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
-
 LEAST_SHARE = 0.3
 """Of a prompt, that a worker has for affinity to send it there; as routers have it."""
 
