@@ -239,8 +239,8 @@ def check_tokens(manager: KVCacheManager, known: dict[bytes, bytes]) -> None:
 
 @pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
 def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
-    """After each step the events say what the tiers hold, with the tokens of each page; a second engine starts with what
-    the first left on disk."""
+    """After each step the events say what the tiers hold, with the tokens of each page; a second engine starts with
+    what the first left on disk."""
     rng = random.Random()
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(6, 20))] for _ in range(8)]
     kv = KVSettings(
