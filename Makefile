@@ -5,7 +5,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13
 export PYTHONDONTWRITEBYTECODE :=  # where an environment sets it, each of hundreds of processes compiles all modules
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long test-clients test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
+.PHONY: setup lint format test test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -40,6 +40,20 @@ test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 
 
 tests/clients/node/node_modules/.setup: tests/clients/node/package-lock.json
 	cd tests/clients/node && npm ci --no-audit --no-fund && touch node_modules/.setup
+
+FLEET := .venv-fleet-smg/.setup .venv-fleet-dynamo/.setup
+test-fleet: setup $(FLEET)  ## two workers behind SMG and behind Dynamo, with kills; half an hour
+	$(PY) -m pytest -m "long or not long" -rs -s tests/fleet
+
+.venv-fleet-smg/.setup:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q smg && touch $@
+
+DYNAMO := ai-dynamo-runtime msgspec pyzmq aiohttp redis "kubernetes<33" transformers zstandard "pydantic<=2.13.5" smg-grpc-proto uvloop
+.venv-fleet-dynamo/.setup:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q $(DYNAMO)
+	$(@D)/bin/python -m pip install -q --no-deps ai-dynamo -e . && touch $@
 
 test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 51 ways; each must be caught, an hour at most
 	$(PY) tests/mutants/run.py

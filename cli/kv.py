@@ -12,6 +12,7 @@ from wicore_trt.cli.kv_plan import plan
 
 if TYPE_CHECKING:
     from wicore_trt.kv.study.simulate import SimulationReport
+    from wicore_trt.kv.study.trace import TraceRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help="KV cache tools.")
 
@@ -52,6 +53,15 @@ def simulate(
     window_bytes: Annotated[
         int, typer.Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="With --workers: random, round-robin, affinity or affinity-load; several; or all.")
+    ] = "all",
+    tokens_per_second: Annotated[
+        float, typer.Option(min=1, metavar="N", help="With --workers: how fast one computes prompts.")
+    ] = 10_000,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,6 +87,9 @@ def simulate(
     lower = {name: _pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None}
     sizes = [_pages(text, unique, "capacity") for text in capacity.split(",")]
     names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
+    if workers is not None:
+        _simulate_fleet(title, requests, names, sizes, lower, workers, routing, tokens_per_second, json=json)
+        return
     reports = []
     with progress(quiet=json) as report:
         for name in names:
@@ -95,6 +108,46 @@ def simulate(
         print_json({"trace": str(trace or title), "unique_blocks": unique, "results": [r.to_dict() for r in reports]})
     else:
         _print(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
+
+
+def _simulate_fleet(
+    title: str,
+    requests: list[TraceRequest],
+    policies: list[str],
+    sizes: list[int],
+    lower: dict[str, int],
+    workers: int,
+    routing: str,
+    tokens_per_second: float,
+    *,
+    json: bool,
+) -> None:
+    from functools import partial
+    from itertools import product
+
+    from wicore_trt.cli._ui import print_json, print_table, progress
+    from wicore_trt.kv.study.fleet import ROUTINGS, simulate_fleet
+
+    routings = [*ROUTINGS] if routing == "all" else routing.split(",")
+    reports = []
+    with progress(quiet=json) as report:
+        for policy, size, name in product(policies, sizes, routings):
+            told = partial(report, f"{name}, {policy}, {size} pages")
+            tiers = {"device": size, **lower}
+            result = simulate_fleet(
+                requests, name, workers, policy, tiers, tokens_per_second=tokens_per_second, progress=told
+            )
+            reports.append(result)
+    if json:
+        print_json({"trace": title, "results": [r.to_dict() for r in reports]})
+        return
+    columns = ("routing", "policy", "pages each", "hit rate", "busiest / mean", "wait mean s", "wait p99 s", "s")
+    rows = [
+        (r.routing, r.policy, "+".join(map(str, r.capacity.values())), f"{r.hit_rate:.4f}", f"{r.busy_share:.2f}",
+         f"{r.wait_s[0]:.2f}", f"{r.wait_s[1]:.1f}", f"{r.seconds:.1f}")
+        for r in reports
+    ]  # fmt: skip
+    print_table(f"{title}: {len(requests)} requests, {workers} workers", columns, rows)
 
 
 def _pages(text: str, unique: int, option: str) -> int:

@@ -7,12 +7,13 @@ know what a store makes of it. Invariant: `Vandal.do` returns True when, and onl
 from __future__ import annotations
 
 import enum
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from wicore_trt.kv.disk.format import BLOCK_BYTES, RECORD_BYTES
+from wicore_trt.kv.disk.format import BLOCK_BYTES, record_bytes
 
 
 class Damage(enum.Enum):
@@ -172,9 +173,14 @@ class Vandal:
     def _swap_records(self) -> bool:
         for path in self._named("index"):
             data = bytearray(path.read_bytes())
-            starts = list(self._offsets(path, RECORD_BYTES))
+            try:
+                facts = json.loads((path.parent / "namespace.json").read_bytes())
+                size = record_bytes(facts["namespace"]["page_tokens"])
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged before
+            starts = list(self._offsets(path, size))
             if len(starts) > 1:
-                one, two = (slice(at, at + RECORD_BYTES) for at in self._random.sample(starts, 2))
+                one, two = (slice(at, at + size) for at in self._random.sample(starts, 2))
                 data[one], data[two] = data[two], data[one]
                 changed = data[one] != data[two]
                 path.write_bytes(data)

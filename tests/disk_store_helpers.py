@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.disk.format import Namespace
+from wicore_trt.kv.disk.format import Namespace, record_bytes
 from wicore_trt.kv.disk.io import IoPool
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 
 SLOT = 4096
 SPACE = Namespace("engine", "torch", 16, {"global": 2 * SLOT, "local": SLOT}, "bfloat16")
+RECORD_BYTES = record_bytes(SPACE.page_tokens)
 
 
 def open_store(path: Path, **changes: Any) -> DiskStore:
@@ -48,7 +49,8 @@ def make_page(number: int, group: str = "local") -> Page:
     """The same page for the same numbers, in every process."""
     key = blake2b(f"{group} {number}".encode(), digest_size=32).digest()
     parent = blake2b(key).digest()[:32] if number % 3 else None
-    return Page(key, group, number, parent, bytes([number % 7]) * 16)
+    tokens = blake2b(key, digest_size=64).digest() if number % 4 else b""  # of 16 tokens, where they are known
+    return Page(key, group, number, parent, bytes([number % 7]) * 16, tokens)
 
 
 def content(number: int, part: int, version: int = 0, nbytes: int = SLOT) -> bytes:

@@ -319,6 +319,7 @@ def make_core(
 class FakeTokenizer:
     """Token t is the character chr(32 + t); EOS is special and has no text."""
 
+    home = None
     bos_id = None
     eos_ids = (EOS,)
     vocab_size = VOCAB

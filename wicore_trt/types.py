@@ -409,7 +409,7 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded engine is, for GetModelInfo and `wicore inspect`."""
+    """What a loaded engine is, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others'."""
 
     model_id: str
     backend: str
@@ -427,6 +427,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     chat: bool
+    page_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

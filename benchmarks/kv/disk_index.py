@@ -25,7 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from wicore_trt.bench.report import machine, versions
-from wicore_trt.kv.disk.format import BLOCK_BYTES, RECORD_BYTES, Namespace, SlotFormat
+from wicore_trt.kv.disk.format import BLOCK_BYTES, Namespace, SlotFormat
 from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import DEFAULT_POLICY, make_policy
@@ -65,7 +65,7 @@ def session(number: int, geometry: Geometry) -> Iterator[Page]:
     keys = [blake2b(b"%d %d" % (number, index), digest_size=32).digest() for index in range(count)]
     for index, key in enumerate(keys):
         for group in geometry.page_bytes if index >= window else (GLOBAL,):
-            yield Page(key, group, index, keys[index - 1] if index else None, bytes(16))
+            yield Page(key, group, index, keys[index - 1] if index else None, bytes(16), bytes(4 * PAGE_TOKENS))
 
 
 def build_index(home: Path, geometry: Geometry, slots: int) -> int:
@@ -75,9 +75,10 @@ def build_index(home: Path, geometry: Geometry, slots: int) -> int:
     for number, first in enumerate(range(0, slots, per_slab)):
         with (home / f"slab-{number:05d}").open("wb") as slab:
             slab.truncate(min(per_slab, slots - first) * (BLOCK_BYTES + geometry.slot_bytes))
-    record = SlotFormat(namespace_of(geometry), None).record
+    slot_format = SlotFormat(namespace_of(geometry), None)
+    record, size = slot_format.record, slot_format.record_bytes
     free = random.sample(range(slots), slots)
-    records = bytearray(slots * RECORD_BYTES)
+    records = bytearray(slots * size)
     sessions = itertools.chain.from_iterable(session(number, geometry) for number in itertools.count())
     pages = 0
     for page in sessions:
@@ -87,7 +88,7 @@ def build_index(home: Path, geometry: Geometry, slots: int) -> int:
         pages += 1
         for part in range(parts):
             slot = free.pop()
-            records[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record(page, part, parts, slot, pages)
+            records[slot * size : (slot + 1) * size] = record(page, part, parts, slot, pages)
     with (home / "index").open("wb") as index:
         index.write(records)
         index.flush()

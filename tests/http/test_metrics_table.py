@@ -24,7 +24,7 @@ def full() -> Snapshot:
     tier = TierStats("device", 1, 1, 1, {"local": 1}, 1, evictions={"capacity": 1}, failures={"checksum": 1})
     pools = (PoolStats("local", 1, 1, 1, 1),)
     engine = EngineStats(1.0, 0, 0, {}, 0, 0, 0, pools=pools, kv=KVStats((tier,), {"load": 1}))
-    info = replace(FAKE_INFO, model_id="m")
+    info = replace(FAKE_INFO, model_id="m", page_tokens=4)
     front = {"front": ProcessUse(1.0, 1, 1)}
     return Snapshot(
         "1", "serving", calls, 0, info, engine, processes=front, gpus=[GpuUse(0, "n", "u", 1, 1, 0.1, 1.0, 1.0)]

@@ -11,7 +11,7 @@ from disk_store_helpers import SLOT, SPACE, content, make_page
 
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
 from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, PageCipher, SlotFormat
-from wicore_trt.kv.disk.index import RECORD
+from wicore_trt.kv.disk.index import record_type
 
 PAGE = make_page(4)
 CIPHERS = [None, AesGcmPageCipher(b"k" * 32)]
@@ -113,6 +113,6 @@ def test_no_changed_bit_opens(cipher: PageCipher | None) -> None:
 
 def test_a_record_has_the_fields_that_numpy_reads() -> None:
     record = SlotFormat(SPACE, None).record(PAGE, 1, 3, 9, 77)
-    found = np.frombuffer(record, dtype=RECORD)[0]
+    found = np.frombuffer(record, dtype=record_type(SPACE))[0]
     assert (found["part"], found["parts"], found["slot"], found["write_id"], found["index"]) == (1, 3, 9, 77, 4)
     assert found["key"].item() == PAGE.key and SPACE.groups[found["group"]] == PAGE.group

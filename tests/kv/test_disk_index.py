@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disk_store_helpers import SPACE, make_page
+from disk_store_helpers import RECORD_BYTES, SPACE, make_page
 
 from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
 from wicore_trt.kv.disk.files import Files, write_buffers
-from wicore_trt.kv.disk.format import RECORD_BYTES, SlotFormat
+from wicore_trt.kv.disk.format import SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, adjacent
 from wicore_trt.kv.pages.page import Page
 
@@ -173,6 +173,30 @@ def test_growing_keeps_and_cutting_drops(tmp_path: Path) -> None:
     assert pages(index) == [(make_page(1), (3,))]
     index.close()
     assert (tmp_path / "index").stat().st_size == 5 * RECORD_BYTES
+
+
+@pytest.mark.parametrize("cipher", [None, AesGcmPageCipher(b"k" * 32)])
+def test_pages_come_back_with_their_tokens(tmp_path: Path, cipher: AesGcmPageCipher | None) -> None:
+    """Also a page of several parts, one whose end was written anew, and those whose tokens nobody knew. What is
+    encrypted has its tokens nowhere in the file, and another key gets none of them."""
+    slot_format = SlotFormat(SPACE, cipher)
+    index = SlotIndex(tmp_path / "index", SPACE, slot_format, Files())
+    index.grow(16)
+    made = [make_page(number) for number in range(5)]
+    for number, page in enumerate(made):
+        index.put(page, [3 * number + 1, 3 * number], number + 1)
+    index.stamp(made[1], [4, 3], 2, 99)
+    index.flush()
+    assert [page.tokens for page, _ in index.load()] == [page.tokens for page in made]
+    assert {len(page.tokens) for page in made} == {0, 64}
+    index.close()
+    stored = (tmp_path / "index").read_bytes()
+    assert [page.tokens in stored for page in made[1:4]] == [cipher is None] * 3
+    if cipher is not None:
+        other = SlotIndex(tmp_path / "index", SPACE, SlotFormat(SPACE, AesGcmPageCipher(b"x" * 32)), Files())
+        found = list(other.load())
+        assert [page for page, _ in found] == made and not any(page.tokens for page, _ in found)
+        other.close()
 
 
 def test_adjacent() -> None:

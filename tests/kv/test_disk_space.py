@@ -39,7 +39,7 @@ def fill(store: DiskStore, path: Path, limit: int, first: int = 0) -> int:
 
 @pytest.mark.parametrize("slots", [1, 2, 15, 16, 17, 100])
 def test_space_arithmetic(slots: int) -> None:
-    space = Space(SLOT, 16)
+    space = Space(SLOT, 16, 16)
     need = space.bytes_of(slots)
     assert space.slots_within(need) == slots and space.slots_within(need - 1) == slots - 1
     assert space.slots_within(0) == space.slots_within(-5) == 0

@@ -15,7 +15,7 @@ from disk_damage import Damage, Vandal
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk.cipher import TAG_FAULT, AesGcmPageCipher
 from wicore_trt.kv.disk.files import aligned_buffer
-from wicore_trt.kv.disk.format import BLOCK_BYTES, RECORD_BYTES
+from wicore_trt.kv.disk.format import BLOCK_BYTES, record_bytes
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.disk.scrub import purge, verify
 from wicore_trt.kv.disk.store import DiskStore
@@ -24,6 +24,7 @@ from wicore_trt.kv.pages.page import Page
 
 KEY = b"k" * 32
 STRIDE = BLOCK_BYTES + SLOT
+RECORD_BYTES = record_bytes(namespace().page_tokens)
 PAGES = [replace(make_page(i), tenant=tag_of("ab"[i % 3 == 0])) for i in range(1, 19)]  # tenant "b" has each third
 
 

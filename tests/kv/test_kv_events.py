@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from wicore_trt.config import KVSettings
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
+from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
@@ -230,16 +231,23 @@ def test_epochs_differ_and_are_never_zero():
     assert len(epochs) == 100 and all(0 < epoch < 2**64 for epoch in epochs)
 
 
+def check_tokens(manager: KVCacheManager, known: dict[bytes, bytes]) -> None:
+    """The pages have tokens, and those that are known have the right ones. A sequence in the making has others."""
+    for _, page in manager.snapshot():
+        assert len(page.tokens) == 4 * manager.page_tokens and known.get(page.key, page.tokens) == page.tokens
+
+
 @pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
 def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
-    """After each step the events say what the tiers hold; a second engine starts with what the first left on disk."""
+    """After each step the events say what the tiers hold, with the tokens of each page; a second engine starts with
+    what the first left on disk."""
     rng = random.Random()
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(6, 20))] for _ in range(8)]
     kv = KVSettings(
         host_bytes=rng.choice([24, 60]) << 12, disk_path=str(tmp_path / "kv"), disk_bytes=3 << 20, disk_free_bytes=0,
         write_policy=write_policy,
     )  # fmt: skip
-    seen = set()
+    seen, tokens_of = set(), {}
     for life in range(2):
         core = make_core(pages={GLOBAL: 40, LOCAL: 24}, kv=kv, max_context=120)
         core.scheduler.prefill.observe([(0, 64)], 64.0)  # computing is slow: pages are loaded
@@ -248,6 +256,7 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
         replica = Replica(log)
         replica.load(log.snapshot())
         seen |= {f"{tier} {life}" for tier, _, _ in replica.held}
+        check_tokens(manager, tokens_of)
         for turn in range(3):
             for i in rng.sample(range(8), 8):
                 params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -259,5 +268,9 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                     replica.apply(log.since(replica.position))
                     assert replica.held == {(tier, p.group, p.key) for tier, p in manager.snapshot()}
                     seen |= {tier for tier, _, _ in replica.held}
+                for tokens in prompts:
+                    blocks = manager.names("", "").extend(keys := [], tokens)
+                    tokens_of |= zip(keys, blocks, strict=True)
+                check_tokens(manager, tokens_of)
         core.close()
     assert write_policy != "through" or seen == {*TIERS, "disk 1"}

@@ -191,7 +191,7 @@ class Stack:
             slots = max(setup.disk_slots, sum(per_page.values()))
             settings |= {
                 "disk_path": str(path / "disk"),
-                "disk_bytes": Space(slot_bytes, SLAB_SLOTS).bytes_of(slots) + (96 << 10),
+                "disk_bytes": Space(slot_bytes, SLAB_SLOTS, setup.page_tokens).bytes_of(slots) + (96 << 10),
                 "disk_free_bytes": 0,
             }
             if setup.encrypted:

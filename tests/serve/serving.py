@@ -38,7 +38,9 @@ def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, **kwargs) -> Tex
     pages = {GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 256}
     core = make_core(**{"pages": pages, "max_context": MAX_CONTEXT, "max_sequences": 16, **kwargs})
     core.executor.step_s = step_s
-    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2)
+    info = replace(
+        FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, page_tokens=core.executor.layout.page_tokens
+    )
     return TextEngine(LocalEngine(core, max_waiting=max_waiting), TOKENIZER, info)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import threading
 import time
+from array import array
 from unittest.mock import AsyncMock
 
 import grpc
@@ -27,7 +28,7 @@ DAY_S = 86_400
 
 def page(number: int, group: str = "global") -> Page:
     parent = (number - 1).to_bytes(32, "big") if number else None
-    return Page(number.to_bytes(32, "big"), group, number, parent, b"t" * 16)
+    return Page(number.to_bytes(32, "big"), group, number, parent, b"t" * 16, array("I", [number, 7]).tobytes())
 
 
 # --- hints -----------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Subscriber:
         self.sequence = message.sequence
 
     def add(self, pages: kv_pb2.KVPages) -> None:
-        new = {(pages.tier, pages.group, p.key): (p.parent, p.index, p.tenant) for p in pages.pages}
+        new = {(pages.tier, pages.group, p.key): (p.parent, p.index, p.tenant, tuple(p.token_ids)) for p in pages.pages}
         assert len(new) == len(pages.pages) and not new.keys() & self.held.keys(), "a duplicate"
         self.held |= new
 
@@ -214,7 +215,9 @@ class Subscriber:
             self.take(await call.read())
 
     def is_right(self, publisher: Publisher) -> bool:
-        true = {(t, p.group, p.key): (p.parent or b"", p.index, p.tenant) for t, p in publisher.held}
+        true = {
+            (t, p.group, p.key): (p.parent or b"", p.index, p.tenant, tuple(p.token_ids)) for t, p in publisher.held
+        }
         return self.held == true
 
 
@@ -301,7 +304,9 @@ async def test_events_of_an_engine_that_serves_and_sleeps():
         while subscriber.sequence < stats.event_sequence:
             subscriber.take(await asyncio.wait_for(call.read(), 60))
         manager = running.engine.engine._loop._core.scheduler.manager
-        true = {(t, p.group, p.key): (p.parent or b"", p.index, p.tenant) for t, p in manager.snapshot()}
+        true = {
+            (t, p.group, p.key): (p.parent or b"", p.index, p.tenant, tuple(p.token_ids)) for t, p in manager.snapshot()
+        }
         assert subscriber.held == true and {name[:2] for name in true} == {("device", "global"), ("device", "local")}
         call.cancel()
 

@@ -62,15 +62,16 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
     core: Core
     if manifest.backend in SCHEDULE_THEMSELVES:
         core = _make_request_core(engine, settings, tokenizer, max_context)
-        kernels, kv_dtype = core.executor.kernels, manifest.kv_dtype
+        kernels, kv_dtype, page_tokens = core.executor.kernels, manifest.kv_dtype, 0
     else:
         grammars = Grammars(tokenizer, manifest.spec.vocab_size)
         if serves:
             grammars.warm()
         executor = executor or make_executor(engine, settings)
         core = _make_core(engine, settings, executor, grammars, max_context)
-        kernels, kv_dtype = core.executor.kernels, core.executor.layout.kv_dtype
-    info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, settings.model.name)
+        layout = core.executor.layout
+        kernels, kv_dtype, page_tokens = core.executor.kernels, layout.kv_dtype, layout.page_tokens
+    info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, page_tokens, settings.model.name)
     return LoadedEngine(core, tokenizer, info)
 
 
@@ -161,7 +162,13 @@ def warm_up(executor: Executor) -> None:
 
 
 def model_info(
-    engine: EngineDir, kernels: str, kv_dtype: str, tokenizer: Tokenizer, max_context: int, name: str | None
+    engine: EngineDir,
+    kernels: str,
+    kv_dtype: str,
+    tokenizer: Tokenizer,
+    max_context: int,
+    page_tokens: int,
+    name: str | None,
 ) -> ModelInfo:
     """What GetModelInfo and `wicore inspect` say of a loaded engine."""
     manifest, spec = engine.manifest, engine.manifest.spec
@@ -182,4 +189,5 @@ def model_info(
         eos_token_ids=tokenizer.eos_ids,
         bos_token_id=tokenizer.bos_id,
         chat=tokenizer.has_chat,
+        page_tokens=page_tokens,
     )

@@ -138,7 +138,7 @@ class KVCacheManager:
         `pages.keys`."""
         if not self._prefix_cache:
             return PrefixHit(0, 0, in_flight=False)
-        pages.names.extend(pages.keys, tokens)
+        pages.name(tokens)
         limit = min(len(pages.keys), (len(tokens) - 1) // self.page_tokens)
         reachable = limit
         if GLOBAL in self.pools:
@@ -269,7 +269,7 @@ class KVCacheManager:
             pages.failures = self.failures
         # since another's step failed, what this one computes may come from a page that was condemned then
         if self._prefix_cache and full > pages.published and pages.failures == self.failures:
-            pages.names.extend(pages.keys, tokens)
+            pages.name(tokens)
             for i in range(pages.published, full):
                 for group in self.pools:
                     slot = pages.tables[group][i]

@@ -7,6 +7,7 @@ sequence's tokens, and a table never has a slot before a page that slid out.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.kv.pages.hashing import TenantNames
@@ -41,17 +42,18 @@ class SequencePages:
     """Page tables of one sequence.
 
     `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
-    slid out. `keys[i]` names page i. `published` pages are findable; of those the first `trusted` were read by a step
-    of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local` is the
-    first page index still held in the local table. `resume_points` are page counts whose local windows stay cached when
-    they slide out; `left` are slots of such pages, by index, that slid out before they were trusted. `failures` is the
-    manager's count of failed steps when what this sequence holds was last known to be good. `load` brings the prefix up
-    from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`. `published` pages are findable; of those the first
+    `trusted` were read by a step of this sequence with finite logits, and the first `attached` were on the device when
+    it came. `first_local` is the first page index still held in the local table. `resume_points` are page counts whose
+    local windows stay cached when they slide out; `left` are slots of such pages, by index, that slid out before they
+    were trusted. `failures` is the manager's count of failed steps when what this sequence holds was last known to be
+    good. `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
     """
 
     names: TenantNames
     hints: CacheHints = CacheHints()
     keys: list[bytes] = field(default_factory=list)
+    blocks: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
     published: int = 0
     trusted: int = 0
@@ -63,9 +65,14 @@ class SequencePages:
     load: PrefixLoad | None = None
     parked: ParkedPages | None = None
 
+    def name(self, tokens: Sequence[int]) -> None:
+        """Give all full pages of `tokens` their names."""
+        self.blocks += self.names.extend(self.keys, tokens)
+
     def page(self, group: str, index: int) -> Page:
         """The identity of a full page; its key must be there."""
-        return Page(self.keys[index], group, index, self.keys[index - 1] if index else None, self.names.tag)
+        parent = self.keys[index - 1] if index else None
+        return Page(self.keys[index], group, index, parent, self.names.tag, self.blocks[index])
 
 
 @dataclass(frozen=True, slots=True)

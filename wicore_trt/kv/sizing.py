@@ -91,7 +91,7 @@ class Geometry:
 
     def _space(self, limit: int) -> Space:
         slab_bytes = max(SLAB_BYTES, limit // (MAX_SLABS // 2))
-        return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)))
+        return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)), self.page_tokens)
 
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
         """A budget from which `runtime.pool_sizes` makes memory for so many sequences of `tokens` tokens, when

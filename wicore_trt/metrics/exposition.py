@@ -215,6 +215,11 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
     if device is not None and device.capacity_bytes:
         usage = device.pinned_bytes / device.capacity_bytes
         yield one(GaugeMetricFamily, "kv_cache_usage_perc", "Share of the device's KV memory in use, 0 to 1.", usage)
+    whole = next(iter(sorted(e.pools, key=lambda pool: pool.group)), None)  # "global" before "local"
+    if whole is not None and s.model is not None and s.model.page_tokens:
+        yield _by(GaugeMetricFamily, "vllm:cache_config_info", "Tokens of a KV page, and pages on the device; 1.",
+                  [*label, "block_size", "num_gpu_blocks"],
+                  [(name, str(s.model.page_tokens), str(whole.total_pages), 1)])  # fmt: skip
     yield one(CounterMetricFamily, "prefix_cache_queries", "As wicore_prompt_tokens.", e.prompt_tokens)
     yield one(CounterMetricFamily, "prefix_cache_hits", "As wicore_cached_prompt_tokens.", e.cached_prompt_tokens)
     yield one(CounterMetricFamily, "prompt_tokens", "As wicore_prompt_tokens.", e.prompt_tokens)

@@ -340,4 +340,5 @@ def _fill_event(message: kv_pb2.KVEvent, event: Event) -> int:
 def _fill_pages(message: kv_pb2.KVPages, tier: str, group: str, pages: Iterable[Page]) -> None:
     message.tier, message.group = tier, group
     for page in pages:
-        message.pages.add(key=page.key, parent=page.parent or b"", index=page.index, tenant=page.tenant)
+        given = message.pages.add(key=page.key, parent=page.parent or b"", index=page.index, tenant=page.tenant)
+        given.token_ids.extend(page.token_ids)

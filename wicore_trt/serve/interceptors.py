@@ -30,7 +30,7 @@ from wicore_trt.serve.intake import BriefRequests, host_of, parse, prompt_ones, 
 
 log = logging.getLogger(__name__)
 
-OWN_PREFIX = "/wicore."
+OWN_PREFIXES = ("/wicore.", "/vllm.")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MAX_CHECKS = MAX_WATCHES = 1024
 """Health checks need no key, so they have places of their own, and those that stay open too."""
@@ -74,7 +74,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         if health:
             return self._health(handler)
-        if not details.method.startswith(OWN_PREFIX):
+        if not details.method.startswith(OWN_PREFIXES):
             return self._foreign(handler, who)
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:

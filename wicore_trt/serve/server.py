@@ -22,9 +22,10 @@ from wicore_trt.serve.health import Health
 from wicore_trt.serve.interceptors import CallInterceptor
 from wicore_trt.serve.listeners import LISTENERS, Generic, Listeners
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
+from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, handlers
 
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-HEALTH_NAMES = ("", SERVICE_NAME)
+HEALTH_NAMES = ("", SERVICE_NAME, WORKER_SERVICE)
 MAX_PENDING, MOST_PENDING = 2500, 4000
 """Calls that each listener holds for us to take; above the first number gRPC refuses some, above the second all, as
 CANCELLED and with nothing that tells clients why. Ordinary bursts stay below, so that we take each call at once and say
@@ -84,6 +85,7 @@ class GrpcServer:
         admission = admission or Admission.of(settings)
         self._max_message_bytes = message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
+        self._worker = WorkerService(self.service)
         self._health = Health(HEALTH_NAMES)
         self._interceptor = CallInterceptor(admission)
         self._certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -99,9 +101,12 @@ class GrpcServer:
         server = grpc.aio.server(interceptors=[self._interceptor], options=channel_options(self._max_message_bytes))
         generic = Generic(server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, generic)  # type: ignore[no-untyped-call]
+        generic.add_generic_rpc_handlers((handlers(self._worker),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
         if self._settings.reflection:
-            servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, HEALTH_SERVICE, reflection.SERVICE_NAME))
+            servicer = reflection.aio.ReflectionServicer(
+                (SERVICE_NAME, WORKER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+            )
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, generic)
         return server
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission, Meter
 from wicore_trt.access.calls import Call, checked_id, current_call
-from wicore_trt.core.port import UNKNOWN
+from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
 from wicore_trt.serve import convert
@@ -32,10 +33,10 @@ from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.text.calls import CallFinder
-from wicore_trt.types import FinishReason, TextRequest
+from wicore_trt.types import FinishReason, TextOutput, TextRequest
 
 if TYPE_CHECKING:
-    from wicore_trt.core.text_engine import TextEngine, TextStream
+    from wicore_trt.core.text_engine import TextEngine
 
 Finders = defaultdict[int, CallFinder]
 """What finds calls in an output, by its sequence."""
@@ -68,45 +69,59 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._draining = True
 
     @property
+    def serving(self) -> bool:
+        """Whether requests are taken."""
+        return self._engine is not None and self._engine.ready and not self._draining
+
+    @property
     def streams_open(self) -> int:
         """Generate calls in progress."""
         return self._open.total()
 
-    def _ready(self) -> TextEngine:
+    def ready(self) -> TextEngine:
+        """The engine. Raises UnavailableError before there is one."""
         if self._engine is None:
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
         return self._engine
 
     async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        engine = self._ready()
-        if self._draining:
-            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         call = current_call()
         own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-        call_s = context.time_remaining()
-        if call_s is not None:
-            call_s = max(call_s, 1e-3)
-        timeout_s = min((limit for limit in (own_s, call_s) if limit is not None), default=None)
+        timeout_s = min((limit for limit in (own_s, time_left(context)) if limit is not None), default=None)
+        with self.generating(call) as (engine, meter):
+            made, finders = self._request(engine, request, call, timeout_s)
+            with _named(request):  # also a constraint that could not be kept to the end
+
+                def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
+                    finder = finders[output.index] if finders is not None else None
+                    return convert.responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
+
+                reasons = await relay(engine, made, meter, call, context, messages)
+        if FinishReason.DEADLINE in reasons and timeout_s != own_s:
+            raise DeadlineError("The call's deadline passed before the request finished.")
+
+    @contextmanager
+    def generating(self, call: Call) -> Iterator[tuple[TextEngine, Meter]]:
+        """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
+        taken."""
+        engine = self.ready()
+        if self._draining:
+            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
             with self._admission.metered(call.who) as meter:
-                stream, finders = await self._submit(engine, request, call, timeout_s, meter)
-                async with aclosing(stream):
-                    with _named(request):  # a constraint that could not be kept to the end
-                        reasons = await self._relay(stream, finders, call, context, meter)
+                yield engine, meter
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():
                 self.idle.set()
-        if FinishReason.DEADLINE in reasons and timeout_s != own_s:
-            raise DeadlineError("The call's deadline passed before the request finished.")
 
     @staticmethod
-    async def _submit(
-        engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None, meter: Meter
-    ) -> tuple[TextStream, Finders | None]:
-        """Start a request on the engine; errors name fields by their path in the message. With what finds calls in its
+    def _request(
+        engine: TextEngine, request: pb2.GenerateRequest, call: Call, timeout_s: float | None
+    ) -> tuple[TextRequest, Finders | None]:
+        """The plain form of a request; errors name fields by their path in the message. With what finds calls in its
         sequences, where they may have some."""
         if request.HasField("request_id"):
             request_id = checked_id(request.request_id)
@@ -117,51 +132,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request.HasField("model") and request.model != engine.info.model_id:
             raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
         with _named(request):
-            text_request = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-            meter.reserve([text_request])
-            text_request = call.asks(engine.info.model_id, text_request)
-            stream = await engine.submit(await engine.encode(text_request))
-        meter.begin()
-        return stream, defaultdict(CallFinder) if text_request.functions else None
-
-    @staticmethod
-    async def _relay(
-        stream: TextStream, finders: Finders | None, call: Call, context: grpc.aio.ServicerContext, meter: Meter
-    ) -> set[FinishReason]:
-        """Write a stream's outputs as messages; while a write waits for its reader, the engine merges what follows.
-
-        Returns the reasons for which the sequences ended.
-        """
-        first_token_s: dict[int, float] = {}
-        reasons: set[FinishReason] = set()
-        tokens = 0
-        async for output in stream:
-            elapsed = monotonic() - call.started
-            tokens += len(output.token_ids)
-            meter.count(output)
-            if output.token_ids and output.index not in first_token_s:
-                first_token_s[output.index] = elapsed
-                call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
-                if stream.parts is not None:
-                    call.begun(*stream.parts)
-            call.facts["tokens"] = tokens
-            if output.finish_reason is not None:
-                reasons.add(output.finish_reason)
-                call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
-            if output.usage is not None:
-                call.facts |= {"prompt": output.usage.prompt_tokens, "cached": output.usage.cached_tokens}
-            first = first_token_s.get(output.index)
-            finder = finders[output.index] if finders is not None else None
-            for message in convert.responses(output, first_token_s=first, total_s=elapsed, finder=finder):
-                await context.write(message)
-        return reasons
+            made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+        return made, defaultdict(CallFinder) if made.functions else None
 
     async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
-        return pb2.AbortResponse(aborted=await self._ready().abort(request_id, current_call().who.tenant))
+        return pb2.AbortResponse(aborted=await self.ready().abort(request_id, current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb2.TokenizeResponse:
-        engine = self._ready()
+        engine = self.ready()
         limit = engine.info.max_context_tokens
         kind = request.WhichOneof("input")
         if kind is None:
@@ -184,7 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb2.DetokenizeResponse:
-        engine = self._ready()
+        engine = self.ready()
         convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
         if token_ids and max(token_ids) >= engine.info.vocab_size:
@@ -198,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(
         self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb2.GetModelInfoResponse:
-        return convert.model_info_response(self._ready().info)
+        return convert.model_info_response(self.ready().info)
 
     async def GetServerInfo(
         self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
@@ -215,7 +194,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
-        engine, who = self._ready(), current_call().who
+        engine, who = self.ready(), current_call().who
         if who.operator:
             return convert.stats(await engine.stats(), self._open.total())
         return convert.stats(await engine.stats_of(who.tenant), self._open[who.tenant])
@@ -223,18 +202,66 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def SubscribeKVEvents(
         self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        who = current_call().who
+        after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
+        async with self.kv_events(current_call(), after) as feed:
+            async for epoch, found in feed:
+                messages = convert.kv_events(epoch, found) if isinstance(found, list) else convert.kv_snapshot(found)
+                for message in messages:
+                    await context.write(message)
+
+    @asynccontextmanager
+    async def kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
+        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own."""
+        who = call.who
         with self._subscribers.place(who.tenant):
-            tenant = None if who.operator else who.tenant
-            after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
-            async with aclosing(self._ready().engine.kv_events(tenant, after)) as feed:
-                async for epoch, found in feed:
-                    if isinstance(found, list):
-                        messages = convert.kv_events(epoch, found)
-                    else:
-                        messages = convert.kv_snapshot(found)
-                    for message in messages:
-                        await context.write(message)
+            async with aclosing(self.ready().engine.kv_events(None if who.operator else who.tenant, after)) as feed:
+                yield feed
+
+
+async def relay(
+    engine: TextEngine,
+    request: TextRequest,
+    meter: Meter,
+    call: Call,
+    context: grpc.aio.ServicerContext,
+    messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
+) -> set[FinishReason]:
+    """Run a request and write its outputs as `messages` makes them, from an output and the seconds to its sequence's
+    first token and to now; while a write waits for its reader, the engine merges what follows.
+
+    Returns the reasons for which the sequences ended.
+    """
+    first_token_s: dict[int, float] = {}
+    reasons: set[FinishReason] = set()
+    tokens = 0
+    meter.reserve([request])
+    request = call.asks(engine.info.model_id, request)
+    async with aclosing(await engine.submit(await engine.encode(request))) as stream:
+        meter.begin()
+        async for output in stream:
+            elapsed = monotonic() - call.started
+            tokens += len(output.token_ids)
+            meter.count(output)
+            if output.token_ids and output.index not in first_token_s:
+                first_token_s[output.index] = elapsed
+                call.facts.setdefault("ttft_ms", round(elapsed * 1000, 1))
+                if stream.parts is not None:
+                    call.begun(*stream.parts)
+            call.facts["tokens"] = tokens
+            if output.finish_reason is not None:
+                reasons.add(output.finish_reason)
+                call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
+            if output.usage is not None:
+                call.facts |= {"prompt": output.usage.prompt_tokens, "cached": output.usage.cached_tokens}
+            for message in messages(output, first_token_s.get(output.index), elapsed):
+                await context.write(message)
+    return reasons
+
+
+def time_left(context: grpc.aio.ServicerContext) -> float | None:
+    """Seconds to the call's deadline, more than 0; None without one."""
+    left = context.time_remaining()
+    return None if left is None else max(left, 1e-3)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Tokenizer:
 
     `eos_ids` are all ids that end a generation. `byte_ids` are the byte-fallback tokens: a run of them is one
     stretch of UTF-8, so its text is known only when the run has ended. `longest_token` is the number of characters of
-    text that a token stands for at most, None where that is not known.
+    text that a token stands for at most, None where that is not known. `home` has its files, if any.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class Tokenizer:
         eos_ids: tuple[int, ...],
         adds_bos: bool = True,
         chat: ChatTemplate | None = None,
+        home: Path | None = None,
     ) -> None:
+        self.home = home
         self._backend = backend
         self._adds_bos = adds_bos and bos_id is not None
         self._chat = chat
@@ -106,6 +108,7 @@ class Tokenizer:
             eos_ids=read.eos_ids(),
             adds_bos=read.tokenizer_config.get("add_bos_token") is not False,
             chat=read.chat_template(),
+            home=where,
         )
 
     @property

@@ -20,10 +20,9 @@ import xxhash
 
 from wicore_trt.kv.pages.page import TENANT_BYTES, Page
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BLOCK_BYTES = 4096
 """Size of a header block, and what offsets, lengths and addresses are multiples of (O_DIRECT on any common disk)."""
-RECORD_BYTES = 128
 CHECK_BYTES = 16
 KEY_BYTES = 32
 GROUP_BYTES = 64
@@ -33,16 +32,17 @@ _MAGIC = b"WICOREKV"
 RECORD_MAGIC = int.from_bytes(b"WKVR", "little")
 FLAG_PARENT = 1
 FLAG_SEALED = 2
+FLAG_TOKENS = 4
 
 # magic, version, flags, namespace, key, parent, tenant, group, index, part, parts, payload bytes, slot, write id
 _IDENTITY = struct.Struct(f"<8sII16s{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}s{GROUP_BYTES}sQIIQQQ")
 _SEALED_AT = _IDENTITY.size
 _CHECK_AT = _SEALED_AT + SEALED_BYTES
 _HEADER_CHECK_AT = BLOCK_BYTES - CHECK_BYTES
-# magic, group number, flags, key, parent, tenant, index, expires, write id, part, parts, slot; the check follows
+# magic, group number, flags, key, parent, tenant, index, expires, write id, part, parts, slot; the tokens of the page
+# (in its first part's record; before them what a cipher adds) and the check follow
 _RECORD = struct.Struct(f"<IHH{KEY_BYTES}s{KEY_BYTES}s{TENANT_BYTES}sIIQHHI")
-RECORD_BODY_BYTES = _RECORD.size
-RECORD_FIELDS = [
+_RECORD_FIELDS = [
     ("magic", "<u4"),
     ("group", "<u2"),
     ("flags", "<u2"),
@@ -55,9 +55,18 @@ RECORD_FIELDS = [
     ("part", "<u2"),
     ("parts", "<u2"),
     ("slot", "<u4"),
-    ("check", f"V{CHECK_BYTES}"),
 ]
-"""numpy fields of an index record, in the order of the bytes."""
+_TOKENS_BOUND = b"wicore-kv-tokens"
+
+
+def record_bytes(page_tokens: int) -> int:
+    """Size of an index record."""
+    return _RECORD.size + SEALED_BYTES + 4 * page_tokens + CHECK_BYTES
+
+
+def record_fields(page_tokens: int) -> list[tuple[str, str]]:
+    """numpy fields of an index record, in the order of the bytes."""
+    return [*_RECORD_FIELDS, ("tokens", f"V{SEALED_BYTES + 4 * page_tokens}"), ("check", f"V{CHECK_BYTES}")]
 
 
 class PageCipher(Protocol):
@@ -132,6 +141,8 @@ class SlotFormat:
         self._digest = namespace.digest
         self._group_numbers = {group: number for number, group in enumerate(namespace.groups)}
         self._cipher = cipher
+        self._token_bytes = 4 * namespace.page_tokens
+        self.record_bytes = record_bytes(namespace.page_tokens)
         self.flags = FLAG_SEALED if cipher is not None else 0
 
     @property
@@ -188,9 +199,9 @@ class SlotFormat:
                 raise CorruptSlotError(str(error)) from error
 
     def record(self, page: Page, part: int, parts: int, slot: int, write_id: int, expires: int = 0) -> bytes:
-        """The index record (RECORD_BYTES) of a slot. `expires`: seconds since 1970 at which the page's time is over, 0
-        for never. `write_id` 0: the page is being written, and nobody finds it yet."""
-        flags = self.flags | (FLAG_PARENT if page.parent is not None else 0)
+        """The index record (`record_bytes`) of a slot. `expires`: seconds since 1970 at which the page's time is over,
+        0 for never. `write_id` 0: the page is being written, and nobody finds it yet."""
+        flags = self.flags | (FLAG_PARENT if page.parent is not None else 0) | (FLAG_TOKENS if page.tokens else 0)
         group = self._group_numbers[page.group]
         body = _RECORD.pack(
             RECORD_MAGIC,
@@ -206,7 +217,26 @@ class SlotFormat:
             parts,
             slot,
         )
+        body += self._seal_tokens(page, parts, write_id) if part == 0 else bytes(SEALED_BYTES + self._token_bytes)
         return body + record_check(body)
+
+    def tokens(self, page: Page, parts: int, write_id: int, stored: bytes) -> bytes:
+        """A page's tokens as a record has them (`stored`): nothing, where they do not open."""
+        sealed, tokens = stored[:SEALED_BYTES], bytearray(stored[SEALED_BYTES:])
+        if self._cipher is not None:
+            sealed, room = sealed[: self._cipher.overhead_bytes], memoryview(tokens)
+            try:
+                self._cipher.open(page, 0, parts, write_id, _TOKENS_BOUND, sealed, room, room)
+            except ValueError:
+                return b""
+        return bytes(tokens)
+
+    def _seal_tokens(self, page: Page, parts: int, write_id: int) -> bytes:
+        assert len(page.tokens) in (0, self._token_bytes)
+        if not page.tokens or self._cipher is None:
+            return bytes(SEALED_BYTES) + page.tokens.ljust(self._token_bytes, b"\0")
+        sealed, tokens = self._cipher.seal(page, 0, parts, write_id, _TOKENS_BOUND, memoryview(page.tokens))
+        return sealed.ljust(SEALED_BYTES, b"\0") + tokens
 
     def _identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
         assert len(page.key) == KEY_BYTES and len(page.tenant) == TENANT_BYTES, "struct would cut or pad them"
@@ -231,7 +261,7 @@ class SlotFormat:
 
 
 def record_check(body: bytes | memoryview) -> bytes:
-    """Checksum of a record's first RECORD_BODY_BYTES. Against accidents only: the slot's header is the truth."""
+    """Checksum of a record without its last CHECK_BYTES. Against accidents only: the slot's header is the truth."""
     return xxhash.xxh3_128_digest(body)
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,45 @@ from numpy.typing import NDArray
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
+    CHECK_BYTES,
     FLAG_PARENT,
     FLAG_SEALED,
+    FLAG_TOKENS,
     KEY_BYTES,
-    RECORD_BODY_BYTES,
-    RECORD_BYTES,
-    RECORD_FIELDS,
     RECORD_MAGIC,
     Namespace,
     SlotFormat,
     record_check,
+    record_fields,
 )
 from wicore_trt.kv.pages.page import Page
 
-RECORD = np.dtype(RECORD_FIELDS)
-assert RECORD.itemsize == RECORD_BYTES
 _SAME_IN_ALL_PARTS = ("group", "flags", "key", "parent", "tenant", "index", "parts")
 _READ_BYTES = 1 << 30
 _WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is damage, and would overflow soon
 _log = logging.getLogger(__name__)
 
 
+def record_type(namespace: Namespace) -> np.dtype[np.void]:
+    """An index record, for numpy."""
+    return np.dtype(record_fields(namespace.page_tokens))
+
+
 class FoundPages:
     """Pages in an index: `page(i)` lies in `slots(i)`, written as `write_ids[i]`; ascending by write id. `stale` are
     the other slots with records: parts of incomplete pages, pages written again elsewhere, those whose time is over at
     `now` (seconds since 1970), and damage. `expires[i]` is when a page's time is over, 0 for never; `passing` are the
-    stale slots whose record has such a time."""
+    stale slots whose record has such a time. Pages know their tokens as far as `slot_format` opens them."""
 
-    def __init__(self, records: NDArray[np.void], namespace: Namespace, flags: int, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        records: NDArray[np.void],
+        namespace: Namespace,
+        flags: int,
+        now: float = 0.0,
+        slot_format: SlotFormat | None = None,
+    ) -> None:
+        self._format = slot_format
         parts, counts = _complete(records, _candidates(records, namespace, flags))
         first = np.cumsum(counts) - counts
         heads = parts[first]
@@ -92,10 +104,15 @@ class FoundPages:
     def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
         groups, slots = self._groups, self._parts.tolist()
         fields = [self._records[name][self._heads] for name in ("key", "group", "index", "parent", "tenant")]
-        has_parent = self._records["flags"][self._heads] & FLAG_PARENT
-        columns = [column.tolist() for column in (*fields, has_parent, self._first, self._counts)]
-        for key, group, index, parent, tenant, child, first, count in zip(*columns, strict=True):
-            page = Page(key, groups[group], index, parent if child else None, tenant)
+        names = ("flags", "write_id")
+        columns = [column.tolist() for column in (*fields, *(self._records[name][self._heads] for name in names))]
+        places = zip(self._heads.tolist(), self._first.tolist(), self._counts.tolist(), strict=True)
+        for (head, first, count), found in zip(places, zip(*columns, strict=True), strict=True):
+            key, group, index, parent, tenant, flags, write_id = found
+            page = Page(key, groups[group], index, parent if flags & FLAG_PARENT else None, tenant)
+            if self._format is not None and flags & FLAG_TOKENS:
+                tokens = self._format.tokens(page, count, write_id, self._records["tokens"][head].tobytes())
+                page = replace(page, tokens=tokens)
             yield page, tuple(slots[first : first + count])
 
 
@@ -105,10 +122,10 @@ class SlotIndex:
     def __init__(self, path: Path, namespace: Namespace, slot_format: SlotFormat, files: Files) -> None:
         """Opens or creates the file. OSError when that fails."""
         self._namespace = namespace
-        self._format = slot_format
+        self._format, self._record_bytes = slot_format, slot_format.record_bytes
         self._files = files
         self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
-        self.num_records = files.fstat(self._fd).st_size // RECORD_BYTES
+        self.num_records = files.fstat(self._fd).st_size // self._record_bytes
         self._writing = threading.Lock()  # held during writes: a clear and a put of one slot keep their order
         self._mutex = threading.Lock()  # guards _forgotten; never held during I/O
         self._forgotten: set[int] = set()
@@ -117,9 +134,9 @@ class SlotIndex:
     def grow(self, num_records: int) -> None:
         """Room for records [0, num_records). OSError when there is none; then nothing changed."""
         if num_records > self.num_records:
-            old = self.num_records * RECORD_BYTES
+            old = self.num_records * self._record_bytes
             try:
-                self._files.allocate(self._fd, old, num_records * RECORD_BYTES - old)
+                self._files.allocate(self._fd, old, num_records * self._record_bytes - old)
             except OSError:
                 self._files.truncate(self._fd, old)
                 raise
@@ -128,16 +145,17 @@ class SlotIndex:
     def cut(self, num_records: int) -> None:
         """Drop the records from num_records on."""
         if self.num_records > num_records:
-            self._files.truncate(self._fd, num_records * RECORD_BYTES)
+            self._files.truncate(self._fd, num_records * self._record_bytes)
             self.num_records = num_records
 
     def load(self, now: float = 0.0) -> FoundPages:
         """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
-        nbytes = self.num_records * RECORD_BYTES
+        nbytes = self.num_records * self._record_bytes
         buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
         for at in range(0, nbytes, _READ_BYTES):
             read_buffers(self._files, self._fd, [buffer[at : at + _READ_BYTES]], at)
-        return FoundPages(np.frombuffer(buffer, dtype=RECORD), self._namespace, self._format.flags, now)
+        records = np.frombuffer(buffer, dtype=record_type(self._namespace))
+        return FoundPages(records, self._namespace, self._format.flags, now, self._format)
 
     def put(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
         """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
@@ -177,7 +195,7 @@ class SlotIndex:
                 self._forgotten.clear()
                 self._stamped.clear()
             try:
-                self._write(slots, [bytes(RECORD_BYTES)] * len(slots))
+                self._write(slots, [bytes(self._record_bytes)] * len(slots))
                 self._write([slot for slot, _ in stamped], [record for _, record in stamped])
             except OSError:
                 with self._mutex:
@@ -191,7 +209,7 @@ class SlotIndex:
 
     def _write(self, slots: Sequence[int], records: Sequence[bytes]) -> None:
         for first, last in adjacent(slots):
-            write_buffers(self._files, self._fd, records[first:last], slots[first] * RECORD_BYTES)
+            write_buffers(self._files, self._fd, records[first:last], slots[first] * self._record_bytes)
 
     def _unstamp(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -224,9 +242,10 @@ def _candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> 
     slots: NDArray[np.int64] = np.flatnonzero(plausible)
     raw = records.view(np.uint8).data
     checks = records["check"][slots].tolist()
-    starts = (slots * RECORD_BYTES).tolist()
+    size = records.dtype.itemsize
+    starts = (slots * size).tolist()
     whole = [
-        record_check(raw[start : start + RECORD_BODY_BYTES]) == check
+        record_check(raw[start : start + size - CHECK_BYTES]) == check
         for start, check in zip(starts, checks, strict=True)
     ]
     found: NDArray[np.int64] = slots[np.array(whole, dtype=bool)]

@@ -21,7 +21,7 @@ from wicore_trt.kv.disk.claim import lock_directory
 from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
 from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
-    RECORD_BODY_BYTES,
+    CHECK_BYTES,
     CorruptSlotError,
     PageCipher,
     SlotFormat,
@@ -203,7 +203,7 @@ def _scrub(
             progress(f"Checking {stored.home.name[:8]}", total, total)
     for slot in sorted(stale or ()):
         raw = stored.records[slot].tobytes()
-        whole = record_check(raw[:RECORD_BODY_BYTES]) == raw[RECORD_BODY_BYTES:]
+        whole = record_check(raw[:-CHECK_BYTES]) == raw[-CHECK_BYTES:]
         report.leftovers += whole
         report.faults["index record"] += not whole
         bad.append(slot)

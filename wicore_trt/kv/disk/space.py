@@ -35,7 +35,7 @@ from wicore_trt.kv.disk.claim import (
     tree_bytes,
 )
 from wicore_trt.kv.disk.files import Files, read_buffers, write_buffers
-from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, RECORD_BYTES, Namespace
+from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
 from wicore_trt.kv.disk.secret import kept_secret
 
 SLAB_BYTES = 1 << 30
@@ -53,10 +53,10 @@ _log = logging.getLogger(__name__)
 class Space:
     """Geometry of the slots of one namespace, and how many bytes its files take."""
 
-    def __init__(self, slot_bytes: int, slab_slots: int) -> None:
+    def __init__(self, slot_bytes: int, slab_slots: int, page_tokens: int) -> None:
         self.stride = BLOCK_BYTES + slot_bytes
         self.slab_slots = slab_slots
-        self._slot_cost = self.stride + RECORD_BYTES + _NOTES_PER_SLOT
+        self._slot_cost = self.stride + record_bytes(page_tokens) + _NOTES_PER_SLOT
         self._slab_cost = slab_slots * self._slot_cost + _NOTES_PER_SLAB
 
     def slots_within(self, nbytes: int) -> int:
@@ -247,7 +247,7 @@ class DiskSpace:
         found = _read_json(self._files, self._home / _JSON)
         old = found.pop("slab_slots", None)
         if found == facts and type(old) is int and old > 0:
-            space = Space(slot_bytes, old)
+            space = Space(slot_bytes, old, namespace.page_tokens)
             if space.slots_within(self._limit) <= MAX_SLABS * old:
                 return space
         _empty(self._files, self._home)
@@ -259,7 +259,7 @@ class DiskSpace:
         finally:
             self._files.close(fd)
         self._files.replace(new, self._home / _JSON)
-        return Space(slot_bytes, slab_slots)
+        return Space(slot_bytes, slab_slots, namespace.page_tokens)
 
     def _trim(self) -> int:
         """Cut the slabs on disk to what the limit allows; how many slots are left."""

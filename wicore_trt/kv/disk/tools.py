@@ -24,10 +24,9 @@ from wicore_trt.kv.disk.format import (
     BLOCK_BYTES,
     FLAG_SEALED,
     FORMAT_VERSION,
-    RECORD_BYTES,
     Namespace,
 )
-from wicore_trt.kv.disk.index import RECORD, FoundPages
+from wicore_trt.kv.disk.index import FoundPages, record_type
 
 _SLAB = re.compile(r"slab-\d{5}")
 _JSON_BYTES = 1 << 16  # of a namespace.json, at most
@@ -118,18 +117,19 @@ class StoredNamespace:
         return [int(slot) for slot in np.flatnonzero(self.records["tenant"] == np.void(tenant))]
 
     def _load(self) -> NDArray[np.void]:
+        record = record_type(self.namespace)
         try:
             fd = self._files.open(self.home / "index", os.O_RDONLY)
         except FileNotFoundError:
-            return np.zeros(0, dtype=RECORD)
+            return np.zeros(0, dtype=record)
         try:
-            nbytes = self._files.fstat(fd).st_size // RECORD_BYTES * RECORD_BYTES
+            nbytes = self._files.fstat(fd).st_size // record.itemsize * record.itemsize
             buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
             if nbytes:  # a server that has not written yet has an index without records
                 read_buffers(self._files, fd, [buffer], 0)
         finally:
             self._files.close(fd)
-        return np.frombuffer(buffer, dtype=RECORD)
+        return np.frombuffer(buffer, dtype=record)
 
     def place(self, slot: int) -> tuple[Path, int]:
         """(slab, offset of the header block) of a slot."""
@@ -138,10 +138,11 @@ class StoredNamespace:
 
     def erase(self, slots: list[int]) -> None:
         """Clear the index records of these slots. OSError when that fails."""
+        size = self.records.dtype.itemsize
         fd = self._files.open(self.home / "index", os.O_RDWR)
         try:
             for slot in slots:
-                write_buffers(self._files, fd, [bytes(RECORD_BYTES)], slot * RECORD_BYTES)
+                write_buffers(self._files, fd, [bytes(size)], slot * size)
         finally:
             self._files.close(fd)
 

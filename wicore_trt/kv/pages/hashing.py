@@ -37,17 +37,20 @@ class TenantNames:
     page_tokens: int
     _key: bytes
 
-    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> None:
-        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i."""
-        size = self.page_tokens
+    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the
+        tokens of those pages (`Page.tokens`)."""
+        size, blocks = self.page_tokens, list[bytes]()
         parent = keys[-1] if keys else _FIRST
         keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
         for i in range(len(keys), len(tokens) // size):
             page = keyed.copy()
             page.update(parent)
-            page.update(array("I", tokens[i * size : (i + 1) * size]))
+            blocks.append(array("I", tokens[i * size : (i + 1) * size]).tobytes())
+            page.update(blocks[-1])
             parent = page.digest()
             keys.append(parent)
+        return blocks
 
 
 class KeyChain:

@@ -78,7 +78,7 @@ def simulate(
             make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
             for i, name in enumerate(names)
         ]
-    tiers = _Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
+    tiers = Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
     report = SimulationReport(policy, dict(capacity), inclusive, hit_tokens=dict.fromkeys(names, 0))
     start = time.perf_counter()
     for i, request in enumerate(requests):
@@ -95,7 +95,7 @@ def simulate(
     return report
 
 
-class _Tiers:
+class Tiers:
     """The hierarchy during a replay. Tier 0 is the nearest."""
 
     def __init__(self, names: list[str], policies: list[ChainPolicy], kv_bytes: KVBytes, *, inclusive: bool) -> None:
@@ -112,7 +112,7 @@ class _Tiers:
     def serve(self, request: TraceRequest) -> list[int]:
         """Replay one request; returns the tier of each page hit."""
         blocks = request.blocks
-        hit = self._look_up(blocks)
+        hit = self.look_up(blocks)
         if len(self._names) > 1:
             self._remember(request)
             self._load(blocks, hit)
@@ -134,7 +134,8 @@ class _Tiers:
         if full:
             self._resume.add(request.blocks[min(full, len(request.blocks)) - 1])
 
-    def _look_up(self, blocks: Sequence[int]) -> list[int]:
+    def look_up(self, blocks: Sequence[int]) -> list[int]:
+        """The tier of each page that would be hit."""
         hit = []
         for block in blocks:
             tier = next((i for i, policy in enumerate(self._policies) if block in policy), None)

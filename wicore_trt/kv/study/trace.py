@@ -73,7 +73,7 @@ def generate_trace(conversations: int, seed: int = 0) -> list[TraceRequest]:
             tokens += int(BLOCK_TOKENS * 2 ** rng.uniform(-2, 3))
             # A block that the prompt fills in part has a name of its own: the next turn's is another one.
             blocks = blocks[:done] + [next(fresh) for _ in range(div_ceil(tokens, BLOCK_TOKENS) - done)]
-            found.append((at, len(found), TraceRequest(tuple(blocks), tokens)))
+            found.append((at, len(found), TraceRequest(tuple(blocks), tokens, at_s=at)))
             done = tokens // BLOCK_TOKENS
             if rng.random() < 0.2:
                 break

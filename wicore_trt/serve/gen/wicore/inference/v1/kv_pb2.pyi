@@ -162,16 +162,18 @@ class KVPages(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., group: _Optional[str] = ..., pages: _Optional[_Iterable[_Union[KVPage, _Mapping]]] = ...) -> None: ...
 
 class KVPage(_message.Message):
-    __slots__ = ("key", "parent", "index", "tenant")
+    __slots__ = ("key", "parent", "index", "tenant", "token_ids")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     parent: bytes
     index: int
     tenant: bytes
-    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., index: _Optional[int] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., index: _Optional[int] = ..., tenant: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVRemoved(_message.Message):
     __slots__ = ("tier", "group", "keys", "cause")

@@ -1,0 +1,1 @@
+"""Other projects' programs that stand between clients and servers of ours."""

@@ -1,0 +1,354 @@
+"""A worker of NVIDIA Dynamo for one server: `python -m wicore_trt.integrations.dynamo --server HOST:PORT`.
+
+It runs beside `wicore serve`, in an environment of its own with ai-dynamo-runtime, and speaks the server's worker
+protocol (serve/worker.py): token ids in and out, KV events, load. Dynamo's frontend makes tokens and text and moves the
+streams of a worker that dies to another. It must not know engines. Invariants: a stream ends with a finish reason, with
+an error that Dynamo moves requests for, or with one that is the request's own; when the server takes no more requests
+this worker leaves, and whoever started it starts it again. The frontend counts tokens itself: for a request that was
+moved, what a worker would say of its prompt counts the answer's beginning too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import zipfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
+from dynamo.common.backend.run import run
+from dynamo.llm.exceptions import HttpError, InvalidArgument, StreamIncomplete, Unknown
+from smg_grpc_proto import vllm_engine_pb2 as pb2
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often the server is asked for its load and whether it takes requests."""
+READY_S = 3600.0
+"""An engine of many gigabytes takes minutes to load."""
+GRACE, GRACE_S = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 30
+"""After SIGTERM Dynamo waits so long, and then cancels what streams there are."""
+_SAMPLING = (
+    "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n",
+    "include_stop_str_in_output",
+)  # fmt: skip
+_STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+class WicoreEngine(LLMEngine):
+    """The server at the other end of `stub`."""
+
+    def __init__(self, stub: vllm_engine_pb2_grpc.VllmEngineStub, info: Any, page_tokens: int, model: Path) -> None:
+        self._stub, self._info, self._page_tokens, self._model = stub, info, page_tokens, model
+        self._events: Any = None  # Dynamo's publishers
+        self._loads: Any = None
+        self._endpoint: Any = None
+        self._open = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[WicoreEngine, WorkerConfig]:
+        """Wait for the server, and take its tokenizer from it."""
+        args = _parser().parse_args(argv)
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(_channel(args))
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                if (await stub.HealthCheck(pb2.HealthCheckRequest(), timeout=READY_S, wait_for_ready=True)).healthy:
+                    break
+            await asyncio.sleep(POLL_S)
+        info = await stub.GetModelInfo(pb2.GetModelInfoRequest())
+        server = await stub.GetServerInfo(pb2.GetServerInfoRequest())
+        model = await _model_files(stub, info, Path(args.cache))
+        chats = any((model / name).exists() for name in _TEMPLATES)
+        chats = chats or "chat_template" in json.loads((model / "tokenizer_config.json").read_bytes())
+        engine = cls(stub, info, server.block_size, model)
+        return engine, WorkerConfig(
+            namespace=args.namespace,
+            component=args.component,
+            endpoint=args.endpoint,
+            model_name=str(model),
+            served_model_name=info.served_model_name,
+            endpoint_types="chat,completions" if chats else "completions",
+            discovery_backend=args.discovery_backend,
+            request_plane=args.request_plane,
+            event_plane=args.event_plane,
+            use_kv_events=True,
+        )
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self._tasks.append(asyncio.create_task(self._watch()))
+        return EngineConfig(
+            model=str(self._model),
+            served_model_name=self._info.served_model_name,
+            llm=LlmRegistration(
+                context_length=self._info.max_context_length, kv_cache_block_size=self._page_tokens or None
+            ),
+        )
+
+    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        call = self._stub.Generate(_request(request, context.id()))
+        self._open += 1
+        try:
+            async for message in call:
+                if message.HasField("chunk"):
+                    yield _chunk(message.chunk)
+                elif message.complete.finish_reason == "error":
+                    raise StreamIncomplete("the server could not finish the sequence")
+                else:
+                    reason = (
+                        "cancelled" if message.complete.finish_reason == "abort" else message.complete.finish_reason
+                    )
+                    yield {"token_ids": [], "index": message.complete.index, "finish_reason": reason}
+        except grpc.aio.AioRpcError as error:
+            raise _told(error) from None
+        finally:
+            self._open -= 1
+            call.cancel()  # nothing when it has ended
+
+    async def cleanup(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        self._endpoint = endpoint
+
+    async def kv_event_sources(self) -> list[PushSource]:
+        return [PushSource(on_ready=self._follow)] if self._page_tokens else []
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        self._loads = publisher
+
+    def _follow(self, publisher: Any) -> None:
+        """Dynamo takes events, perhaps on a thread of its own."""
+        self._loop.call_soon_threadsafe(
+            lambda: self._tasks.append(self._loop.create_task(self._tell_events(publisher)))
+        )
+
+    async def _tell_events(self, publisher: Any) -> None:
+        """What the caches gain and lose. Dynamo asks who has a page, not where, so copies in several tiers are one."""
+        tiers: dict[int, set[int]] = {}
+        with suppress(grpc.aio.AioRpcError):  # the server has ended, and `_watch` sees it
+            async for batch in self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
+                for event in batch.events:
+                    match event.WhichOneof("data"):
+                        case "cleared":
+                            if tiers:
+                                publisher.publish_removed([*tiers])
+                            tiers.clear()
+                        case "stored" if not event.stored.group_idx:
+                            for block in event.stored.blocks:
+                                tiers.setdefault(block.block_hash, set()).add(event.stored.tier)
+                            _publish(publisher, event.stored)
+                        case "removed" if not event.removed.group_idx:
+                            gone = []
+                            for name in event.removed.block_hashes:
+                                held = tiers.get(name, set())
+                                held.discard(event.removed.tier)
+                                if not held and tiers.pop(name, None) is not None:
+                                    gone.append(name)
+                            if gone:
+                                publisher.publish_removed(gone)
+
+    async def _watch(self) -> None:
+        """Tell Dynamo the server's load, until it takes no more requests; then leave when streams have ended."""
+        while True:
+            try:
+                health = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=10 * POLL_S)
+                if not health.healthy:
+                    break
+                [load] = (await self._stub.GetLoads(pb2.GetLoadsRequest(), timeout=10 * POLL_S)).loads
+            except grpc.aio.AioRpcError as error:
+                log.warning("the server is gone: %s", error.details())
+                break
+            if self._loads is not None and self._page_tokens:
+                used, total = (n // self._page_tokens for n in (load.num_used_tokens, load.max_total_num_tokens))
+                self._loads.publish(0, ComponentSnapshot(used, total, load.token_usage, 0, load.cache_hit_rate))
+            await asyncio.sleep(POLL_S)
+        log.warning("the server takes no more requests; leaving")
+        if self._endpoint is not None:
+            await self._endpoint.unregister_endpoint_instance()  # nobody is sent here any more
+        while self._open:  # the server ends them, at the latest with itself
+            await asyncio.sleep(POLL_S / 10)
+        os.environ[GRACE] = "0"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _publish(publisher: Any, stored: Any) -> None:
+    publisher.publish_stored(
+        [token for block in stored.blocks for token in block.token_ids],
+        [block.block_size for block in stored.blocks],
+        [block.block_hash for block in stored.blocks],
+        stored.parent_block_hash if stored.HasField("parent_block_hash") else None,
+    )
+
+
+def _request(request: Mapping[str, Any], name: str) -> Any:
+    """Raises InvalidArgument for what the server's protocol cannot say."""
+    sampling, stopping, output = (
+        {key: value for key, value in (request.get(part) or {}).items() if value is not None}
+        for part in ("sampling_options", "stop_conditions", "output_options")
+    )
+    given = {key: sampling[key] for key in _SAMPLING if key in sampling}
+    given |= {key: stopping[key] for key in _STOPPING if key in stopping}
+    given |= {key: output[key] for key in ("logprobs",) if key in output}
+    if "prompt_logprobs" in output:
+        raise InvalidArgument("prompt_logprobs are not served through Dynamo")
+    top_k = sampling.get("top_k", 0)
+    message = pb2.GenerateRequest(request_id=name, stream=True)
+    message.tokenized.input_ids.extend(request["token_ids"])
+    try:
+        message.sampling_params.CopyFrom(pb2.SamplingParams(**given, top_k=max(top_k, 0)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(str(error)) from None
+    hidden = stopping.get("stop_token_ids_hidden", [])
+    message.sampling_params.stop_token_ids.extend({*stopping.get("stop_token_ids", []), *hidden})
+    message.sampling_params.logit_bias.update({int(k): v for k, v in sampling.get("logit_bias", {}).items()})
+    _constrain(message.sampling_params, sampling.get("guided_decoding") or {})
+    return message
+
+
+def _constrain(params: Any, guided: Mapping[str, Any]) -> None:
+    kinds = [key for key in ("json", "regex", "choice", "grammar", "structural_tag") if guided.get(key) is not None]
+    if len(kinds) > 1 or kinds == ["structural_tag"]:
+        raise InvalidArgument(f"one constraint is served, and no structural tag, not {', '.join(kinds)}")
+    for kind in kinds:
+        value = guided[kind]
+        match kind:
+            case "json":
+                params.json_schema = value if isinstance(value, str) else json.dumps(value)
+            case "choice":
+                params.choice.choices.extend(map(str, value))
+            case _:
+                setattr(params, kind, value)
+
+
+def _chunk(chunk: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"token_ids": [*chunk.token_ids], "index": chunk.index}
+    scored = chunk.output_logprobs
+    if scored.token_logprobs:
+        made["log_probs"] = [*scored.token_logprobs]
+        made["top_logprobs"] = [
+            [
+                {"rank": rank, "token_id": token, "token": f"token_id:{token}", "logprob": value}
+                for rank, (token, value) in enumerate(zip(top.token_ids, top.values, strict=True), 1)
+            ]
+            for top in scored.top_logprobs
+        ]
+    return made
+
+
+def _told(error: grpc.aio.AioRpcError) -> Any:
+    """The error as Dynamo knows it: requests are moved for StreamIncomplete."""
+    text = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.NOT_FOUND | grpc.StatusCode.ALREADY_EXISTS:
+            return InvalidArgument(text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return HttpError(429, text)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.INTERNAL | grpc.StatusCode.CANCELLED:
+            return StreamIncomplete(text)
+    return Unknown(text)
+
+
+async def _model_files(stub: Any, info: Any, cache: Path) -> Path:
+    """A folder as Dynamo registers models: the server's tokenizer files, and a configuration where it has none. Workers
+    of one model have folders of one name, or the frontend takes them for different models."""
+    chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+    bundle = b"".join(chunk.data for chunk in chunks)
+    if not chunks or hashlib.sha256(bundle).hexdigest() != chunks[-1].sha256:
+        raise RuntimeError("the server's tokenizer came damaged")
+    facts = {
+        "model_type": info.model_type,
+        "architectures": [*info.architectures],
+        "max_position_embeddings": info.max_context_length,
+        "vocab_size": info.vocab_size,
+        "bos_token_id": info.bos_token_id,
+        "eos_token_id": [*info.eos_token_ids],
+    }
+    files = {"config.json": json.dumps(facts).encode()}
+    with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
+        files |= {Path(name).name: archive.read(name) for name in archive.namelist()}
+    folder = cache / hashlib.sha256(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=cache))
+    for name, content in files.items():
+        (made / name).write_bytes(content)
+    try:
+        made.rename(folder)
+    except OSError:  # another worker was here before
+        shutil.rmtree(made)
+    return folder
+
+
+class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):
+    """Puts the operator's key into calls."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)
+
+
+class _StreamKey(grpc.aio.UnaryStreamClientInterceptor):
+    """The same for calls with streams of answers: grpc.aio takes an object for one kind of calls alone."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)
+
+
+def _with_key(details: Any, key: str) -> Any:
+    return details._replace(metadata=[*(details.metadata or ()), ("x-api-key", key)])
+
+
+def _channel(args: argparse.Namespace) -> grpc.aio.Channel:
+    options = [("grpc.max_receive_message_length", -1)]
+    key = os.environ.get("WICORE_SERVER__API_KEY")
+    kinds = [_UnaryKey(key), _StreamKey(key)] if key else []
+    if args.tls_ca is None:
+        return grpc.aio.insecure_channel(args.server, options=options, interceptors=kinds)
+    roots = grpc.ssl_channel_credentials(Path(args.tls_ca).read_bytes())
+    return grpc.aio.secure_channel(args.server, roots, options=options, interceptors=kinds)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="wicore_trt.integrations.dynamo", description=__doc__.splitlines()[0])
+    parser.add_argument("--server", default="127.0.0.1:50051", help="gRPC address of `wicore serve`")
+    parser.add_argument("--tls-ca", help="PEM of the CA of the server's certificate; without it there is no TLS")
+    parser.add_argument("--namespace", default="dynamo")
+    parser.add_argument("--component", default="wicore")
+    parser.add_argument("--endpoint", default="generate")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wicore" / "dynamo"
+    parser.add_argument("--cache", default=str(cache), help="where tokenizers go; the same path beside each server")
+    parser.add_argument("--discovery-backend", default="etcd", help="kubernetes, etcd, file or mem")
+    parser.add_argument("--request-plane", default="tcp", help="tcp or nats")
+    parser.add_argument("--event-plane", default="zmq", help="zmq or nats")
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.setdefault(GRACE, str(GRACE_S))
+    run(WicoreEngine)

@@ -1,0 +1,449 @@
+"""The worker protocol of routers: vllm.grpc.engine.VllmEngine, which SMG speaks to its workers, from smg-grpc-proto.
+
+Prompts come as token ids, and the router makes text of the tokens. It translates and owns nothing; it must not know how
+routers choose. Invariants: a field that would change the answer and is not served is refused; what a router is told of
+pages, with all events after it, is what the caches hold; calls it does not have are UNIMPLEMENTED.
+
+The numbers of KV batches say of which feed they are, so that a router that comes back after a restart of the worker is
+not taken for one that has its pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+import uuid
+import zipfile
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from smg_grpc_proto import vllm_engine_pb2 as pb2
+from smg_grpc_proto.generated import common_pb2
+
+from wicore_trt import __version__
+from wicore_trt.access.calls import checked_id, current_call
+from wicore_trt.core.port import UNKNOWN, Position
+from wicore_trt.engine.directory import open_engine
+from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError
+from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
+from wicore_trt.serve import convert
+from wicore_trt.serve.service import relay, time_left
+from wicore_trt.text.tokenizer import FILES
+from wicore_trt.types import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Constraint,
+    ConstraintKind,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    TextOutput,
+    TextRequest,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from wicore_trt.core.text_engine import TextEngine
+    from wicore_trt.serve.service import InferenceService
+    from wicore_trt.text.tokenizer import Tokenizer
+
+DESCRIPTOR = pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+WORKER_SERVICE = DESCRIPTOR.full_name
+EPOCH_SHIFT, FIRST_NUMBER = 32, 1 << 20
+"""A KV batch's number is the second in which its feed was first seen, shifted by the first of these, and the event's in
+that feed. The parts of a snapshot have numbers that end where it was taken, so there is room below the first event."""
+CHUNK_BYTES = 1 << 20
+TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+"""Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
+KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
+_UNSERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
+_PLAIN = ("min_p", "top_k", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos")
+_OPTIONAL = ("temperature", "max_tokens", "seed", "logprobs", "prompt_logprobs")
+_NOT_ZERO = ("top_p", "repetition_penalty", "n")
+"""Of these the protocol has 0 for what is not set, by a sender that leaves it out."""
+
+
+def handlers(service: WorkerService) -> grpc.GenericRpcHandler:
+    """The calls of the protocol that are served."""
+    kinds = {True: grpc.unary_stream_rpc_method_handler, False: grpc.unary_unary_rpc_method_handler}
+    methods = {
+        method.name: kinds[method.server_streaming](
+            getattr(service, method.name),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+        for method in DESCRIPTOR.methods
+        if hasattr(service, method.name)
+    }
+    return grpc.method_handlers_generic_handler(WORKER_SERVICE, methods)
+
+
+class WorkerService:
+    """Serves the engine of `service`, under its limits; requests of both are one another's to drain and to count."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._numbers = _Numbers()
+
+    async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        call = current_call()
+        timeout_s = time_left(context)
+        with self._service.generating(call) as (engine, meter):
+            made = _text_request(engine, request, call.who.tenant, timeout_s)
+            answers = _Answers(made, request.stream, frozenset(engine.info.eos_token_ids))
+            reasons = await relay(engine, made, meter, call, context, answers)
+        if FinishReason.DEADLINE in reasons:
+            raise DeadlineError("The call's deadline passed before the request finished.")
+
+    async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
+        engine, tenant = self._service.ready(), current_call().who.tenant
+        convert.check_count(request.request_ids, 1024, "request_ids")
+        for request_id in request.request_ids:
+            await engine.abort(checked_id(request_id), tenant)
+        return pb2.AbortResponse()
+
+    async def HealthCheck(
+        self, request: pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> pb2.HealthCheckResponse:
+        serving = self._service.serving
+        return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
+
+    async def GetModelInfo(
+        self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb2.GetModelInfoResponse:
+        engine = self._service.ready()
+        info = engine.info
+        return pb2.GetModelInfoResponse(
+            model_path=info.model_id,
+            is_generation=True,
+            max_context_length=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+            served_model_name=info.model_id,
+            tokenizer_path=f"worker:{info.model_id}",  # no path and no name of a hub, so that it is asked for here
+            model_type="gemma3_text",
+            architectures=["Gemma3ForCausalLM"],
+            eos_token_ids=info.eos_token_ids,
+            bos_token_id=info.bos_token_id or 0,
+            max_req_input_len=info.max_context_tokens,
+        )
+
+    async def GetServerInfo(
+        self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb2.GetServerInfoResponse:
+        engine = self._service.ready()
+        stats = await _stats(engine)
+        return pb2.GetServerInfoResponse(
+            active_requests=self._service.streams_open,
+            uptime_seconds=stats.uptime_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            kv_cache_dtype=engine.info.kv_dtype,
+            block_size=engine.info.page_tokens,
+            model_dtype=engine.info.dtype,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: pb2.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb2.GetLoadsResponse:
+        engine = self._service.ready()
+        load = _load(await _stats(engine), engine.info.page_tokens)
+        timestamp = datetime.now(UTC).isoformat()
+        return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
+        engine = self._service.ready()
+        bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
+        digest = hashlib.sha256(bundle).hexdigest()
+        for start in range(0, len(bundle), CHUNK_BYTES):
+            last = start + CHUNK_BYTES >= len(bundle)
+            data = bundle[start : start + CHUNK_BYTES]
+            await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
+        a new snapshot: the protocol knows no such event for one tier."""
+        after = self._numbers.position(request.start_sequence_number)
+        while True:
+            async with self._service.kv_events(current_call(), after) as feed:
+                async for epoch, found in feed:
+                    if isinstance(found, Snapshot):
+                        for batch in _snapshot(found, self._numbers.number(epoch, found.sequence)):
+                            await context.write(batch)
+                    elif any(isinstance(event, Cleared) for event in found):
+                        break
+                    else:
+                        for event in found:
+                            await context.write(_event(event, self._numbers.number(epoch, event.sequence)))
+            after = UNKNOWN
+
+
+async def _stats(engine: TextEngine) -> EngineStats:
+    who = current_call().who
+    return await engine.stats() if who.operator else await engine.stats_of(who.tenant)
+
+
+def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
+    """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
+    are those of full attention."""
+    running, waiting = stats.requests_running, stats.requests_waiting
+    whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
+    return pb2.SchedulerLoad(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=whole.used_pages * page_tokens if whole is not None else 0,
+        max_total_num_tokens=whole.total_pages * page_tokens if whole is not None else 0,
+        token_usage=max((pool.used_pages / max(pool.total_pages, 1) for pool in stats.pools), default=0.0),
+        gen_throughput=stats.generated_tokens / stats.step_seconds if stats.step_seconds else 0.0,
+        cache_hit_rate=stats.cached_prompt_tokens / max(stats.prompt_tokens, 1),
+    )
+
+
+def _bundle(tokenizer: Tokenizer) -> bytes:
+    """A tokenizer's files as a ZIP archive."""
+    if tokenizer.home is None:
+        raise NotFoundError("The tokenizer of this engine has no files.")
+    files = open_engine(tokenizer.home, verify=False).read_present(FILES)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return made.getvalue()
+
+
+# --- requests and answers --------------------------------------------------------------------------------------------
+
+
+def _text_request(
+    engine: TextEngine, request: pb2.GenerateRequest, tenant: str, timeout_s: float | None
+) -> TextRequest:
+    """The plain form of a request. Raises InvalidRequestError."""
+    for name in _UNSERVED:
+        if request.HasField(name):
+            raise InvalidRequestError(f"{name} is not served here.", field=name)
+    if request.data_parallel_rank:
+        raise InvalidRequestError("There is one rank, 0.", field="data_parallel_rank")
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequestError("Give tokenized or text.", field="input")
+    prompt: dict[str, Any] = {"prompt": request.text}
+    if kind == "tokenized":
+        convert.check_count(request.tokenized.input_ids, engine.info.max_context_tokens, "tokenized.input_ids")
+        prompt = {"prompt_token_ids": tuple(request.tokenized.input_ids)}
+    return TextRequest(
+        request_id=checked_id(request.request_id) if request.request_id else uuid.uuid4().hex,
+        params=sampling_params(request.sampling_params),
+        timeout_s=timeout_s,
+        tenant=tenant,
+        **prompt,
+    )
+
+
+def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequestError for what is out of range or not served."""
+    limits = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+    for field, most in limits.items():
+        convert.check_count(getattr(message, field), most, field)
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequestError("Prompts are not cut here.", field="truncate_prompt_tokens")
+    given: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
+    given |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    given |= {name: value for name in _NOT_ZERO if (value := getattr(message, name))}
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        include_stop=message.include_stop_str_in_output,
+        logit_bias=dict(message.logit_bias),
+        constraint=_constraint(message),
+    )
+
+
+def _constraint(message: pb2.SamplingParams) -> Constraint | None:
+    match message.WhichOneof("constraint"):
+        case None:
+            return None
+        case "structural_tag":
+            raise InvalidRequestError("Structural tags are not served here.", field="structural_tag")
+        case "json_object":
+            return Constraint(ConstraintKind.JSON_OBJECT) if message.json_object else None
+        case "choice":
+            return Constraint(ConstraintKind.CHOICE, json.dumps([*message.choice.choices], ensure_ascii=False))
+        case name:
+            return Constraint(ConstraintKind(name), getattr(message, name))
+
+
+class _Answers:
+    """Messages for a request's outputs. Where they are not streamed, a sequence's come together when it has ended."""
+
+    def __init__(self, request: TextRequest, stream: bool, eos: frozenset[int]) -> None:
+        self._stream, self._eos = stream, eos
+        self._prompt_tokens = len(request.prompt_token_ids or ())
+        self._kept: dict[int, list[TextOutput]] = {}
+
+    def __call__(self, output: TextOutput, first_s: float | None, total_s: float) -> Iterator[pb2.GenerateResponse]:
+        if self._stream:
+            if output.token_ids or output.prompt_logprobs:
+                chunk = pb2.GenerateStreamChunk(
+                    token_ids=output.token_ids,
+                    prompt_tokens=self._prompt_tokens,
+                    completion_tokens=len(output.token_ids),
+                    index=output.index,
+                )
+                _fill_logprobs(chunk, output.logprobs, output.prompt_logprobs)
+                yield pb2.GenerateResponse(chunk=chunk)
+            parts = [output]
+        else:
+            parts = self._kept.setdefault(output.index, [])
+            parts.append(output)
+        if output.finish_reason is not None:
+            yield pb2.GenerateResponse(complete=self._complete(output, parts))
+
+    def _complete(self, last: TextOutput, parts: list[TextOutput]) -> pb2.GenerateComplete:
+        assert last.finish_reason is not None and last.usage is not None
+        complete = pb2.GenerateComplete(
+            output_ids=[token for part in parts for token in part.token_ids],
+            finish_reason=_FINISH.get(last.finish_reason, "abort"),
+            prompt_tokens=last.usage.prompt_tokens,
+            completion_tokens=last.usage.completion_tokens,
+            cached_tokens=last.usage.cached_tokens,
+            index=last.index,
+        )
+        if isinstance(last.stop_reason, str):
+            complete.matched_stop_str = last.stop_reason
+        elif last.stop_reason is not None and last.stop_reason not in self._eos:
+            complete.matched_token_id = last.stop_reason
+        logprobs = [entry for part in parts for entry in part.logprobs]
+        scored = [] if self._stream else [entry for part in parts for entry in part.prompt_logprobs]
+        _fill_logprobs(complete, logprobs, scored)
+        return complete
+
+
+def _fill_logprobs(
+    message: pb2.GenerateStreamChunk | pb2.GenerateComplete,
+    logprobs: Iterable[TokenLogprob],
+    prompt_logprobs: Iterable[TokenLogprob],
+) -> None:
+    for entry in logprobs:
+        message.output_logprobs.token_logprobs.append(entry.logprob)
+        _fill_top(message.output_logprobs, entry)
+    for entry in prompt_logprobs:
+        given = message.input_logprobs.token_logprobs.add()
+        if entry.top or entry.logprob:  # the first token's is unset
+            given.value = entry.logprob
+        _fill_top(message.input_logprobs, entry)
+
+
+def _fill_top(message: Any, entry: TokenLogprob) -> None:
+    message.token_ids.append(entry.token_id)
+    top = message.top_logprobs.add()
+    for token_id, logprob in entry.top:
+        top.token_ids.append(token_id)
+        top.values.append(logprob)
+
+
+# --- KV events -------------------------------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """Numbers of batches for the events of feeds that begin anew when an engine does. A later feed's are higher."""
+
+    def __init__(self) -> None:
+        self._bases: dict[int, int] = {}  # by epoch
+
+    def number(self, epoch: int, sequence: int) -> int:
+        """That of the batch with event `sequence`. Those below it are free for the parts of a snapshot."""
+        if epoch not in self._bases:
+            newest = max(self._bases.values(), default=0)
+            self._bases[epoch] = max(int(time.time()) << EPOCH_SHIFT, newest + (1 << EPOCH_SHIFT))
+        return self._bases[epoch] + FIRST_NUMBER + sequence
+
+    def position(self, number: int) -> Position:
+        """Where a subscriber is that has all batches up to this number."""
+        for epoch, base in self._bases.items():
+            if base + FIRST_NUMBER <= number < base + (1 << EPOCH_SHIFT):
+                return epoch, number - base - FIRST_NUMBER
+        return UNKNOWN
+
+
+def _snapshot(found: Snapshot, number: int) -> Iterator[common_pb2.KvEventBatch]:
+    """Numbered up to `number`. Parents come before their children, also those in other tiers."""
+    runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _runs(pages)]
+    runs.sort(key=lambda entry: entry[0])
+    cleared = common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())
+    batches, room = [common_pb2.KvEventBatch(events=[cleared])], convert.MAX_PAGES_PER_MESSAGE
+    for _, (tier, group), run in runs:
+        for start in range(0, len(run), convert.MAX_PAGES_PER_MESSAGE):
+            part = run[start : start + convert.MAX_PAGES_PER_MESSAGE]
+            if len(part) > room:
+                batches.append(common_pb2.KvEventBatch())
+                room = convert.MAX_PAGES_PER_MESSAGE
+            room -= len(part)
+            batches[-1].events.add(stored=_stored(tier, group, part))
+    blocks = sum(len(run) for _, _, run in runs)
+    for i, batch in enumerate(batches):
+        batch.sequence_number, batch.timestamp = number - len(batches) + 1 + i, time.time()
+        batch.snapshot.index, batch.snapshot.count, batch.snapshot.blocks = i, len(batches), blocks
+        yield batch
+
+
+def _event(event: Event, number: int) -> common_pb2.KvEventBatch:
+    batch = common_pb2.KvEventBatch(sequence_number=number, timestamp=time.time())
+    if isinstance(event, Stored):
+        for run in _runs(event.pages):
+            batch.events.add(event_id=number, stored=_stored(event.tier, event.group, run))
+    elif isinstance(event, Removed):
+        removed = common_pb2.KvBlocksRemoved(block_hashes=map(_hash, event.keys), **_place(event.tier, event.group))
+        batch.events.add(event_id=number, removed=removed)
+    return batch
+
+
+def _runs(pages: Iterable[Page]) -> Iterator[list[Page]]:
+    """Pages of one layer group as runs in which each follows its parent."""
+    held = {page.key: page for page in pages}
+    children: dict[bytes, list[Page]] = {}
+    waiting: list[Page] = []
+    for page in held.values():
+        if page.parent in held:
+            children.setdefault(page.parent, []).append(page)
+        else:
+            waiting.append(page)
+    waiting.reverse()
+    while waiting:
+        run = [waiting.pop()]
+        while below := children.get(run[-1].key):
+            run.append(below[0])
+            waiting += below[1:]
+        yield run
+
+
+def _stored(tier: str, group: str, run: list[Page]) -> common_pb2.KvBlocksStored:
+    parent = run[0].parent
+    stored = common_pb2.KvBlocksStored(
+        parent_block_hash=None if parent is None else _hash(parent),
+        kv_cache_spec_kind=KINDS[group],
+        **_place(tier, group),
+    )
+    level = stored.tier - 1
+    for page in run:
+        tokens = page.token_ids
+        stored.blocks.add(block_hash=_hash(page.key), token_ids=tokens, block_size=len(tokens), cache_level=level)
+    return stored
+
+
+def _place(tier: str, group: str) -> dict[str, Any]:
+    return {"tier": 1 + [*TIERS].index(tier), "medium": TIERS[tier], "group_idx": GROUPS.index(group)}
+
+
+def _hash(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little", signed=True)
