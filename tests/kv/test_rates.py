@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+from fakes import make_core
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wicore_trt.config import KVSettings
 from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+from wicore_trt.model.spec import GLOBAL
+from wicore_trt.types import GenerateRequest, SamplingParams
 
 MB = 1_000_000
 
@@ -130,6 +136,38 @@ def test_priors_load_from_the_host_and_compute_instead_of_a_disk_that_may_be_slo
         assert choose(tokens + 100, 0, [large["host"]], compute, tiers).decision != "compute"
         small = Candidate(tokens, pages["disk"], 32, 32 * 3072, {"disk": 15 * 1024 * 512})
         assert choose(tokens + 100, 0, [small], compute, tiers).decision != "compute" or tokens < 2048
+
+
+def test_who_waits_for_its_load_leaves_the_device_to_others():
+    """Only those that compute beside their loads take part of it; nobody waits for what it has to compute itself."""
+    core = make_core(pages={GLOBAL: 100}, max_context=80, kv=KVSettings(host_bytes=1 << 20))
+    scheduler, manager = core.scheduler, core.scheduler.manager
+    prompts = [[n, *range(2, 62)] for n in range(20, 23)]
+
+    def add(name):
+        for n, prompt in enumerate(prompts):
+            core.add(GenerateRequest(f"{name}{n}", tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0)))
+
+    add("first")
+    while core.has_work or core.tidy():
+        core.step()
+    with mock.patch.object(manager, "tiers", None):
+        manager.clear()
+    loader, scheduler.prefill = scheduler.loader, PrefillMeter()
+    loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
+    manager.tiers.poll = lambda: False  # the loads hang
+    add("second")
+    core.step()
+    loads = [sequence.pages.load for sequence in scheduler.running]
+    assert [loader._begun[load].choice.decision for load in loads] == ["load"] * 3
+    assert scheduler._compute_rate().share == 1.0
+    loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
+    assert scheduler._compute_rate().share == 0.5
+    first = scheduler.running[0]
+    loader.cancel(first.pages)
+    assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
+    core.abort_all()
+    core.close()
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))

@@ -248,7 +248,7 @@ class Scheduler:
         """After a jump: a later resume point may be worth a load of its own."""
         assert self.loader is not None
         here = PrefixHit(sequence.computed, 0, in_flight=False)
-        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate())
+        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate(sequence))
         if chosen is not None and chosen.stop:
             self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
 
@@ -363,15 +363,15 @@ class Scheduler:
             return False
         return self.loader.resume(sequence.pages)
 
-    def _compute_rate(self) -> ComputeRate:
-        """What a newcomer's prefill gets: its turn comes after what is being prefilled, each step gives a token to
-        every sequence that decodes, and those that load would compute meanwhile too. More than that must not count for
-        a load, or its request waits longer for it than computing takes."""
-        busy = [s for s in self.running if s.pages.load is None]
+    def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
+        """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being
+        prefilled, each step gives a token to every sequence that decodes, and those that compute beside their loads go
+        on. More than that must not count for a load, or its request waits longer for it than computing takes."""
+        busy = [s for s in self.running if s.pages.load is None and s is not chooser]
         ahead = sum(s.remaining for s in busy if s.remaining > 1)
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
-        share /= 1 + len(self.running) - len(busy)
+        share /= 1 + sum(self.loader is not None and self.loader.splits(s.pages) for s in self.running)
         rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
         return replace(rate, delay_s=rate.seconds(0, ahead))
 

@@ -289,6 +289,11 @@ class PrefixLoader:
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
+    def splits(self, pages: SequencePages) -> bool:
+        """Whether a sequence has a load and was to compute beside it."""
+        begun = self._begun.get(pages.load) if pages.load is not None else None
+        return begun is not None and begun.choice.decision == "split"
+
     def jump(self, pages: SequencePages, owner: int, computed: int) -> int:
         """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
         the tokens that are now computed. A load that would pass over an unwritten page is given up instead, and
