@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 from fakes import make_core
+from fault_injection import Fault, FaultPlan, FaultyFiles
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -167,6 +170,27 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     loader.cancel(first.pages)
     assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
     core.abort_all()
+    core.close()
+
+
+def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
+    plan = FaultPlan()
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv, files=FaultyFiles(plan))
+    core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
+    transfers, inbox, heard = core.scheduler.manager.tiers.transfers, deque(), []
+    while core.has_work or core.tidy():
+        core.step()
+    transfers.up.disk_rate = lambda *read: heard.append(read)
+    kept = [copy.page for copy in transfers.disk[0].copies()]
+    for copy in list(transfers.host.index.copies()):
+        transfers.host.index.drop(copy, "test")
+    for pages, rates, stage in ((kept[:5], {Fault.READ_EIO: 1.0}, Stage.FAILED), (kept[5:], {}, Stage.HERE)):
+        plan.rates = rates
+        fetches = [transfers.fetch(page, inbox) for page in pages]
+        assert transfers.wait_idle(30)
+        assert [fetch.stage for fetch in fetches] == [stage] * len(pages) and pages
+        assert len(heard) == (stage is Stage.HERE) * len(pages)
     core.close()
 
 
