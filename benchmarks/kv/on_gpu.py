@@ -48,10 +48,10 @@ ARMS = {  # name: device, host, disk in GiB
     "device 16 GiB, nothing cached": (16, 0, 0),
 }
 ORDERS = ("random", "round-robin", "zipf")
-PREFIXES = (4096, 8192, 32768)
+PREFIXES = (4096, 8192, 32768, 130_000)
 DECODE = ((32, 4096), (16, 8192), (8, 32768), (1, 32768), (1, 130_000))
 STEPS = 65
-IDLE_S = 5.0
+SETTLE_S = 30.0
 TABLES = ("sessions", "prefix", "decode")
 
 
@@ -109,11 +109,10 @@ class Engine:
                 pass
         return time.perf_counter() - begun, self.core.stats().cached_prompt_tokens - before
 
-    def idle(self, seconds: float) -> None:
-        """Let copies to the tiers go on."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.core.tidy()
+    def settle(self) -> None:
+        """Let copies to the tiers end."""
+        end = time.monotonic() + SETTLE_S
+        while self.core.tidy() and time.monotonic() < end:
             time.sleep(0.002)
 
     def forget_device(self) -> None:
@@ -216,13 +215,13 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
             asked(engine, n, "computed")
             for _ in range(3):
                 asked(engine, n, "device")
-            engine.idle(IDLE_S)
+            engine.settle()
             for _ in range(3):
                 engine.forget_device()
                 asked(engine, n, "host")
-                engine.idle(0.5)
+                engine.settle()
             say(f"prefix {rows[n]}")
-        engine.idle(IDLE_S)
+        engine.settle()
     with opened(path, 24, 8, longest, **tiers) as engine:
         engine.first_token_s(rng.choices(range(10, 9999), k=min(2000, longest - 64)))
         for n in lengths:

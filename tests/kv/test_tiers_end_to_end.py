@@ -90,3 +90,29 @@ def test_conversations_that_outgrow_the_device_are_right(tmp_path, write_policy,
     assert sum(tier.hit_tokens for tier in stats.tiers[1:]) > 0 or write_policy != "through"
     assert all(not tier.failures.get("corrupt") for tier in stats.tiers)
     core.close()
+
+
+def test_few_loads_begin_before_a_step(monkeypatch):
+    """To begin one takes the engine's thread a while: who needs no load shall not wait for those of all others."""
+    rng = random.Random(5)
+    core = make_core(pages={GLOBAL: 200, LOCAL: 120}, kv=KVSettings(host_bytes=400 * SLOT), max_context=120)
+    prefer_loads(core)
+    prompts = [[rng.randrange(2, 97) for _ in range(40)] for _ in range(7)]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    run(core, [GenerateRequest(f"first/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
+    for pool in core.scheduler.manager.pools.values():
+        pool.clear()
+    loader, begun = core.scheduler.loader, []
+    schedule = core.scheduler.schedule
+
+    def counted():
+        before = loader.decisions["load"]
+        found = schedule()
+        begun.append(loader.decisions["load"] - before)
+        return found
+
+    monkeypatch.setattr(core.scheduler, "schedule", counted)
+    outputs = run(core, [GenerateRequest(f"again/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
+    assert all(outputs[f"again/{i}"] == greedy(prompt, 4, ignore_eos=True) for i, prompt in enumerate(prompts))
+    assert sum(begun) == len(prompts) and max(begun) == 2
+    core.close()

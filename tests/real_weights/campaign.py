@@ -355,8 +355,10 @@ def flip_in_host(ledger: Ledger, host: HostTier) -> None:
     """Bits of pages that lie in host memory."""
     rng, found = ledger.rng, list(copies(host.index))
     for copy in rng.sample(found, min(FLIPS, len(found))):
-        slot, part = rng.choice(list(zip(copy.slots, host.payload(copy), strict=True)))
+        number = rng.randrange(len(copy.slots))
+        slot, used = copy.slots[number], host.bytes_of(copy.page) - number * host.slot_bytes
         if slot not in ledger.host:
+            part = host.buffers(copy)[number][:used]
             flip_bit([part], rng.randrange(len(part) * 8))
             ledger.host[slot] = what = f"host bit{IN_USE * (copy.readers > 0)}"
             ledger.did(what)

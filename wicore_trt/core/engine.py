@@ -288,7 +288,7 @@ class EngineCore(Core):
         """Nothing to compute: wait a moment for the pages that are being loaded, else somebody is stuck."""
         manager = self.scheduler.manager
         if manager.tiers is not None and self.scheduler.loading:
-            manager.tiers.transfers.wait(LOAD_WAIT_S)
+            manager.tiers.transfers.wait(0 if self.scheduler.held_back else LOAD_WAIT_S)
             return []
         return self._unstick(schedule)
 

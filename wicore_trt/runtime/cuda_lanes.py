@@ -10,6 +10,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from wicore_trt.runtime.page_digest import PageDigest
 
 _PORTABLE = 1
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for every context."""
+BATCHES = 64
+"""Batches of digests whose memory is taken at once."""
 log = logging.getLogger(__name__)
 
 
@@ -112,27 +115,62 @@ class CudaLane:
             raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
 
-class CudaDigests:
-    """Digests of pages by `kernels.page_digest`, of memory behind `base`."""
+class _Scratch:
+    """Memory of one batch of digests. `asked` and `found` are int64 in pinned memory, `words` on the device, all of
+    4 * `pages`: the places of n pages in words, their n lengths and n sums of two words, one after the other."""
 
-    def __init__(self, kernel: CompiledKernel, digest: PageDigest, base: int, device: torch.device) -> None:
+    def __init__(self, asked: torch.Tensor, words: torch.Tensor, found: torch.Tensor) -> None:
+        self.asked, self.words, self.found = asked, words, found
+        self.numbers = asked.numpy()
+
+
+class CudaDigests:
+    """Digests of pages, of memory behind `base`, by `kernels.page_digest`. Its memory is taken ahead, and used again by
+    whichever thread comes next: to pin some while copies are under way stops the driver for a tenth of a second."""
+
+    def __init__(self, kernel: CompiledKernel, digest: PageDigest, base: int, device: torch.device, pages: int) -> None:
+        """At most `pages` in a batch."""
         self._kernel, self._second_pairs, self._base, self._device = kernel, digest.second_pairs, base, device
         self._key = torch.from_numpy(digest.words.view("<i4")).to(device)
+        self._pages = pages
+        self._free: deque[_Scratch] = deque()
+        self._add()
+
+    def _add(self) -> None:
+        shape = (BATCHES, 4 * self._pages)
+        asked, found = (torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2))
+        words = torch.empty(shape, dtype=torch.int64, device=self._device)
+        self._free.extend(map(_Scratch, asked, words, found))
 
     def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
         """See `page_copier.DeviceDigests`."""
-        words = [[(address - self._base) // 4 for address, _ in pages], [count // 4 for _, count in pages]]
-        found = torch.empty((len(pages), 2), dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(lane.stream):  # memory of its own, which others get when the lane has passed
-            places = torch.tensor(words, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-            sums = torch.zeros_like(found, device=self._device)
+        count = len(pages)
+        assert count <= self._pages
+        try:
+            scratch = self._free.popleft()
+        except IndexError:
+            self._add()
+            scratch = self._free.popleft()
+        scratch.numbers[:count] = [(address - self._base) // 4 for address, _ in pages]
+        scratch.numbers[count : 2 * count] = [nbytes // 4 for _, nbytes in pages]
+        scratch.numbers[2 * count : 4 * count] = 0
+        words, sums = scratch.words, scratch.words[2 * count : 4 * count]
+        with torch.cuda.stream(lane.stream):
+            words[: 4 * count].copy_(scratch.asked[: 4 * count], non_blocking=True)
             arrays = DigestArrays(
-                self._base, places[0].data_ptr(), places[1].data_ptr(), self._key.data_ptr(), sums.data_ptr()
+                self._base, words.data_ptr(), words[count:].data_ptr(), self._key.data_ptr(), sums.data_ptr()
             )
-            call = page_digest_launch(arrays, len(pages), max(count for _, count in pages), self._second_pairs)
+            call = page_digest_launch(arrays, count, max(nbytes for _, nbytes in pages), self._second_pairs)
             SHARED_LAUNCHER.launch(self._kernel, call, int(lane.stream.cuda_stream))
-            found.copy_(sums, non_blocking=True)
-        return lambda: [row.tobytes() for row in found.numpy()]
+            scratch.found[: 2 * count].copy_(sums, non_blocking=True)
+
+        def digests() -> list[bytes]:
+            rows = scratch.found[: 2 * count].view(count, 2).numpy()
+            found = [row.tobytes() for row in rows]
+            self._free.append(scratch)  # the lane has passed
+            return found
+
+        return digests
 
 
 class CudaHostMemory:

@@ -93,7 +93,7 @@ def make_copier(
     digests = None
     if digest_kernel is not None:
         base = min(pool.data_ptr() for pool in pools.values())
-        digests = CudaDigests(digest_kernel, digest, base, device)
+        digests = CudaDigests(digest_kernel, digest, base, device, BATCH)
     return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest)
 
 

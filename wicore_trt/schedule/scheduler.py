@@ -34,6 +34,10 @@ TURN_STEPS = 32
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
 
+# Loads to begin before a step: to begin one takes this thread 10 ms where a prompt has hundreds of pages, and the link
+# longer to end it. So many keep the link busy, and who needs no load does not wait for those of all others.
+LOADS_AT_ONCE = 2
+
 
 @dataclass(slots=True)
 class StepSchedule:
@@ -69,6 +73,8 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
         self.score_rows = score_rows
+        self.held_back = False
+        """Whether the last step left sequences waiting that it had room for, because enough loads were begun."""
         self._rows_left = 0  # of score_rows in the step that is made up
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
@@ -122,7 +128,7 @@ class Scheduler:
     def schedule(self) -> StepSchedule:
         """Make up the next step and reserve its pages."""
         schedule = StepSchedule()
-        self._rows_left = self.score_rows
+        self._rows_left, self.held_back = self.score_rows, False
         self.manager.housekeep()
         budget = self._schedule_running(schedule)
         if not schedule.preempted:
@@ -291,6 +297,7 @@ class Scheduler:
         if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
+        loads = 0
         while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
             sequence = self.waiting.pop()
             if sequence is None:
@@ -313,6 +320,10 @@ class Scheduler:
                 schedule.slices.append((sequence, count))
                 budget -= count
                 self._rows_left -= count * sequence.scoring
+            loads += sequence.pages.load is not None
+            if loads == LOADS_AT_ONCE:
+                self.held_back = len(self.waiting) > 0
+                break
         self.waiting.put_back(passed_over)
         following = self.waiting.first()
         if following is not None:

@@ -48,6 +48,11 @@ def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
     return min(choices, key=lambda choice: choice[0])[1:]
 
 
+def piece_slots(slot_bytes: int) -> int:
+    """Slots that lie in one piece of memory, which is pinned as a whole."""
+    return max(1, PIECE_BYTES // slot_bytes)
+
+
 class HostTier:
     """`slab` is page-aligned memory of at least `index.num_slots` * `slot_bytes` bytes; pinned where a GPU reads it.
     `page_bytes` maps layer groups to the bytes of a page."""
@@ -58,20 +63,30 @@ class HostTier:
         self.slot_bytes = slot_bytes
         self._slab = slab
         self._page_bytes = page_bytes
+        self._piece = piece_slots(slot_bytes)
 
     def buffers(self, copy: TierCopy) -> list[memoryview]:
         """The whole slots of a copy, in order; the disk reads and writes these."""
         return self._cut(copy.slots)
 
     def payload(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
-        """The slots of a copy cut to the page's bytes; the device reads and writes these. `clear`: what a page leaves
-        of its last slot may hold another tenant's bytes, and goes to disk with it."""
-        parts = self.buffers(copy)
-        rest = self._page_bytes[copy.page.group] - self.slot_bytes * (len(parts) - 1)
-        if rest < self.slot_bytes:
-            if clear:
-                parts[-1][rest:] = bytes(self.slot_bytes - rest)
-            parts[-1] = parts[-1][:rest]
+        """The page's bytes in its slots; the device reads and writes these. Slots side by side are one part, unless
+        they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its last slot may hold
+        another tenant's bytes, and goes to disk with it."""
+        slots, size, left = copy.slots, self.slot_bytes, self._page_bytes[copy.page.group]
+        end = (slots[-1] + 1) * size
+        unused = len(slots) * size - left
+        if clear and unused:
+            self._slab[end - unused : end] = bytes(unused)
+        parts, first = [], 0
+        for i, slot in enumerate(slots):
+            following = slots[i + 1] if i + 1 < len(slots) else -1
+            if following != slot + 1 or following % self._piece == 0:
+                begin = slots[first] * size
+                count = min(left, (i + 1 - first) * size)
+                parts.append(self._slab[begin : begin + count])
+                left -= count
+                first = i + 1
         return parts
 
     def scratch(self, page_bytes: int, count: int) -> tuple[list[list[memoryview]], int]:
@@ -100,7 +115,7 @@ class Backing:
         """Takes the first piece at once. `locked`: `pin`, which any thread may call, locked it, so that a slot is of
         use once `start` has told of it; else memory is of use before it is there, and nothing is told."""
         self._slab, self._slot_bytes, self._pin = slab, slot_bytes, pin
-        self._piece = max(1, PIECE_BYTES // slot_bytes) * slot_bytes
+        self._piece = piece_slots(slot_bytes) * slot_bytes
         self._advise(0, len(slab), MADV_HUGEPAGE)
         self._left = iter(range(0, len(slab), self._piece))
         self._lock = threading.Lock()
