@@ -37,6 +37,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv.tiers.collector import collect_rarely
 from wicore_trt.types import GenerateRequest, SamplingParams, TierStats
 
 GIB = 1 << 30
@@ -85,6 +86,7 @@ class Engine:
         more = {name.replace("__", "."): value for name, value in flags.items()}
         self.core: EngineCore = load_engine(resolve_settings(None, settings | more, environ={}).settings).engine_core
         self.ready_s = time.perf_counter() - begun
+        collect_rarely()  # as the server's engine process does
         self._ids = itertools.count()
 
     def add(self, tokens: Sequence[int], count: int) -> str:

@@ -5,7 +5,6 @@ It must not know clients or text. Invariant: it tells the supervisor why it ends
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ from wicore_trt.access import log as log_lines
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import WicoreError, shortened
+from wicore_trt.kv.tiers.collector import collect_rarely
 from wicore_trt.link.host import EngineHost
 from wicore_trt.process.child import MAX_TEXT, Control, named
 from wicore_trt.types import ModelInfo
@@ -48,8 +48,7 @@ def main(fd: int) -> int:
         log.exception("the engine could not be loaded")
         control.send_error(WicoreError(f"The engine could not be loaded: {type(error).__name__}: {error}"))
         return 1
-    gc.collect()
-    gc.freeze()  # what was loaded lives as long as the process: no collection looks at it again
+    collect_rarely()
     host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
     host.start()
     control.send("ready")
