@@ -34,9 +34,10 @@ TURN_STEPS = 32
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
 
-# Loads to begin before a step: to begin one takes this thread 10 ms where a prompt has hundreds of pages, and the link
-# longer to end it. So many keep the link busy, and who needs no load does not wait for those of all others.
-LOADS_AT_ONCE = 2
+# Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
+# some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
+# of all others.
+PAGES_AT_ONCE = 512
 
 
 @dataclass(slots=True)
@@ -297,7 +298,7 @@ class Scheduler:
         if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
-        loads = 0
+        asked = 0
         while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
             sequence = self.waiting.pop()
             if sequence is None:
@@ -320,8 +321,9 @@ class Scheduler:
                 schedule.slices.append((sequence, count))
                 budget -= count
                 self._rows_left -= count * sequence.scoring
-            loads += sequence.pages.load is not None
-            if loads == LOADS_AT_ONCE:
+            load = sequence.pages.load
+            asked += sum(load.lacking(group) for group in self.manager.pools) if load is not None else 0
+            if asked >= PAGES_AT_ONCE:
                 self.held_back = len(self.waiting) > 0
                 break
         self.waiting.put_back(passed_over)
