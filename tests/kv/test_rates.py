@@ -173,6 +173,39 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     core.close()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
+    """The disk has done its work; how long others' step took says nothing of it."""
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv)
+    scheduler, manager, tiers = core.scheduler, core.scheduler.manager, core.scheduler.manager.tiers
+    for name in ("first", "again"):
+        core.add(GenerateRequest(name, tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
+        if name == "again":
+            break
+        while core.has_work or core.tidy():
+            core.step()
+        for copy in list(tiers.host.copies()):
+            tiers.host.drop(copy, "test")
+        with mock.patch.object(manager, "tiers", None):
+            manager.clear()
+        scheduler.prefill.observe([(0, 64)], 64.0)
+    loader, heard, now = scheduler.loader, [], 0.0
+    loader._clock, loader._disk_meter.overdue = lambda: now, lambda *read, **more: heard.append(read)
+    poll, tiers.poll = tiers.poll, lambda: False
+    schedule = scheduler.schedule()
+    assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].disk_bytes
+    while comes and tiers.loading:
+        tiers.transfers.wait(0.01)
+        poll()
+    now = 1e6
+    loader.step(scheduler.running[0].pages, 0)
+    assert bool(heard) != comes
+    tiers.poll = poll
+    core.abort_all()
+    core.close()
+
+
 def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
     plan = FaultPlan()
     kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)

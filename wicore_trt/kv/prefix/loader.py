@@ -273,15 +273,15 @@ class PrefixLoader:
         if load.broken:
             return DROP
         begun, now = self._begun[load], self._clock()
-        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
+        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
+        over = load.failed or load.finished
+        if not over and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
             self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
             begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
-        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
-        over = load.failed or load.finished
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
             most = DISK_SLICES * begun.choice.slice_tokens if begun.from_disk else step.max_tokens
