@@ -167,7 +167,9 @@ def test_who_waits_for_its_load_leaves_the_device_to_others():
     loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
     assert scheduler._compute_rate().share == 0.5
     first = scheduler.running[0]
+    manager.tiers.transfers.host_traffic.read(8 * MB, 100.0)
     loader.cancel(first.pages)
+    assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
     assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
     core.abort_all()
     core.close()
@@ -225,6 +227,14 @@ def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
         assert [fetch.stage for fetch in fetches] == [stage] * len(pages) and pages
         assert len(heard) == (stage is Stage.HERE) * len(pages)
     core.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_what_is_no_time_says_nothing(seconds):
+    tier, prefill = TierMeter(DISK_PRIOR), PrefillMeter()
+    tier.observe(MB, seconds, now=0.0)
+    prefill.observe([(0, 512)], seconds)
+    assert tier.observed == prefill.observed == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))

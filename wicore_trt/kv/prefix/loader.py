@@ -319,7 +319,6 @@ class PrefixLoader:
                         manager.publish(pages, group, i, slot, saved=(group, i) not in private)
                 manager.done_computing(pages.keys[i], owner)
             pages.published = max(pages.published, full)
-        self._measure_host()
         if parked is not None:
             self.let_go(pages)
         else:
@@ -367,6 +366,7 @@ class PrefixLoader:
         load = pages.load
         assert load is not None
         load.cancel()
+        self._measure_host()  # also when a slow link let none of its pages come in time
         self._manager.expect_no_more(load.expected)
         self._begun.pop(load, None)
         pages.load = None
@@ -378,7 +378,7 @@ class PrefixLoader:
         self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
 
     def _measure_host(self) -> None:
-        """Copies to the device since the last load: one page alone says little, a busy machine may stop it half-way."""
+        """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""
         traffic = self.tiers.transfers.host_traffic
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:
