@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from fakes import make_core
 
+from wicore_trt.config import KVSettings
+from wicore_trt.core import assemble_kv
 from wicore_trt.kv.disk import rate
+from wicore_trt.model.spec import GLOBAL
 
 
 def test_a_disk_is_rated_and_nothing_is_left(tmp_path: Path) -> None:
@@ -28,13 +34,30 @@ def test_a_disk_that_cannot_be_rated_is_not(why: str, tmp_path: Path, monkeypatc
     rate.rate_reads(str(path), limit, 2, lambda *_: pytest.fail("it was rated")).join()
 
 
+def test_a_disk_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    """Whoever uses the package as a library ends without `os._exit`."""
+    code = """if True:
+        import os, sys, threading
+        from wicore_trt.kv.disk import rate
+        begun = threading.Event()
+        os.pwritev = lambda *call: begun.set() or threading.Event().wait()
+        rate.rate_reads(sys.argv[1], 1 << 30, 2, print)
+        assert begun.wait(30)
+    """
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 60])
+def test_the_rating_takes_no_more_than_the_tier_may(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(assemble_kv, "rate_reads", lambda path, limit, *more: limits.append(limit))
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 30, disk_free_bytes=free)
+    make_core(pages={GLOBAL: 64}, kv=kv).close()
+    assert limits == [0 if free else 1 << 26]
+
+
 def test_the_planner_hears_of_it(tmp_path: Path) -> None:
     """Of a directory without pages; what was kept is read itself."""
-    from fakes import make_core
-
-    from wicore_trt.config import KVSettings
-    from wicore_trt.model.spec import GLOBAL
-
     kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 30, disk_free_bytes=0)
     core = make_core(pages={GLOBAL: 64}, page_tokens=4, max_batch_tokens=16, max_context=64, kv=kv)
     loader, end = core.scheduler.loader, time.monotonic() + 60

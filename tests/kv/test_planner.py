@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,14 @@ def test_beside_a_fast_link_nothing_is_computed_meanwhile_whoever_else_loads():
     assert half.decision == "split"
 
 
+def test_what_a_step_computes_anyway_is_not_loaded():
+    """The step that brings the first token computes a short prefix as well, unless others fill it."""
+    tiers = {"host": TierRate(1e8)}
+    for total, delay_s, decision in ((60, 0.0, "compute"), (60, 0.06, "load"), (60 + 64, 0.0, "load")):
+        made = choose(total, 0, [candidate(total // PAGE * PAGE, "host")], replace(LINEAR, delay_s=delay_s), tiers)
+        assert made.decision == decision, total
+
+
 def test_the_queue_and_the_link_count():
     tiers = {"host": TierRate(1e6), "disk": TierRate(1e9)}
     made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)  # the link is the slower of the two
@@ -122,7 +131,8 @@ def problems(draw):
 
 def exhaustive(total, start, candidates, compute, tiers):
     """Best seconds over all (k, n), straight from the definitions."""
-    best = compute.delay_s + compute.seconds(start, total)
+    step = compute.alone(start, start + compute.slice_tokens)
+    best = max(compute.delay_s + compute.seconds(start, total), step)
     recompute = best
     for c in candidates:
         first = start - start % PAGE
@@ -134,7 +144,8 @@ def exhaustive(total, start, candidates, compute, tiers):
                 tail = tiers["host"].latency_s + c.page_bytes / tiers["host"].bytes_per_s
                 load = max(load, tiers["disk"].seconds(counts["disk"]) + tail)
             front = compute.delay_s + compute.seconds(start, k)
-            best = min(best, max(front, load) + compute.seconds(c.tokens, total))
+            tail = compute.seconds(c.tokens, total)
+            best = min(best, max(front + tail, load + max(tail, step)))
     return best, recompute
 
 
@@ -202,7 +213,7 @@ def test_nobody_waits_for_a_split_while_others_fill_the_step():
 @given(problems())
 def test_a_load_that_never_comes_costs_only_the_wait(problem):
     """The invariant in the module's docstring, for every plan."""
-    total, start, _, compute, _ = problem
+    total, start, candidates, compute, _ = problem
     made = choose(*problem)
     if made.decision == "compute":
         return
@@ -216,7 +227,12 @@ def test_a_load_that_never_comes_costs_only_the_wait(problem):
             computed += step.max_tokens
     slices = compute.seconds(problem[0] - compute.slice_tokens, problem[0])
     page = compute.seconds(problem[0] - PAGE, problem[0])
-    assert idle <= made.wait_s <= 2 * slices + page + 1e-9
+    chosen = next(c for c in candidates if c.tokens == made.stop)
+    first = start - start % PAGE
+    from_disk = "disk" in [*chosen.global_pages[: (made.stop - first) // PAGE], *(t for t in chosen.window_bytes)]
+    load = page if from_disk else max(page, made.load_seconds)
+    assert idle <= made.wait_s <= 2 * slices + load + 1e-9
+    assert made.decision == "split" or made.load_seconds < made.compute_seconds
 
 
 @given(problems())

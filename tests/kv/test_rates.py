@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+from fakes import make_core
+from fault_injection import Fault, FaultPlan, FaultyFiles
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wicore_trt.config import KVSettings
 from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+from wicore_trt.kv.tiers.moves import Stage
+from wicore_trt.model.spec import GLOBAL
+from wicore_trt.types import GenerateRequest, SamplingParams
 
 MB = 1_000_000
 
@@ -130,6 +139,102 @@ def test_priors_load_from_the_host_and_compute_instead_of_a_disk_that_may_be_slo
         assert choose(tokens + 100, 0, [large["host"]], compute, tiers).decision != "compute"
         small = Candidate(tokens, pages["disk"], 32, 32 * 3072, {"disk": 15 * 1024 * 512})
         assert choose(tokens + 100, 0, [small], compute, tiers).decision != "compute" or tokens < 2048
+
+
+def test_who_waits_for_its_load_leaves_the_device_to_others():
+    """Only those that compute beside their loads take part of it; nobody waits for what it has to compute itself."""
+    core = make_core(pages={GLOBAL: 100}, max_context=80, kv=KVSettings(host_bytes=1 << 20))
+    scheduler, manager = core.scheduler, core.scheduler.manager
+    prompts = [[n, *range(2, 62)] for n in range(20, 23)]
+
+    def add(name):
+        for n, prompt in enumerate(prompts):
+            core.add(GenerateRequest(f"{name}{n}", tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0)))
+
+    add("first")
+    while core.has_work or core.tidy():
+        core.step()
+    with mock.patch.object(manager, "tiers", None):
+        manager.clear()
+    loader, scheduler.prefill = scheduler.loader, PrefillMeter()
+    loader._host_meter, loader._clock = TierMeter(HOST_PRIOR), lambda: 0.0
+    manager.tiers.poll = lambda: False  # the loads hang
+    add("second")
+    core.step()
+    loads = [sequence.pages.load for sequence in scheduler.running]
+    assert [loader._begun[load].choice.decision for load in loads] == ["load"] * 3
+    assert scheduler._compute_rate().share == 1.0
+    loader._begun[loads[0]].choice = replace(loader._begun[loads[0]].choice, decision="split")
+    assert scheduler._compute_rate().share == 0.5
+    first = scheduler.running[0]
+    manager.tiers.transfers.host_traffic.read(8 * MB, 100.0)
+    loader.cancel(first.pages)
+    assert loader._host_meter.observed == 1, "a link that is too slow for every load would never be known"
+    assert scheduler._compute_rate().delay_s > 0.0 == scheduler._compute_rate(first).delay_s
+    core.abort_all()
+    core.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
+    """The disk has done its work; how long others' step took says nothing of it."""
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv)
+    scheduler, manager, tiers = core.scheduler, core.scheduler.manager, core.scheduler.manager.tiers
+    for name in ("first", "again"):
+        core.add(GenerateRequest(name, tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
+        if name == "again":
+            break
+        while core.has_work or core.tidy():
+            core.step()
+        for copy in list(tiers.host.copies()):
+            tiers.host.drop(copy, "test")
+        with mock.patch.object(manager, "tiers", None):
+            manager.clear()
+        scheduler.prefill.observe([(0, 64)], 64.0)
+    loader, heard, now = scheduler.loader, [], 0.0
+    loader._clock, loader._disk_meter.overdue = lambda: now, lambda *read, **more: heard.append(read)
+    poll, tiers.poll = tiers.poll, lambda: False
+    schedule = scheduler.schedule()
+    assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].disk_bytes
+    while comes and tiers.loading:
+        tiers.transfers.wait(0.01)
+        poll()
+    now = 1e6
+    loader.step(scheduler.running[0].pages, 0)
+    assert bool(heard) != comes
+    tiers.poll = poll
+    core.abort_all()
+    core.close()
+
+
+def test_reads_that_fail_at_once_do_not_make_a_disk_fast(tmp_path):
+    plan = FaultPlan()
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv, files=FaultyFiles(plan))
+    core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
+    transfers, inbox, heard = core.scheduler.manager.tiers.transfers, deque(), []
+    while core.has_work or core.tidy():
+        core.step()
+    transfers.up.disk_rate = lambda *read: heard.append(read)
+    kept = [copy.page for copy in transfers.disk[0].copies()]
+    for copy in list(transfers.host.index.copies()):
+        transfers.host.index.drop(copy, "test")
+    for pages, rates, stage in ((kept[:5], {Fault.READ_EIO: 1.0}, Stage.FAILED), (kept[5:], {}, Stage.HERE)):
+        plan.rates = rates
+        fetches = [transfers.fetch(page, inbox) for page in pages]
+        assert transfers.wait_idle(30)
+        assert [fetch.stage for fetch in fetches] == [stage] * len(pages) and pages
+        assert len(heard) == (stage is Stage.HERE) * len(pages)
+    core.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_what_is_no_time_says_nothing(seconds):
+    tier, prefill = TierMeter(DISK_PRIOR), PrefillMeter()
+    tier.observe(MB, seconds, now=0.0)
+    prefill.observe([(0, 512)], seconds)
+    assert tier.observed == prefill.observed == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))

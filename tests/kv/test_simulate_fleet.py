@@ -33,7 +33,7 @@ def test_affinity_finds_what_chance_does_not() -> None:
 
 
 def test_one_beginning_of_all_prompts_fills_one_worker_unless_load_counts() -> None:
-    trace = [TraceRequest((0, 2 * i + 1, 2 * i + 2), 1500, at=i / 10) for i in range(400)]
+    trace = [TraceRequest((0, 2 * i + 1, 2 * i + 2), 1500, at_s=i / 10) for i in range(400)]
     assert fleet("affinity", 4, 2000, trace).busy_share > 3.9
     shared = fleet("affinity-load", 4, 2000, trace)
     assert shared.busy_share < 1.1 and shared.wait_s[1] < fleet("affinity", 4, 2000, trace).wait_s[0]

@@ -13,6 +13,7 @@ from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.schedule import scheduler
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SLOT = 4096
@@ -92,12 +93,15 @@ def test_conversations_that_outgrow_the_device_are_right(tmp_path, write_policy,
     core.close()
 
 
-def test_few_loads_begin_before_a_step(monkeypatch):
-    """To begin one takes the engine's thread a while: who needs no load shall not wait for those of all others."""
+@pytest.mark.parametrize(("pages", "most"), [(13, 2), (512, 7)])
+def test_few_large_loads_begin_before_a_step(pages, most, monkeypatch):
+    """To begin one takes the engine's thread a while: who needs no load shall not wait for those of all others. Nor
+    shall it wait a step for each two of small ones, which take no time."""
+    monkeypatch.setattr(scheduler, "PAGES_AT_ONCE", pages)
     rng = random.Random(5)
     core = make_core(pages={GLOBAL: 200, LOCAL: 120}, kv=KVSettings(host_bytes=400 * SLOT), max_context=120)
     prefer_loads(core)
-    prompts = [[rng.randrange(2, 97) for _ in range(40)] for _ in range(7)]
+    prompts = [[rng.randrange(2, 97) for _ in range(40)] for _ in range(7)]  # loads of 12 pages
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     run(core, [GenerateRequest(f"first/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
     for pool in core.scheduler.manager.pools.values():
@@ -114,5 +118,5 @@ def test_few_loads_begin_before_a_step(monkeypatch):
     monkeypatch.setattr(core.scheduler, "schedule", counted)
     outputs = run(core, [GenerateRequest(f"again/{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)])
     assert all(outputs[f"again/{i}"] == greedy(prompt, 4, ignore_eos=True) for i, prompt in enumerate(prompts))
-    assert sum(begun) == len(prompts) and max(begun) == 2
+    assert sum(begun) == len(prompts) and max(begun) == most
     core.close()

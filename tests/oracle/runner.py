@@ -111,13 +111,16 @@ def _over(chunks: Sequence[tuple[int, int, bool]], jobs: int) -> Iterator[Report
 
 def _some(chunk: tuple[int, int, bool]) -> Report:
     first, count, real = chunk
+    report, before = Report(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # injected faults would fill the log
-    report = Report()
-    for seed in range(first, first + count):
-        report.lives += 1
-        failure = fails(seed, None, real=real, counts=report.counts)
-        if failure is not None:
-            report.failed.append(failure)
+    try:
+        for seed in range(first, first + count):
+            report.lives += 1
+            failure = fails(seed, None, real=real, counts=report.counts)
+            if failure is not None:
+                report.failed.append(failure)
+    finally:
+        logging.disable(before)
     return report
 
 

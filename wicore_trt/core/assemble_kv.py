@@ -53,19 +53,20 @@ def make_cache(
     """
     events = KVEventLog(MAX_EVENT_LOG_PAGES)
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
-    tiers, kept = None, None
+    tiers, store = None, None
     if settings.host_bytes and settings.prefix_cache:
         namespace = Namespace(
             engine, kernels, layout.page_tokens, {g: layout.page_bytes[g] for g in layout.num_pages}, layout.kv_dtype
         )
-        tiers, kept = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
+        tiers, store = _make_tiers(settings, layout, namespace, chain_group, copier, events, files)
+    secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
     policy = None
     if GLOBAL in layout.num_pages:
         policy = policy_of(settings, layout.num_pages[GLOBAL], layout.page_tokens)
     manager = KVCacheManager(
         layout.num_pages,
         window,
-        KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret_of(settings.salt) if settings.salt else kept),
+        KeyChain(f"{engine}/{kernels}", layout.page_tokens, secret=secret),
         options=CacheOptions(
             prefix_cache=settings.prefix_cache,
             write_policy=settings.write_policy,
@@ -86,8 +87,8 @@ def make_cache(
         tiers.transfers.up.disk_rate = loader.disk_read
         _keep_times(manager.retention, tiers.transfers)
         loader.probe()
-        if tiers.disk is not None and not tiers.disk.newest(1) and settings.disk_path is not None:
-            spare = settings.disk_bytes // 16
+        if store is not None and settings.disk_path is not None and tiers.disk is not None and not tiers.disk.newest(1):
+            spare = min(settings.disk_bytes // 16, store.spare_bytes)
             rate_reads(settings.disk_path, spare, settings.disk_threads, loader.disk_probed)
     return manager, loader
 
@@ -100,8 +101,8 @@ def _make_tiers(
     copier: PageCopier,
     events: KVEventLog,
     files: Files | None,
-) -> tuple[LowerTiers, bytes | None]:
-    """The tiers, and the secret that the disk tier keeps."""
+) -> tuple[LowerTiers, DiskStore | None]:
+    """The tiers, and the store of the disk tier."""
     slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
@@ -144,7 +145,7 @@ def _make_tiers(
         save_early=settings.write_policy == "through",
         stored=events.append_stored,
     )
-    return LowerTiers(transfers, threshold=settings.host_threshold), store.secret if store is not None else None
+    return LowerTiers(transfers, threshold=settings.host_threshold), store
 
 
 def _keep_times(retention: Retention, transfers: Transfers) -> None:

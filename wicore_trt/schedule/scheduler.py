@@ -34,9 +34,10 @@ TURN_STEPS = 32
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
 
-# Loads to begin before a step: to begin one takes this thread 10 ms where a prompt has hundreds of pages, and the link
-# longer to end it. So many keep the link busy, and who needs no load does not wait for those of all others.
-LOADS_AT_ONCE = 2
+# Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
+# some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
+# of all others.
+PAGES_AT_ONCE = 512
 
 
 @dataclass(slots=True)
@@ -254,7 +255,7 @@ class Scheduler:
         """After a jump: a later resume point may be worth a load of its own."""
         assert self.loader is not None
         here = PrefixHit(sequence.computed, 0, in_flight=False)
-        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate())
+        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate(sequence))
         if chosen is not None and chosen.stop:
             self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
 
@@ -297,7 +298,7 @@ class Scheduler:
         if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         passed_over: list[Sequence] = []
-        loads = 0
+        asked = 0
         while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
             sequence = self.waiting.pop()
             if sequence is None:
@@ -320,8 +321,9 @@ class Scheduler:
                 schedule.slices.append((sequence, count))
                 budget -= count
                 self._rows_left -= count * sequence.scoring
-            loads += sequence.pages.load is not None
-            if loads == LOADS_AT_ONCE:
+            load = sequence.pages.load
+            asked += sum(load.lacking(group) for group in self.manager.pools) if load is not None else 0
+            if asked >= PAGES_AT_ONCE:
                 self.held_back = len(self.waiting) > 0
                 break
         self.waiting.put_back(passed_over)
@@ -374,15 +376,15 @@ class Scheduler:
             return False
         return self.loader.resume(sequence.pages)
 
-    def _compute_rate(self) -> ComputeRate:
-        """What a newcomer's prefill gets: its turn comes after what is being prefilled, each step gives a token to
-        every sequence that decodes, and those that load would compute meanwhile too. More than that must not count for
-        a load, or its request waits longer for it than computing takes."""
-        busy = [s for s in self.running if s.pages.load is None]
+    def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
+        """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being
+        prefilled, each step gives a token to every sequence that decodes, and those that compute beside their loads go
+        on. More than that must not count for a load, or its request waits longer for it than computing takes."""
+        busy = [s for s in self.running if s.pages.load is None and s is not chooser]
         ahead = sum(s.remaining for s in busy if s.remaining > 1)
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
         share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
-        share /= 1 + len(self.running) - len(busy)
+        share /= 1 + sum(self.loader is not None and self.loader.splits(s.pages) for s in self.running)
         rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
         return replace(rate, delay_s=rate.seconds(0, ahead))
 

@@ -11,8 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from wicore_trt.kv.disk.files import aligned_buffer
@@ -44,32 +43,38 @@ def _rate(directory: str, count: int, threads: int, rated: Callable[[int, float]
 def _seconds(directory: str, count: int, threads: int) -> float:
     fd = _open(directory)
     try:
-        written, read = aligned_buffer(PIECE_BYTES), aligned_buffer(threads * PIECE_BYTES)
-        written[:] = secrets.token_bytes(PIECE_BYTES)
-        places, rooms = range(0, count * PIECE_BYTES, PIECE_BYTES), range(0, threads * PIECE_BYTES, PIECE_BYTES)
-        with ThreadPoolExecutor(threads) as pool:
-            _all(pool.map(lambda at: os.pwritev(fd, [written], at), places))
-            os.fdatasync(fd)
-            mine = threading.local()
-            free = iter(rooms)
-
-            def move(at: int) -> int:
-                if not hasattr(mine, "room"):
-                    begin = next(free)
-                    mine.room = read[begin : begin + PIECE_BYTES]
-                return os.preadv(fd, [mine.room], at)
-
-            begun = time.perf_counter()
-            _all(pool.map(move, places))
-            return time.perf_counter() - begun
+        memory = aligned_buffer(threads * PIECE_BYTES)
+        buffers = [memory[at : at + PIECE_BYTES] for at in range(0, len(memory), PIECE_BYTES)]
+        buffers[0][:] = secrets.token_bytes(PIECE_BYTES)
+        _move(count, buffers, lambda buffer, at: os.pwritev(fd, [buffers[0]], at))
+        os.fdatasync(fd)
+        begun = time.perf_counter()
+        _move(count, buffers, lambda buffer, at: os.preadv(fd, [buffer], at))
+        return time.perf_counter() - begun
     finally:
         os.close(fd)
 
 
-def _all(counts: Iterable[int]) -> None:
-    for count in counts:
-        if count != PIECE_BYTES:
-            raise OSError(errno.EIO, "a short transfer")
+def _move(count: int, buffers: Sequence[memoryview], move: Callable[[memoryview, int], int]) -> None:
+    """`move(buffer, place)` for all pieces, in a thread for each buffer; a disk that hangs holds up no end of the
+    process."""
+    places, failed = iter(range(0, count * PIECE_BYTES, PIECE_BYTES)), list[OSError]()
+
+    def work(buffer: memoryview) -> None:
+        try:
+            for at in places:
+                if move(buffer, at) != PIECE_BYTES:
+                    raise OSError(errno.EIO, "a short transfer")
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(buffer,), daemon=True) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _open(directory: str) -> int:

@@ -138,6 +138,11 @@ class DiskSpace:
         return self.allocated if self._short else self.num_slots
 
     @property
+    def spare_bytes(self) -> int:
+        """How much the files may still grow."""
+        return max(0, self._room() - self.allocated) * self.stride
+
+    @property
     def stride(self) -> int:
         return self._space.stride
 

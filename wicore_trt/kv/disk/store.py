@@ -144,6 +144,11 @@ class DiskStore:
         return self._space.usable_slots
 
     @property
+    def spare_bytes(self) -> int:
+        """What limit, file system and free-space floor leave at present."""
+        return self._space.spare_bytes
+
+    @property
     def queue_depth(self) -> int:
         """Operations whose buffers have not come back."""
         return self._pool.depth

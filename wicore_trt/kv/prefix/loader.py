@@ -273,21 +273,26 @@ class PrefixLoader:
         if load.broken:
             return DROP
         begun, now = self._begun[load], self._clock()
-        if not load.failed and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
+        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
+        over = load.failed or load.finished
+        if not over and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
             self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
             begun.disk_bytes = 0
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
-        # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
-        over = load.failed or load.finished
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
             most = DISK_SLICES * begun.choice.slice_tokens if begun.from_disk else step.max_tokens
             step = NextMove("compute", manager.pages_for(computed + min(step.max_tokens, most)) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
+
+    def splits(self, pages: SequencePages) -> bool:
+        """Whether a sequence has a load and was to compute beside it."""
+        begun = self._begun.get(pages.load) if pages.load is not None else None
+        return begun is not None and begun.choice.decision == "split"
 
     def jump(self, pages: SequencePages, owner: int, computed: int) -> int:
         """Everything has arrived: put the window and what was found into the tables, make the pages findable; returns
@@ -314,7 +319,6 @@ class PrefixLoader:
                         manager.publish(pages, group, i, slot, saved=(group, i) not in private)
                 manager.done_computing(pages.keys[i], owner)
             pages.published = max(pages.published, full)
-        self._measure_host()
         if parked is not None:
             self.let_go(pages)
         else:
@@ -362,6 +366,7 @@ class PrefixLoader:
         load = pages.load
         assert load is not None
         load.cancel()
+        self._measure_host()  # also when a slow link let none of its pages come in time
         self._manager.expect_no_more(load.expected)
         self._begun.pop(load, None)
         pages.load = None
@@ -373,7 +378,7 @@ class PrefixLoader:
         self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
 
     def _measure_host(self) -> None:
-        """Copies to the device since the last load: one page alone says little, a busy machine may stop it half-way."""
+        """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""
         traffic = self.tiers.transfers.host_traffic
         count, seconds = traffic.read_bytes - self._host_read[0], traffic.read_seconds - self._host_read[1]
         if count >= MEASURED_BYTES:

@@ -11,7 +11,8 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which ends within a slice and a page.
+load-only choice the load's own time too, which is less than what computing takes; with pages from disk, which may never
+come, it ends within a slice and a page.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def choose(
     A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
     recomputing is not made. O(pages) for the sums over each distinct page list, then O(log pages) per candidate.
     """
-    recompute = compute.delay_s + compute.seconds(start, total)
+    step = compute.alone(start, start + compute.slice_tokens)  # that brings the first token takes as long at least
+    recompute = max(compute.delay_s + compute.seconds(start, total), step)
     best: tuple[float, _Load, int] | None = None
     sums: dict[int, _Sums] = {}
     for candidate in candidates:
@@ -150,15 +152,15 @@ def choose(
         least = (1 - SPLIT_MARGIN * (not load.disk_bytes(start))) * max(compute.delay_s, load.seconds(start))
         if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
             meet, front = start, compute.delay_s
-        score = max(front, CAUTION * load.seconds(meet)) + compute.seconds(candidate.tokens, total)
+        load_s, tail = CAUTION * load.seconds(meet), compute.seconds(candidate.tokens, total)
+        score = max(front + tail, load_s + max(tail, step))
         if best is None or score < best[0]:
             best = (score, load, meet)
     if best is None:
         return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
-    load_s = load.seconds(meet)
-    seconds = max(compute.delay_s + compute.seconds(start, meet), load_s)
-    seconds += compute.seconds(load.candidate.tokens, total)
+    load_s, tail = load.seconds(meet), compute.seconds(load.candidate.tokens, total)
+    seconds = max(compute.delay_s + compute.seconds(start, meet) + tail, load_s + max(tail, step))
     if seconds > (1 - MARGIN) * recompute:
         return LoadChoice(0, start, recompute, recompute, "compute")
     wait_s = min(STAKE * (recompute - seconds), compute.seconds(start, start + compute.slice_tokens))

@@ -83,7 +83,7 @@ class PrefillMeter:
 
     def observe(self, slices: Sequence[tuple[int, int]], seconds: float) -> None:
         """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored."""
-        if sum(count for _, count in slices if count > 1) < MIN_TOKENS or seconds <= 0:
+        if sum(count for _, count in slices if count > 1) < MIN_TOKENS or not 0 < seconds < math.inf:
             return
         tokens = sum(count for _, count in slices)
         keys = sum(count * (start + count / 2) for start, count in slices)
@@ -114,7 +114,7 @@ class TierMeter:
 
     def observe(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
         """A batch of `count` bytes took `seconds` from submission to completion behind `queued` other bytes."""
-        if count <= 0 or seconds <= 0:
+        if count <= 0 or not 0 < seconds < math.inf:
             return
         self._read_at = now
         self._fit.update((1.0, count + queued), seconds)

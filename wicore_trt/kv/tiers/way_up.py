@@ -184,7 +184,8 @@ class WayUp:
             return False
         count = movers.host.bytes_of(copy.page)
         self.reading_bytes -= count
-        self.disk_rate(count, seconds, move.queued)
+        if late or outcome is Outcome.OK:  # one that failed may have ended at once
+            self.disk_rate(count, seconds, move.queued)
         if outcome is Outcome.OK:
             index.release(source)
             movers.disk_traffic.read_bytes += count
