@@ -42,6 +42,7 @@ class RequestSequence:
     turn: int | None = None
     produced: int = 0
     begun: float = 0.0
+    cost_s: float = 0.0
 
 
 class RequestCore(Core):
