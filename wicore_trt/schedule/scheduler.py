@@ -24,9 +24,11 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
+from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState
-from wicore_trt.schedule.step_time import StepTime
+from wicore_trt.schedule.step_time import StepTime, load_of
+from wicore_trt.schedule.turns import Turns
 from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
@@ -86,7 +88,7 @@ class Scheduler:
         self.preemptions = 0
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
-        self._given: dict[str, int] = {}  # tokens of prompts, by tenant that has some, above those of the first to come
+        self._turns = Turns()
 
     @property
     def has_work(self) -> bool:
@@ -101,23 +103,44 @@ class Scheduler:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
         if self.has_work and len(self.waiting) < PREFETCH_AHEAD:
             self._prefetch(sequence)
-        self._estimate(sequence)
         self.waiting.push(sequence)
         self._too_few = []
 
-    def _estimate(self, sequence: Sequence) -> None:
-        """Set what a newcomer's prompt will take, cached parts aside."""
+    def estimate(self, sequence: Sequence) -> float:
+        """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
         if self.step_time is None:
-            return
+            return 0.0
         pages, total = sequence.pages, len(sequence.tokens)
-        sequence.cost_s = self.step_time.prompt_s(0, total)
-        if sequence.cost_s > LOOK_UP_S and not sequence.scoring:
+        seconds = self.step_time.prompt_s(0, total)
+        if seconds > LOOK_UP_S and not sequence.scoring:
             hit = self.manager.lookup(pages, sequence.tokens)
-            sequence.cost_s = self.step_time.prompt_s(hit.tokens, total - hit.tokens)
-            if self.loader is not None and sequence.cost_s > LOOK_UP_S:
+            seconds = self.step_time.prompt_s(hit.tokens, total - hit.tokens)
+            if self.loader is not None and seconds > LOOK_UP_S:
                 rate = self.prefill.rate(slice_tokens=self.slice_tokens)
                 chosen = self.loader.choose(pages, total, hit, rate)
-                sequence.cost_s = min(sequence.cost_s, chosen.seconds if chosen is not None else sequence.cost_s)
+                seconds = min(seconds, chosen.seconds if chosen is not None else seconds)
+        return seconds
+
+    def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
+        """A step that computed (start, count) tokens of each sequence took so long."""
+        self.prefill.observe(slices, seconds)
+        if self.step_time is not None:
+            self.step_time.observe(load_of(slices), seconds)
+
+    def outlook(self) -> Outlook:
+        """What a newcomer finds before it."""
+        free, time = self.max_sequences - len(self.running), self.step_time
+        if self.running and (self._too_few or self._full()):
+            free = 0
+        queued = self.waiting.waiting()
+        if time is None:
+            return Outlook(queued=queued, free=free)
+        prompts = [
+            (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
+            for s in self.running
+            if s.remaining > 1 and s.pages.load is None
+        ]
+        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free)
 
     def _prefetch(self, sequence: Sequence) -> None:
         if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
@@ -173,7 +196,9 @@ class Scheduler:
             victim.gave_way += 1
             budget.tokens += self._preempt(victim, schedule)
         passed_over: list[Sequence] = []
-        for sequence in self._in_turn([s for s in self.running if s.remaining > 1]):
+        prompts, head = [s for s in self.running if s.remaining > 1], self.waiting.first()
+        self._turns.begin(s.request.tenant for s in (prompts if head is None else [*prompts, head]))
+        for sequence in sorted(prompts, key=self._turn):
             if not short:
                 self._admit(schedule, budget, passed_over, before=sequence)
             lost = len(schedule.preempted)
@@ -186,18 +211,8 @@ class Scheduler:
         if following is not None and not short:
             self._prefetch(following)
 
-    def _in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Prompts that run, those first whose tenant was given the fewest tokens for its prompts. A tenant without any
-        is forgotten, and begins with no fewer than those that had to wait."""
-        head = self.waiting.first()
-        names = {s.request.tenant for s in (prompts if head is None else [*prompts, head])}
-        known = [self._given[name] for name in names if name in self._given]
-        first = min(known, default=0)
-        self._given = {name: self._given.get(name, first) - first for name in names}
-        return sorted(prompts, key=self._turn)
-
     def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
-        return self._given.get(sequence.request.tenant, 0), order_key(sequence)
+        return self._turns.of(sequence.request.tenant), order_key(sequence)
 
     def follow(self, schedule: StepSchedule, goes_on: Callable[[Sequence], bool]) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: a token more for each sequence that `goes_on`
@@ -279,8 +294,8 @@ class Scheduler:
         schedule.slices.append((sequence, count))
         budget.take(sequence.computed, count, prompt=prompt)
         self._rows_left -= count * sequence.scoring
-        if prompt and sequence.request.tenant in self._given:
-            self._given[sequence.request.tenant] += count
+        if prompt:
+            self._turns.gave(sequence.request.tenant, count)
 
     def _bounded(self, sequence: Sequence, count: int, budget: Budget) -> int:
         """As many of `count` tokens as this step may compute for a sequence."""
