@@ -233,6 +233,7 @@ class EngineLoop:
         self._open = True
         self._dead: str | None = None
         self._ended = threading.Event()
+        self._turns, self._rests = 0, True
         self._stats, self._stats_time = core.stats(), time.monotonic()
         self._outlook = core.outlook()
         self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
@@ -254,6 +255,11 @@ class EngineLoop:
         """Ids of the requests accepted and not finished."""
         with self._wake:
             return list(self._live)
+
+    @property
+    def progress(self) -> int | None:
+        """Another number after each step; None while there is nothing to do."""
+        return None if self._rests else self._turns
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the loop has ended, at the latest after so many seconds."""
@@ -371,6 +377,7 @@ class EngineLoop:
         try:
             while self._take_inbox():
                 self._emit(self._core.step())
+                self._turns += 1
             self._emit(self._unprepared() + self._core.abort_all())
             self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
@@ -404,7 +411,10 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait(TIDY_S if self._core.tidy() else self._core.rest_s())
+                timeout_s = TIDY_S if self._core.tidy() else self._core.rest_s()
+                self._rests = True
+                self._wake.wait(timeout_s)
+                self._turns, self._rests = self._turns + 1, False
                 self._look()
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences
