@@ -27,7 +27,7 @@ from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState
-from wicore_trt.schedule.step_time import StepTime, load_of
+from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
 from wicore_trt.schedule.turns import Turns
 from wicore_trt.types import FinishReason
 
@@ -180,8 +180,8 @@ class Scheduler:
         for sequence in decoding:
             self._serve(sequence, schedule, budget)
         if self.step_time is not None:
-            keys = sum(s.computed for s, _ in schedule.slices)
-            budget.pace(self.step_time, len(schedule.slices), keys, self._least)
+            decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
+            budget.pace(self.step_time, decode, self._least)
         self._schedule_prompts(schedule, budget)
         return schedule
 
@@ -196,8 +196,8 @@ class Scheduler:
             victim.gave_way += 1
             budget.tokens += self._preempt(victim, schedule)
         passed_over: list[Sequence] = []
-        prompts, head = [s for s in self.running if s.remaining > 1], self.waiting.first()
-        self._turns.begin(s.request.tenant for s in (prompts if head is None else [*prompts, head]))
+        prompts = [s for s in self.running if s.remaining > 1]
+        self._turns.begin({s.request.tenant for s in prompts} | self.waiting.counts().keys())
         for sequence in sorted(prompts, key=self._turn):
             if not short:
                 self._admit(schedule, budget, passed_over, before=sequence)
@@ -238,10 +238,11 @@ class Scheduler:
 
     def _full(self) -> bool:
         """Whether another sequence would be more than there are places, or than the target of a step allows."""
-        if self.step_time is None or self.step_time.target_s is None or not self.running:
-            return len(self.running) >= self.max_sequences
-        rows, keys = len(self.running) + 1, sum(len(s.tokens) for s in self.running)
-        return rows > self.max_sequences or not self.step_time.holds(rows, keys, self._least)
+        time, running = self.step_time, len(self.running)
+        if running >= self.max_sequences or time is None or time.target_s is None or not running:
+            return running >= self.max_sequences
+        keys = sum(len(s.tokens) for s in self.running)
+        return time.step_s(StepLoad(running + 1, keys, self._least)) > time.target_s
 
     def _blocked(self) -> bool:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""

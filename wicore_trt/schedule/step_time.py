@@ -1,12 +1,13 @@
-"""How long a step takes, learnt from those that were made, and what part of one prompts may have.
+"""How long a step takes, learnt from those that were made.
 
-    seconds = fixed + rows * a + keys * b + tokens * c + pairs * d, no term negative
+    seconds = max(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
 
-`rows` decode a token each and read `keys` tokens of context; `tokens` of prompts are computed, and `pairs` of them and
-a key before are attended to. This is a roofline with its corner cut: weights are read once a step, which is `fixed`,
-the context of a row once a token, and prompts cost arithmetic, a product for each token and one for each pair. Plain
-numbers; it must not know sequences, clocks or devices. Invariant: whatever is observed, estimates are positive and
-finite, one odd step moves them by a few percent, and two in a row that are off alike bring them there.
+This is a roofline. `weights` are read once a step however little it does, and are hidden behind the arithmetic of all
+tokens that it computes, or that behind them; the maximum has a round corner, (x^4 + y^4)^(1/4), as real ones do. A
+row that decodes costs its sampling (a) and reads its context (b for each key); tokens of prompts are attended to with
+the keys before them (d for each pair). Plain numbers; it must not know sequences, clocks or devices. Invariant:
+whatever is observed, estimates are positive and finite, one odd step moves them by a few percent, and two in a row that
+are off alike bring them there.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ from typing import NamedTuple
 
 from wicore_trt.kv.prefix.rates import PositiveSum
 
-PRIOR = (5e-3, 1e-4, 1e-8, 1e-4, 3e-10)
-"""Before the first step, whose measure scales all of it: a model of some 10 B parameters on a GPU."""
+PRIOR = (5e-3, 1e-4, 1e-8, 5e-5, 3e-10)
+"""Of weights, rows, keys, tokens and pairs, before the first step, whose measure scales all of them: a model of some
+10 B parameters on a GPU."""
 RATE, CLIP = 0.1, 2.0
 """There are steps enough to learn slowly from each."""
 SHARE_S = 2.0
 """Of how many seconds of steps `share` is the mean, roughly."""
-STRETCH = 1.75
+STRETCH = 1.6
 """A step that decodes takes at most so many times as long with prompts in it as without, where no target is set. Less
-than 2, so that twice the time between tokens is kept when a step in a hundred takes an eighth longer than expected."""
+than 2, so that twice the time between tokens is kept when one step in a hundred takes a quarter longer than expected."""
 
 
 class StepLoad(NamedTuple):
-    """What a step does; see the module."""
+    """What a step does: `rows` decode a token each over `keys` of context, and `tokens` of prompts are computed that
+    form `pairs` with themselves and keys before them."""
 
     rows: int = 0
     keys: int = 0
     tokens: int = 0
     pairs: float = 0.0
+
+    def plus(self, start: int, count: int) -> StepLoad:
+        """The same with tokens [start, start + count) of a prompt more."""
+        return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
 
 
 def load_of(slices: Iterable[tuple[int, int]]) -> StepLoad:
@@ -62,35 +69,36 @@ class StepTime:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took so long."""
-        if seconds > 0 and load.rows + load.tokens:
-            self._fit.update((1.0, *load), seconds)
-        if seconds > 0 and load.tokens:
-            _, _, _, token, pair = self._fit.p
-            part = min(1.0, (load.tokens * token + load.pairs * pair) / seconds)
+        if seconds <= 0 or not load.rows + load.tokens:
+            return
+        self._fit.update(self._terms(load), seconds)
+        if load.tokens:
+            part = min(1.0, self._prompt_s(load.tokens, load.pairs) / seconds)
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 
     def step_s(self, load: StepLoad) -> float:
         """How long such a step takes."""
-        return self._fit.predict((1.0, *load))
+        return self._fit.predict(self._terms(load))
 
     def prompt_s(self, start: int, count: int) -> float:
-        """What computing tokens [start, start + count) of a prompt adds to steps."""
-        _, _, _, token, pair = self._fit.p
-        return count * (token + pair * (start + count / 2))
+        """What tokens [start, start + count) of a prompt take in steps that prompts fill."""
+        return self._prompt_s(count, count * (start + count / 2))
 
-    def room_s(self, rows: int, keys: int) -> float:
-        """What prompts may add to a step that decodes; no end of it where none does."""
-        if not rows:
+    def limit_s(self, decoding: StepLoad) -> float:
+        """How long a step may take in which these decode; no end of it where none does."""
+        if not decoding.rows:
             return math.inf
-        alone = self.step_s(StepLoad(rows, keys))
-        return (self.target_s or STRETCH * alone) - alone
+        return self.target_s or STRETCH * self.step_s(decoding)
 
-    def fitting(self, start: int, seconds: float) -> int:
-        """Tokens of a prompt from `start` on that add so many seconds: the root of prompt_s(start, n) = seconds."""
+    def _prompt_s(self, tokens: int, pairs: float) -> float:
         _, _, _, token, pair = self._fit.p
-        first = token + pair * start
-        return int(2 * max(0.0, seconds) / (first + math.sqrt(first * first + 2 * pair * max(0.0, seconds))))
+        return tokens * token + pairs * pair
 
-    def holds(self, rows: int, keys: int, tokens: int) -> bool:
-        """Whether so many rows, and so many tokens of a prompt with them, keep the target, where there is one."""
-        return self.target_s is None or self.step_s(StepLoad(rows, keys, tokens)) <= self.target_s
+    def _terms(self, load: StepLoad) -> tuple[float, ...]:
+        """What the coefficients are multiplied with. The two under the maximum have their parts of it, by which they
+        also learn."""
+        weights, _, _, token, _ = self._fit.p
+        computed = load.rows + load.tokens
+        x, y = weights**4, (computed * token) ** 4
+        both = (x + y) ** -0.75
+        return (both * weights**3, load.rows, load.keys, both * y / token, load.pairs)

@@ -6,7 +6,7 @@ the other has its turn; who had none meanwhile is owed nothing, and begins as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 
 
 class Turns:
@@ -15,12 +15,11 @@ class Turns:
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
 
-    def begin(self, tenants: Iterable[str]) -> None:
+    def begin(self, tenants: Set[str]) -> None:
         """A step begins, and these have prompts."""
         given = self._given
-        names = set(tenants)
-        least = min((given[name] for name in names if name in given), default=0)
-        self._given = {name: given.get(name, least) - least for name in names}
+        least = min((given[name] for name in tenants if name in given), default=0)
+        self._given = {name: given.get(name, least) - least for name in tenants}
 
     def of(self, tenant: str) -> int:
         """Smaller comes first."""
