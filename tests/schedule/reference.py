@@ -1,4 +1,4 @@
-"""What the scheduler must do, said once more and slowly: lists that are looked through, tokens that are given one by one.
+"""What the scheduler must do, said once more and slowly: lists are looked through, tokens are given one by one.
 
 For engines without a prefix cache whose pages last for all. `jobs` are added as the engine's requests are; `step` tells
 (seq_id, tokens) of the next step.

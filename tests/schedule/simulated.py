@@ -33,7 +33,7 @@ class Device:
         return body + load.rows * self.row + load.keys * self.key + load.pairs * self.pair
 
 
-# Weights of 27 B at 8 bits and 4.8 TB/s, 55 us of arithmetic a token; about 9 requests of 1,088 and 149 tokens a second.
+# Weights of 27 B at 8 bits and 4.8 TB/s, 55 us of arithmetic a token: some 10 requests of 1,088 and 149 tokens
 H200 = Device(9e-3, 1e-4, 1.8e-8, 5.5e-5, 3e-10)
 # A small model on two cores: a token takes some 5 ms, weights 50.
 CPU = Device(0.05, 2e-3, 1e-7, 5e-3, 5e-9)

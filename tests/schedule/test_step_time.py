@@ -59,7 +59,7 @@ def test_a_long_prompt_at_most_doubles_the_time_of_steps_that_decode(device):
 def test_steps_are_foretold(device):
     time, keys = learnt(device, random.Random(2))
     for load in (StepLoad(16, keys), StepLoad(12, keys // 2), StepLoad(0, 0, 1000, 500_000)):
-        assert time.step_s(load) == pytest.approx(device.step_s(load), rel=0.4)
+        assert time.step_s(load) == pytest.approx(device.step_s(load), rel=0.5)
 
 
 def test_a_device_that_slows_down_is_noticed_and_one_odd_step_is_not():

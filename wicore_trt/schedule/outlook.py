@@ -31,10 +31,10 @@ class Outlook:
         others that take `more_s`. Other tenants have one turn for each of the tenant's own."""
         ahead, seconds = more, more_s
         for name, place, left in self.prompts:
-            seconds += min(left, cost_s) if name != tenant else left if place < key else 0.0
+            seconds += min(left, cost_s) if name != tenant else left if place <= key else 0.0
         for entry in self.queued.get(tenant, ()):
             waits = entry.sequence
-            if waits is not None and entry.key[0] < key:
+            if waits is not None and entry.key[0] <= key:
                 ahead, seconds = ahead + 1, seconds + waits.cost_s
         turns = ahead + 1
         for name, others in self.queued.items():

@@ -42,7 +42,7 @@ PREFETCH_AHEAD = 4
 # A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
 LOOK_UP_S = 0.02
 # Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
-LEAST = 4
+LEAST = 8
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
 """How long a step takes, learnt from those that were made.
 
-    seconds = max(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
+    seconds = hypot(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
 
-This is a roofline. `weights` are read once a step however little it does, and are hidden behind the arithmetic of all
-tokens that it computes, or that behind them; the maximum has a round corner, (x^4 + y^4)^(1/4), as real ones do. A
-row that decodes costs its sampling (a) and reads its context (b for each key); tokens of prompts are attended to with
-the keys before them (d for each pair). Plain numbers; it must not know sequences, clocks or devices. Invariant:
-whatever is observed, estimates are positive and finite, one odd step moves them by a few percent, and two in a row that
-are off alike bring them there.
+This is a roofline with a round corner. `weights` are read once a step however little it does; the arithmetic of the
+tokens that it computes (c for each) hides behind that, or that behind it, and where they are equal half of the shorter
+one shows. A row that decodes costs its sampling (a) and reads its context (b for each key); tokens of prompts are
+attended to with the keys before them (d for each pair). Plain numbers; it must not know sequences, clocks or devices.
+Invariant: whatever is observed, estimates are positive and finite, one odd step moves them by a few percent, and two in
+a row that are off alike bring them there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARE_S = 2.0
 """Of how many seconds of steps `share` is the mean, roughly."""
 STRETCH = 1.6
 """A step that decodes takes at most so many times as long with prompts in it as without, where no target is set. Less
-than 2, so that twice the time between tokens is kept when one step in a hundred takes a quarter longer than expected."""
+than 2, so that gaps between tokens at most double though one step in a hundred takes a quarter longer than expected."""
 
 
 class StepLoad(NamedTuple):
@@ -95,10 +95,10 @@ class StepTime:
         return tokens * token + pairs * pair
 
     def _terms(self, load: StepLoad) -> tuple[float, ...]:
-        """What the coefficients are multiplied with. The two under the maximum have their parts of it, by which they
-        also learn."""
+        """What the coefficients are multiplied with. The two that hide each other have their parts of both, by which
+        they also learn."""
         weights, _, _, token, _ = self._fit.p
         computed = load.rows + load.tokens
-        x, y = weights**4, (computed * token) ** 4
-        both = (x + y) ** -0.75
-        return (both * weights**3, load.rows, load.keys, both * y / token, load.pairs)
+        work = computed * token
+        both = math.hypot(weights, work)
+        return (weights / both, load.rows, load.keys, work * computed / both, load.pairs)

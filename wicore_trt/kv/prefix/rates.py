@@ -61,7 +61,7 @@ class PositiveSum:
             return
         error = max(-self._clip, min(self._clip, error))
         again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > math.log(SHIFT)
-        rate = FAST_RATE if again else self._rate
+        rate = FAST_RATE if again else max(self._rate, 1 / self.observed)
         self._last_error = error
         parts = [p * v / expected for p, v in zip(self.p, x, strict=True)]
         norm = sum(part * part for part in parts)
