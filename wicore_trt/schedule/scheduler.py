@@ -116,9 +116,8 @@ class Scheduler:
             hit = self.manager.lookup(pages, sequence.tokens)
             seconds = self.step_time.prompt_s(hit.tokens, total - hit.tokens)
             if self.loader is not None and seconds > LOOK_UP_S:
-                rate = self.prefill.rate(slice_tokens=self.slice_tokens)
-                chosen = self.loader.choose(pages, total, hit, rate)
-                seconds = min(seconds, chosen.seconds if chosen is not None else seconds)
+                chosen = self.loader.choose(pages, total, hit, self.prefill.rate(slice_tokens=self.slice_tokens))
+                seconds = seconds if chosen is None else min(seconds, chosen.seconds)
         return seconds
 
     def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
@@ -129,10 +128,8 @@ class Scheduler:
 
     def outlook(self) -> Outlook:
         """What a newcomer finds before it."""
-        free, time = self.max_sequences - len(self.running), self.step_time
-        if self.running and (self._too_few or self._full()):
-            free = 0
-        queued = self.waiting.waiting()
+        blocked, queued, time = bool(self.running) and self._blocked(), self.waiting.waiting(), self.step_time
+        free = 0 if blocked else self.max_sequences - len(self.running)
         if time is None:
             return Outlook(queued=queued, free=free)
         prompts = [
@@ -177,8 +174,13 @@ class Scheduler:
         decoding = [s for s in self.running if s.remaining == 1]
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
-        for sequence in decoding:
-            self._serve(sequence, schedule, budget)
+        for s in decoding:
+            plain = s.pages.load is None and not s.scoring and s.state is SequenceState.RUNNING and budget.tokens
+            if plain and self.manager.reserve(s.pages, s.computed + 1):  # nearly always; `_serve` does all the rest
+                schedule.slices.append((s, 1))
+                budget.tokens -= 1
+            else:
+                self._serve(s, schedule, budget)
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             budget.pace(self.step_time, decode, self._least)
@@ -207,8 +209,7 @@ class Scheduler:
         if not short:
             self._admit(schedule, budget, passed_over)
         self.waiting.put_back(passed_over)
-        following = self.waiting.first()
-        if following is not None and not short:
+        if not short and (following := self.waiting.first()) is not None:
             self._prefetch(following)
 
     def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:

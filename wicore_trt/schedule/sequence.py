@@ -60,14 +60,12 @@ class Sequence:
     scored: int = 0
     begun: float | None = None
     cost_s: float = 0.0
+    # Of the request, kept here because each step asks for them several times.
+    params: SamplingParams = field(init=False)
+    prompt_len: int = field(init=False)
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.params, self.prompt_len = self.request.params, len(self.request.prompt_token_ids)
 
     @property
     def output_len(self) -> int:
