@@ -41,7 +41,7 @@ test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 
 tests/clients/node/node_modules/.setup: tests/clients/node/package-lock.json
 	cd tests/clients/node && npm ci --no-audit --no-fund && touch node_modules/.setup
 
-test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 51 ways; each must be caught, an hour at most
+test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 58 ways; each must be caught, an hour at most
 	$(PY) tests/mutants/run.py
 
 demo: setup  ## fetch Gemma 3 270M, build, serve, ask

@@ -40,6 +40,9 @@ class Job:
     def key(self) -> tuple[float, int]:
         return (self.arrival + self.priority * AGEING_S + self.cost, self.seq_id)
 
+    def late(self, now: float) -> bool:
+        return self.deadline is not None and self.deadline <= now
+
 
 class Reference:
     def __init__(self, time: StepTime, max_tokens: int, max_sequences: int, least: int) -> None:
@@ -79,7 +82,7 @@ class Reference:
         return self.time.step_s(more) > self.time.target_s
 
     def step(self, now: float) -> list[tuple[int, int]]:
-        for job in [job for job in self.jobs if job.deadline is not None and job.deadline <= now]:
+        for job in [job for job in self.jobs if job.late(now)]:
             self.end(job.seq_id)
         made = {job: 1 for job in self.of(True) if job.remaining == 1}
         load = StepLoad(len(made), sum(job.computed for job in made))

@@ -71,7 +71,7 @@ class Scenario:
             if self.jobs and rng.random() < 0.02:
                 self.cancel(rng.choice(list(self.jobs)))
             before, now = len(self.executor.steps), self.executor.now
-            decoding = [job for job in self.reference.of(True) if job.remaining == 1]
+            decoding = [job for job in self.reference.of(True) if job.remaining == 1 and not job.late(now)]
             load = StepLoad(len(decoding), sum(job.computed for job in decoding))
             time = deepcopy(self.scheduler.step_time)  # it learns from the step
             expected = self.reference.step(now)
@@ -103,7 +103,7 @@ class Scenario:
             job = held[seq_id]
             if job.remaining > 1:
                 load, prompts = load.plus(job.computed, count), prompts + count
-            assert job.deadline is None or job.deadline > now, "a step for what is late"
+            assert not job.late(now), "a step for what is late"
             if seq_id not in self.first:
                 self.first[seq_id] = len(self.began) - 1, now
         if prompts > self.scheduler._least:
