@@ -32,7 +32,7 @@ def plan(
         int | None, typer.Option(min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32.")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of one step. Default: 512.")
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of one step. Default: 2048.")
     ] = None,
     device_bytes: Annotated[
         str | None, typer.Option(help="Device memory for KV pages that there is, e.g. 40GB.")
@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Size the KV tiers for conversations that share no prefix: bytes of each, and what the tiers hold."""
     from wicore_trt.cli._ui import print_json
-    from wicore_trt.config import SchedulerSettings
+    from wicore_trt.config import BATCH_TOKENS
     from wicore_trt.errors import ConfigError
     from wicore_trt.kv.sizing import SessionSize
 
@@ -56,7 +56,7 @@ def plan(
         SessionSize(geometry, _tokens(text, longest, geometry.page_tokens), reply_tokens) for text in context.split(",")
     ]
     device, host, disk, rate = (_bytes(text) for text in (device_bytes, host_bytes, disk_bytes, disk_rate))
-    batch = max_batch_tokens or SchedulerSettings().max_batch_tokens
+    batch = max_batch_tokens or BATCH_TOKENS["cuda"]
     rows = [_row(size, batch, device, host, disk, prefill_tokens_per_s, rate) for size in sizes]
     largest = max(sizes, key=lambda size: size.tokens)
     together = min(users, active or 8)

@@ -71,7 +71,7 @@ def command(
     max_sequences: Annotated[
         int | None, _LIMITS(show_default="64", help="Sequences that run at the same time.")
     ] = None,
-    max_batch_tokens: Annotated[int | None, _LIMITS(show_default="512", help="Tokens of one step.")] = None,
+    max_batch_tokens: Annotated[int | None, _LIMITS(show_default="2048, CPU: 256", help="Tokens of one step.")] = None,
     max_waiting: Annotated[int | None, _LIMITS(show_default="1024", help="Requests that may wait.")] = None,
     max_context: Annotated[int | None, _LIMITS(help="Longest prompt and output, tokens.")] = None,
     kv_bytes: Annotated[str | None, _LIMITS(help="Device memory for KV pages, like 2GiB.")] = None,

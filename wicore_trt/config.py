@@ -50,10 +50,13 @@ def _none(value: object) -> object:
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 ByteSizeOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Seconds = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
 PortOrNone = Annotated[Annotated[int, Field(ge=0, le=65535)] | None, BeforeValidator(_none)]
+BATCH_TOKENS = {"cuda": 2048, "cpu": 256}
+"""Tokens of a step by device. A GPU computes no faster with more, and what comes meanwhile waits for the step's end."""
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -134,8 +137,19 @@ class KVSettings:
 
 @settings(config=_STRICT, frozen=True)
 class SchedulerSettings:
-    max_batch_tokens: Positive = 512
-    """Token budget of one step. More is faster prefill, and longer gaps between the tokens of running requests."""
+    max_batch_tokens: Positive | None = None
+    """Most tokens of one step, which it has where nobody decodes; beside running requests target_itl_ms bounds it.
+    Default: 2048 on a GPU, 256 on a CPU."""
+    target_itl_ms: Seconds = None
+    """How long a step may take while requests decode, by measure: prompts get the tokens, and requests the places, that
+    keep it; a prompt gets on in any case. Default: 1.6 times as long as without prompts."""
+    target_ttft_ms: Seconds = None
+    """Refuse a request, with the time to retry, whose first token is not to be expected within this, or within twice
+    what its prompt takes where that is more; it ends if it then waits longer. Default: max_queue_s alone."""
+    max_queue_s: Seconds = 60.0
+    """The same for the time until its first step; none is no limit. Proxies give up after 60 s."""
+    timeout_s: Seconds = 3600.0
+    """Time limit of a request that names none; none is no limit."""
     max_sequences: Positive = 64
     """Sequences that run at the same time."""
     max_waiting: Positive = 1024
@@ -174,6 +188,9 @@ class ServerSettings:
     gives back what it did not use. Default: no limit."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    watchdog_s: Seconds = 300.0
+    """An engine that has work and ends no step for so long is ended, with the stacks of its threads in the log, and
+    started again. Longer than any step takes: with its first ones kernels may be compiled. none is no watchdog."""
     api_key: Annotated[str, Field(min_length=1)] | None = None
     """The operator's key. Set it by WICORE_SERVER__API_KEY, so that it is in no file and no ps. Without this and
     keys_file everybody who reaches the server may use it, as one trusted user."""

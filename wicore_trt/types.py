@@ -270,7 +270,8 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     `error` is set with FinishReason.ERROR, and `field` too where a field of the request is why. `prompt_logprobs`,
     where they were asked for, come before the first token, one for each token of the prompt, in parts; the first one,
     which nothing comes before, is 0 and has no alternatives. `prefill_s`, with a sequence's first tokens: seconds since
-    the beginning of the first step that computed for it. It may cross to another process, so it is a msgspec.Struct.
+    the beginning of the first step that computed for it. `retry_s`: it was refused, and may be asked for again then.
+    It may cross to another process, so it is a msgspec.Struct.
     """
 
     request_id: str
@@ -284,6 +285,7 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prefill_s: float | None = None
     field: str | None = None
+    retry_s: float | None = None
 
 
 class TextOutput(Struct, frozen=True):

@@ -12,7 +12,7 @@ from tiny_source import write_tiny_source
 
 from wicore_trt.cli._ui import human_bytes
 from wicore_trt.cli.main import run
-from wicore_trt.config import load_settings, parse_bytes
+from wicore_trt.config import BATCH_TOKENS, load_settings, parse_bytes
 from wicore_trt.kv.sizing import MODELS, Geometry, SessionSize, builtin_spec
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.recipe import resolve_recipe
@@ -152,11 +152,12 @@ def test_what_is_wrong_is_named_with_its_fix(capsys, options, what):
 @pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b"])
 def test_the_device_limits_what_is_active(capsys, name):
     geometry = Geometry.of(builtin_spec(name), 32, "bfloat16")
+    batch = BATCH_TOKENS["cuda"]
     for nbytes in (10**7, 10**9, 24 * 10**9, 80 * 10**9):
-        fit = geometry.device_sessions(nbytes, 8192, 512, loads=True)
-        assert geometry.device_bytes(fit + 1, 8192, 512, loads=True) > nbytes
-        assert not fit or geometry.device_bytes(fit, 8192, 512, loads=True) <= nbytes
-    size = f"{geometry.device_bytes(3, 8192, 512, loads=True)}"
+        fit = geometry.device_sessions(nbytes, 8192, batch, loads=True)
+        assert geometry.device_bytes(fit + 1, 8192, batch, loads=True) > nbytes
+        assert not fit or geometry.device_bytes(fit, 8192, batch, loads=True) <= nbytes
+    size = f"{geometry.device_bytes(3, 8192, BATCH_TOKENS['cuda'], loads=True)}"
     found = plan_json(capsys, "--model", name, "--context", "8K", "--device-bytes", size)
     assert found["sessions"][0]["sessions_on_device"] == found["recipe"]["scheduler"]["max_sequences"] == 3
     assert run(["kv", "plan", "--model", name, "--context", "8K", "--device-bytes", size, "--active", "4"]) == 3

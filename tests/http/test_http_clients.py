@@ -12,6 +12,7 @@ import websockets
 from web import GREEDY, error_of, executor_of, expected, make_engine, serving, until
 
 from wicore_trt.access import admission
+from wicore_trt.core.limits import Limits
 from wicore_trt.errors import WicoreError
 from wicore_trt.http import intake, protocol
 from wicore_trt.http.protocol import MAX_HEAD, MAX_HEADERS
@@ -359,6 +360,19 @@ async def test_a_full_queue_says_when_to_come_back():
         assert int(refused.headers["retry-after"]) >= 1 and int(refused.headers["retry-after-ms"]) >= 1
         found = await running.completion(prompt=["a", "b", "c", "d"], max_tokens=50)
         assert found.status_code == 429, "all of its prompts or none"
+        await until(lambda: rests(running))
+
+
+async def test_who_waited_longer_than_it_may_is_told_when_to_come_back():
+    engine = make_engine(step_s=0.01, max_sequences=1)
+    engine.engine._core.limits = Limits(max_queue_s=0.05)
+    async with serving(engine) as running:
+        found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(4)))
+        refused = [response for response in found if response.status_code != 200]
+        assert len(refused) == 3 and {response.status_code for response in refused} == {429}
+        assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+        found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(2)))
+        assert sorted(response.status_code for response in found) == [200, 429]
         await until(lambda: rests(running))
 
 

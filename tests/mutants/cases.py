@@ -243,8 +243,8 @@ MUTANTS = (
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "budget -= count\n                self._rows_left -= count * sequence.scoring\n        return budget",
-        "self._rows_left -= count * sequence.scoring\n        return budget",
+        "        budget.take(sequence.computed, count, prompt=prompt)\n",
+        "",
     ),
     Mutant(
         "schedule/scheduler.py",
@@ -258,8 +258,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "                if victim is sequence and sequence.pages.load is not None:",
-        "                if victim is not sequence and sequence.pages.load is not None:",
+        "            if victim is sequence and sequence.pages.load is not None:",
+        "            if victim is not sequence and sequence.pages.load is not None:",
         "tests/kv/test_written_pages.py",
     ),
     Mutant(
@@ -274,7 +274,49 @@ MUTANTS = (
         "if self.loader is not None:\n",
         "tests/core/test_prompt_logprobs.py",
     ),
+    Mutant(
+        "schedule/scheduler.py",
+        "        if head is None or self._turn(head) > self._turn(prompt):\n",
+        "        if head is None:\n",
+        "tests/schedule/test_against_reference.py",
+    ),
+    Mutant(
+        "schedule/budget.py",
+        "self._load.plus(start, middle)) <= self._limit_s:",
+        "self._load.plus(start, middle)) <= 1.1 * self._limit_s:",
+        "tests/schedule/test_step_time.py",
+    ),
+    Mutant(
+        "schedule/queue.py",
+        " + sequence.cost_s, sequence.seq_id)",
+        ", sequence.seq_id)",
+        "tests/schedule/test_against_reference.py",
+    ),
+    Mutant(
+        "schedule/turns.py",
+        "        self._given[tenant] = self._given.get(tenant, 0) + tokens\n",
+        "        self._given[tenant] = self._given.get(tenant, 0) + 1\n",
+        "tests/schedule/test_against_reference.py",
+    ),
+    Mutant(
+        "schedule/outlook.py",
+        "waits is not None and entry.key[0] <= key:",
+        "waits is not None and entry.key[0] < key:",
+        "tests/schedule/test_overload.py",
+    ),
     # --- core
+    Mutant(
+        "core/limits.py",
+        "        found = [name for name, at in self.items() if at <= now]\n",
+        "        found = [name for name, at in self.items() if at <= now - 0.05]\n",
+        "tests/schedule/test_against_reference.py",
+    ),
+    Mutant(
+        "core/engine.py",
+        "if len(flight.result.failed) == number == min(2, len(flight.batch.slices)):",
+        "if len(flight.result.failed) == number:",
+        "tests/core/test_step_again.py",
+    ),
     Mutant(
         "core/engine.py",
         "        new = found[max(0, sequence.scored - start - 1) :]\n",

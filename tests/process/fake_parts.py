@@ -1,10 +1,11 @@
 """A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
-`load_s`, `fail_at` (the step that breaks an engine), `load_fails`, `backlog` (bytes after which the engine cuts off a
-front), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`,
-a folder where each process leaves its number. With `heir` processes that lose their parent become children of this
-one, as of the first process of a container. `recipe` names a file of settings that the server reads, and reads again.
+`load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
+after which the engine cuts off a front), `chat` (the model has a chat template or not, and any text has tokens),
+`host_bytes` of a host tier, and `pids`, a folder where each process leaves its number. With `heir` processes that lose
+their parent become children of this one, as of the first process of a container. `recipe` names a file of settings that
+the server reads, and reads again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,20 @@ def load_engine(settings: Settings):
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
+    if "hang_at" in given:
+        hang_at(core.executor, given["hang_at"])
     return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
+
+
+def hang_at(executor, step: int) -> None:
+    execute = executor.execute
+
+    def hanging(batch):
+        while len(executor.steps) >= step:
+            time.sleep(1)
+        return execute(batch)
+
+    executor.execute = hanging
 
 
 class AnyTextTokenizer(FakeTokenizer):

@@ -197,6 +197,34 @@ async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
 
 
+@pytest.mark.parametrize("how", ["a step that does not end", "a process that stands still"])
+async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(tmp_path, how):
+    """Not while it loads, and not while it has nothing to do, for longer than the watchdog waits."""
+    stands = how == "a process that stands still"
+    options = {} if stands else {"hang_at": 8}
+    async with supervised(tmp_path, load_s=4.0, server={"watchdog_s": 2.0}, **options) as server:
+        await serving(server)
+        [first] = server.alive("engine")
+        async with server.stub() as stub:
+            assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
+            await asyncio.sleep(4)
+            assert server.alive("engine") == [first]
+            if stands:
+                os.kill(first, signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer(stub, "hangs", 50)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            async with asyncio.timeout(60):
+                while server.alive("engine") in ([], [first]):
+                    await asyncio.sleep(0.02)
+            await server.until_serving()
+            assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
+        server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and "it had work and ended no step for 2 s" in log, log
+        assert stands or "in hanging" in log and "most recent call first" in log, log
+
+
 async def test_an_engine_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
     async with supervised(tmp_path, load_fails=True) as server:
         code, log = await server.end()

@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
-from wicore_trt.config import KVSettings, Settings
+from wicore_trt.config import BATCH_TOKENS, KVSettings, SchedulerSettings, Settings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.limits import Limits
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_core import RequestCore
 from wicore_trt.engine.directory import EngineDir, open_engine
@@ -23,6 +24,7 @@ from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.executor import Executor, RequestExecutor
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
 
@@ -48,7 +50,8 @@ class LoadedEngine:
 
 def load_engine(settings: Settings, executor: Executor | None = None, *, serves: bool = False) -> LoadedEngine:
     """Load the engine that `settings.engine` names, or put a cache and a scheduler of its own on an `executor` of that
-    engine which runs already. One that `serves` makes ready for constraints meanwhile, others when the first one comes.
+    engine which runs already. One that `serves` makes ready for constraints meanwhile, others when the first one comes,
+    and has the limits of `settings.scheduler` for who waits.
 
     Raises ConfigError when none is named, EngineFormatError when it cannot be trusted, EnvironmentUnfitError when
     this machine cannot run it or the KV pool is too small for one sequence of max_context tokens.
@@ -71,6 +74,8 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         core = _make_core(engine, settings, executor, grammars, max_context)
         layout = core.executor.layout
         kernels, kv_dtype, page_tokens = core.executor.kernels, layout.kv_dtype, layout.page_tokens
+    if serves:
+        core.limits = limits_of(settings.scheduler)
     info = model_info(engine, kernels, kv_dtype, tokenizer, max_context, page_tokens, settings.model.name)
     return LoadedEngine(core, tokenizer, info)
 
@@ -101,18 +106,20 @@ def _make_core(
         kernels=executor.kernels,
         copier=executor.copier,
     )
-    if not manager.fits(max_context, settings.scheduler.max_batch_tokens):
+    given, batch_tokens = settings.scheduler, min(batch_tokens_of(settings), executor.max_batch_tokens)
+    if not manager.fits(max_context, batch_tokens):
         raise EnvironmentUnfitError(
             f"KV pages {layout.num_pages} hold no sequence of {max_context} tokens.",
             fix="Raise kv.device_bytes or lower scheduler.max_context.",
         )
     scheduler = Scheduler(
         manager,
-        max_batch_tokens=settings.scheduler.max_batch_tokens,
-        max_sequences=min(settings.scheduler.max_sequences, executor.max_sequences or settings.scheduler.max_sequences),
+        max_batch_tokens=batch_tokens,
+        max_sequences=min(given.max_sequences, executor.max_sequences or given.max_sequences),
         loader=loader,
         slice_tokens=executor.slice_tokens,
         score_rows=executor.score_rows,
+        step_time=StepTime(_seconds(given.target_itl_ms)),
     )
     warm_up(executor)
     eos_ids = grammars.tokenizer.eos_ids
@@ -137,12 +144,33 @@ def executor_options(settings: Settings) -> ExecutorOptions:
         page_tokens=settings.kv.page_tokens,
         kv_bytes=settings.kv.device_bytes,
         kv_fraction=settings.kv.device_fraction,
-        max_batch_tokens=settings.scheduler.max_batch_tokens,
+        max_batch_tokens=batch_tokens_of(settings),
         max_sequences=settings.scheduler.max_sequences,
         max_context=settings.scheduler.max_context,
         batch_invariant=settings.executor.batch_invariant,
         loads=settings.kv.host_bytes > 0,
     )
+
+
+def batch_tokens_of(settings: Settings) -> int:
+    """Tokens of a step, by the device where no number is set."""
+    if settings.scheduler.max_batch_tokens is not None:
+        return settings.scheduler.max_batch_tokens
+    device = settings.executor.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return BATCH_TOKENS[device]
+
+
+def limits_of(settings: SchedulerSettings) -> Limits:
+    """How long requests may wait and run."""
+    return Limits(settings.max_queue_s, _seconds(settings.target_ttft_ms), settings.timeout_s)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def warm_up(executor: Executor) -> None:

@@ -11,24 +11,24 @@ page is given back while a step that writes into it runs.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
+from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
+from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.scheduler import Scheduler, StepSchedule
-from wicore_trt.schedule.sequence import Sequence
+from wicore_trt.schedule.sequence import Sequence, SequenceState
 from wicore_trt.types import (
     EngineStats,
     FinishReason,
@@ -51,48 +51,16 @@ ATTENTION_STEPS = 32
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was started. `started` is a time.perf_counter() stamp; `result` is there at once unless the executor
-    runs ahead; `ended` are sequences of the schedule that ended before the step did."""
+    """A step that was started. `started` is a stamp of the engine's clock; `result` is there at once unless the
+    executor runs ahead; `ended` are sequences of the schedule that ended before the step did. `again`: it failed, and
+    its sequences ran each alone."""
 
     schedule: StepSchedule
     batch: StepBatch
     started: float
     result: StepResult | None
     ended: list[Sequence] = field(default_factory=list)
-
-
-def sequence_seed(seed: int | None, index: int) -> int:
-    """64-bit seed of the index-th sequence of a request; random when the request names none."""
-    if seed is None:
-        return secrets.randbits(64)
-    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
-
-
-def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None:
-    """Raise InvalidRequestError for a prompt that does not fit `max_context`, and for ids outside the vocabulary."""
-    prompt, params = request.prompt_token_ids, request.params
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty.", field="prompt")
-    if len(prompt) >= max_context:
-        raise InvalidRequestError(
-            f"The prompt has {len(prompt)} tokens; this engine takes at most {max_context - 1}.",
-            field="prompt",
-            fix="Shorten it, or serve with a larger scheduler.max_context.",
-        )
-    for name, ids in (
-        ("prompt_token_ids", prompt),
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", tuple(params.logit_bias)),
-    ):
-        if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            bad = next(token for token in ids if not 0 <= token < vocab)
-            raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
-
-
-def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a sequence, each once. Under a constraint eos does in any case, once nothing else may follow."""
-    goes_on = params.ignore_eos and params.constraint is None
-    return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))
+    again: bool = False
 
 
 class EngineCore(Core):
@@ -168,8 +136,11 @@ class EngineCore(Core):
             )
             self._next_id += 1
             sequences.append(sequence)
+        cost_s = self.scheduler.estimate(sequences[0])
+        start_by = self._check_wait(request, arrival, cost_s)
         try:
             for sequence in sequences:
+                sequence.cost_s = cost_s
                 self.scheduler.add(sequence)
         except Exception:
             for sequence in sequences:
@@ -177,7 +148,7 @@ class EngineCore(Core):
                     self.scheduler.finish(sequence)
             raise
         self._matchers |= {sequence.seq_id: made for sequence, made in zip(sequences, matchers, strict=False)}
-        self._enter(request, sequences)
+        self._enter(request, sequences, start_by)
 
     def _new_matchers(self, params: SamplingParams) -> list[Matcher]:
         """One for each sequence of a constrained request, else none."""
@@ -191,24 +162,55 @@ class EngineCore(Core):
         outputs, flight = self._expire(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule()
+            outputs += self._shed()
             for sequence in schedule.preempted:
                 self.executor.release(sequence.seq_id)
             if not schedule.slices:
                 return outputs + self._idle(schedule)
             flight = self._start(schedule)
         self._flight = self._start_next(flight)
+        if self._flight is not None:  # those that wait were passed over
+            outputs += self._shed()
         outputs += self._land(flight)
         self.scheduler.manager.events.publish()
         return outputs
 
     def _start(self, schedule: StepSchedule, *, ahead: bool = False) -> Flight:
-        batch, started, result = self._batch(schedule, ahead=ahead), time.perf_counter(), None
-        if self._ahead is None:
-            result = self.executor.execute(batch)
-        else:
-            self._ahead.submit(batch)
+        batch, result = self._batch(schedule, ahead=ahead), None
+        flight = Flight(schedule, batch, self._clock(), result)
+        try:
+            if self._ahead is None:
+                flight.result = self.executor.execute(batch)
+            else:
+                self._ahead.submit(batch)
+        except Exception as error:
+            if ahead:
+                raise
+            self._run_again(flight, error)
         self._counts["steps"] += 1
-        return Flight(schedule, batch, started, result)
+        return flight
+
+    def _run_again(self, flight: Flight, failure: Exception) -> None:
+        """Run the sequences of a step that failed each alone, while no other step is under way, and let those fail that
+        fail alone. What they kept on the device is forgotten before, so that nothing of the failed step counts. Raises
+        `failure` where the first two fail, or the only one: then it is not a request that is at fault."""
+        log.exception("a step failed; its sequences run again, each alone")
+        flight.again, flight.result = True, StepResult([])
+        flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
+        flight.batch = self._batch(flight.schedule, ahead=False)
+        for piece in flight.batch.slices:
+            self.executor.release(piece.seq_id)
+        for number, piece in enumerate(flight.batch.slices, 1):
+            try:
+                found = self.executor.execute(StepBatch([piece]))
+            except Exception as cause:
+                flight.result.failed[piece.seq_id] = f"The step failed: {type(cause).__name__}: {cause}"
+                if len(flight.result.failed) == number == min(2, len(flight.batch.slices)):
+                    raise failure from None
+                continue
+            flight.result.tokens.extend(found.tokens)
+            flight.result.failed.update(found.failed)
+            flight.result.prompt_logprobs.update(found.prompt_logprobs)
 
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
@@ -231,14 +233,21 @@ class EngineCore(Core):
     def _land(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""
         manager = self.scheduler.manager
-        result = flight.result
-        if result is None:
+        if flight.result is None:
             assert self._ahead is not None
-            result = self._ahead.collect()
-        now = time.perf_counter()
+            try:
+                flight.result = self._ahead.collect()
+            except Exception as failure:
+                if self._flight is not None:
+                    raise  # the step under way goes on from what this one did
+                self._run_again(flight, failure)
+        result = flight.result
+        assert result is not None
+        now = self._clock()
         seconds, self._landed = now - max(flight.started, self._landed), now
         self._step_seconds += seconds
-        self.scheduler.prefill.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
+        if not flight.again:
+            self.scheduler.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
         outputs = []
         for (sequence, count), piece in zip(flight.schedule.slices, flight.batch.slices, strict=True):
@@ -267,6 +276,12 @@ class EngineCore(Core):
         for sequence in flight.ended:
             self._release(sequence)
         return outputs
+
+    def outlook(self) -> Outlook:
+        return replace(self.scheduler.outlook(), turnover_s=self._turnover_s(len(self.scheduler.running)))
+
+    def _waits(self, sequence: Sequence) -> bool:
+        return sequence.state is SequenceState.WAITING and sequence.cached is None
 
     def settle(self) -> None:
         flight = self._flight
@@ -376,12 +391,13 @@ class EngineCore(Core):
         last: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        retry_s: float | None = None,
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are the tokens it gained in this step."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         fault = matcher is not None and matcher.broken
-        if reason is FinishReason.ERROR and not fault:
+        if reason is FinishReason.ERROR and not fault and retry_s is None:
             facts = {"id": sequence.request.log_id, "index": sequence.index}
             log.error("a sequence failed: %s", error, extra={"facts": facts})
             # KV values that led to bad logits would make every later request with this prefix fail too.
@@ -394,7 +410,7 @@ class EngineCore(Core):
         self._strike(sequence, reason)
         self._counts["cached"] += sequence.cached or 0
         field = "constraint" if error is not None and fault else None
-        return self._output(sequence, last, logprobs, error, field=field)
+        return self._output(sequence, last, logprobs, error, field=field, retry_s=retry_s)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds."""
@@ -409,6 +425,7 @@ class EngineCore(Core):
         error: str | None = None,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
         field: str | None = None,
+        retry_s: float | None = None,
     ) -> TokenOutput:
         first = bool(token_ids) and sequence.output_len == len(token_ids) and sequence.begun is not None
         return TokenOutput(
@@ -423,6 +440,7 @@ class EngineCore(Core):
             prompt_logprobs=prompt_logprobs,
             prefill_s=self._clock() - (sequence.begun or 0.0) if first else None,
             field=field,
+            retry_s=retry_s,
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

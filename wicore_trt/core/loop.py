@@ -10,6 +10,7 @@ the engine cannot take the request (which fails alone); no tenant fills the queu
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import (
     EngineDeadError,
@@ -29,6 +31,8 @@ from wicore_trt.errors import (
     WicoreError,
 )
 from wicore_trt.kv.events import EventFeed, KVEventLog
+from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.queue import AGEING_S
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
@@ -52,7 +56,9 @@ class Core(ABC):
         self.eos_ids, self.max_context = eos_ids, max_context
         self._clock, self._started = clock, clock()
         self._sequences: dict[str, dict[int, Any]] = {}  # live ones, by request and index
-        self._deadlines: dict[str, float] = {}
+        self.limits = Limits()
+        self._deadlines, self._start_by = Alarms(), Alarms()  # by request
+        self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -119,6 +125,10 @@ class Core(ABC):
         """Sequences that run and that wait, by tenant."""
 
     @abstractmethod
+    def outlook(self) -> Outlook:
+        """What a newcomer finds before it, for any thread to read."""
+
+    @abstractmethod
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
 
@@ -127,15 +137,42 @@ class Core(ABC):
         """The end of it; frees the device."""
 
     @abstractmethod
-    def _finish(self, sequence: Any, reason: FinishReason) -> TokenOutput:
+    def _finish(
+        self, sequence: Any, reason: FinishReason, *, error: str | None = None, retry_s: float | None = None
+    ) -> TokenOutput:
         """End a live sequence."""
 
-    def _enter(self, request: GenerateRequest, sequences: Iterable[Any]) -> None:
+    @abstractmethod
+    def _waits(self, sequence: Any) -> bool:
+        """Whether a sequence has not had a place yet."""
+
+    def now(self) -> float:
+        """The engine's clock."""
+        return self._clock()
+
+    def _check_wait(self, request: GenerateRequest, now: float, cost_s: float) -> float:
+        """By when a request must have begun whose prompt takes `cost_s`. Raises QueueFullError where that is not to be
+        expected."""
+        if not self.limits.bound_waits:
+            return math.inf
+        outlook, left_s = self.outlook(), None if request.deadline is None else request.deadline - now
+        limit = self.limits.patience_s(cost_s / outlook.share, left_s)
+        wait = outlook.wait_s(request.tenant, now + request.priority * AGEING_S + cost_s, cost_s)
+        if wait > limit:
+            raise too_long(wait, limit)
+        return now + limit
+
+    def _enter(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
         """Take the sequences of a request into the books."""
-        self._sequences[request.request_id] = {sequence.index: sequence for sequence in sequences}
+        name, deadline = request.request_id, request.deadline
+        self._sequences[name] = {sequence.index: sequence for sequence in sequences}
         self._counts["prompt"] += len(request.prompt_token_ids) * request.params.n
-        if request.deadline is not None:
-            self._deadlines[request.request_id] = request.deadline
+        if deadline is None and self.limits.timeout_s is not None:
+            deadline = self._clock() + self.limits.timeout_s
+        if deadline is not None:
+            self._deadlines[name] = deadline
+        if start_by < math.inf:
+            self._start_by[name] = start_by
 
     def _strike(self, sequence: Any, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""
@@ -144,13 +181,32 @@ class Core(ABC):
         if not self._sequences[name]:
             del self._sequences[name]
             self._deadlines.pop(name, None)
+            self._start_by.pop(name, None)
         self._finished[reason.value] += 1
+        if sequence.begun:
+            held = self._clock() - sequence.begun
+            self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
+
+    def _turnover_s(self, running: int) -> float:
+        """Seconds from one place that becomes free to the next, 0 where that is not known."""
+        return self._hold_s / running if running else 0.0
 
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""
-        now = self._clock()
-        late = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
+        late = self._deadlines.due(self._clock())
         return [output for request_id in late for output in self.abort(request_id, reason=FinishReason.DEADLINE)]
+
+    def _shed(self) -> list[TokenOutput]:
+        """End the requests that have waited as long as they may, and still do now that places were given."""
+        outputs = []
+        for name in self._start_by.due(self._clock()):
+            del self._start_by[name]
+            live = list(self._sequences[name].values())
+            if all(self._waits(sequence) for sequence in live):
+                refusal = too_long(self.outlook().wait_s(live[0].request.tenant, self._clock(), 0.0), 0.0)
+                why, retry_s = str(refusal), refusal.retry_after_s
+                outputs += [self._finish(s, FinishReason.ERROR, error=why, retry_s=retry_s) for s in live]
+        return outputs
 
 
 class EngineLoop:
@@ -167,6 +223,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
         self._inbox_sequences: Counter[str] = Counter()  # by tenant
+        self._inbox_tokens: Counter[str] = Counter()  # of prompts, by tenant
         self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # and the aborts that came meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
@@ -176,7 +233,9 @@ class EngineLoop:
         self._open = True
         self._dead: str | None = None
         self._ended = threading.Event()
+        self._turns, self._rests = 0, True
         self._stats, self._stats_time = core.stats(), time.monotonic()
+        self._outlook = core.outlook()
         self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
 
     def start(self) -> None:
@@ -196,6 +255,11 @@ class EngineLoop:
         """Ids of the requests accepted and not finished."""
         with self._wake:
             return list(self._live)
+
+    @property
+    def progress(self) -> int | None:
+        """Another number after each step; None while there is nothing to do."""
+        return None if self._rests else self._turns
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the loop has ended, at the latest after so many seconds."""
@@ -222,13 +286,31 @@ class EngineLoop:
             # One text for both: that the others have filled the queue is none of a tenant's business.
             if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
                 raise QueueFullError("There is no room in the queue for this request now.")
+            self._check_wait(request)
             self._live.add(request.request_id)
             if request.params.constraint is not None:
                 self._begin_preparing(request)
                 return
             self._inbox.append(request)
             self._inbox_sequences[tenant] += n
+            self._inbox_tokens[tenant] += len(request.prompt_token_ids)
             self._wake.notify()
+
+    def _check_wait(self, request: GenerateRequest) -> None:
+        """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
+        the next one to be told. What it finds in the cache is not known here: it counts as one that takes no time, and
+        may wait as one that takes all. With the lock held."""
+        limits, now = self._core.limits, self._core.now()
+        if not limits.bound_waits:
+            return
+        outlook, tenant = self._outlook, request.tenant
+        left_s = None if request.deadline is None else request.deadline - now
+        own_s = len(request.prompt_token_ids) * outlook.token_s / outlook.share
+        limit = max(limits.patience_s(0.0, left_s), limits.patience_s(own_s, left_s))
+        more, more_s = self._inbox_sequences[tenant], self._inbox_tokens[tenant] * outlook.token_s
+        wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, more_s)
+        if wait > limit:
+            raise too_long(wait, limit)
 
     def _queued(self) -> Counter[str]:
         """Sequences that wait for their first step, by tenant; with the lock held."""
@@ -295,6 +377,7 @@ class EngineLoop:
         try:
             while self._take_inbox():
                 self._emit(self._core.step())
+                self._turns += 1
             self._emit(self._unprepared() + self._core.abort_all())
             self._core.close()
         except Exception as error:  # the executor broke, or we have a bug: tell every waiter, then end
@@ -328,11 +411,15 @@ class EngineLoop:
         """Apply what other threads asked for; sleeps when there is nothing to do. False when asked to stop."""
         with self._wake:
             while self._open and not self._inbox and not self._core.has_work:
-                self._wake.wait(TIDY_S if self._core.tidy() else self._core.rest_s())
+                timeout_s = TIDY_S if self._core.tidy() else self._core.rest_s()
+                self._rests = True
+                self._wake.wait(timeout_s)
+                self._turns, self._rests = self._turns + 1, False
                 self._look()
             inbox, self._inbox = self._inbox, []
             self._waiting += self._inbox_sequences
             self._inbox_sequences.clear()
+            self._inbox_tokens.clear()
             keep_on = self._open
         outputs = []
         for item in inbox:
@@ -358,6 +445,7 @@ class EngineLoop:
         """Note the engine's present state for other threads; with the lock held."""
         self._running, self._waiting = self._core.load()
         self._stats, self._stats_time = self._core.stats(), time.monotonic()
+        self._outlook = self._core.outlook()
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
@@ -383,10 +471,13 @@ class _DeepThread(threading.Thread):
 def _refused(request: GenerateRequest, error: Exception) -> TokenOutput:
     """The last output of a request that the engine could not take; called where `error` is handled."""
     facts = {"facts": {"id": request.log_id}}
-    if isinstance(error, InvalidRequestError):
-        why, field = str(error), error.field
+    retry_s = error.retry_after_s if isinstance(error, QueueFullError) else None
+    if isinstance(error, (InvalidRequestError, QueueFullError)):
+        why, field = str(error), error.field if isinstance(error, InvalidRequestError) else None
         log.info("a request was refused", extra=facts)
     else:
         log.exception("a request could not be queued", extra=facts)
         why, field = str(error) if isinstance(error, WicoreError) else "The request could not be queued.", None
-    return TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why, field=field)
+    return TokenOutput(
+        request.request_id, 0, (), finish_reason=FinishReason.ERROR, error=why, field=field, retry_s=retry_s
+    )

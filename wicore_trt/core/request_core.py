@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from wicore_trt.core.engine import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.core.loop import Core
+from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids_of
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.runtime.executor import RequestExecutor
+from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -42,6 +43,7 @@ class RequestSequence:
     turn: int | None = None
     produced: int = 0
     begun: float = 0.0
+    cost_s: float = 0.0
 
 
 class RequestCore(Core):
@@ -82,13 +84,14 @@ class RequestCore(Core):
             seed = sequence_seed(request.params.seed, index)
             sequences.append(RequestSequence(self._next_id, request, index, seed, arrival))
             self._next_id += 1
+        start_by = self._check_wait(request, arrival, 0.0)
         for sequence in sequences:
             self._waiting.push(sequence)
-        self._enter(request, sequences)
+        self._enter(request, sequences, start_by)
 
     def step(self) -> list[TokenOutput]:
         """End what is late, hand on what has a place, and take what the engine made."""
-        outputs = self._expire() + self._hand_on()
+        outputs = self._expire() + self._hand_on() + self._shed()
         if self._running:
             for output in self.executor.poll(WAIT_S):
                 sequence = self._sequences.get(output.request_id, {}).get(output.index)
@@ -106,6 +109,13 @@ class RequestCore(Core):
     def load(self) -> tuple[Counter[str], Counter[str]]:
         running = (s.request.tenant for live in self._sequences.values() for s in live.values() if s.turn is not None)
         return Counter(running), Counter(self._waiting.counts())
+
+    def outlook(self) -> Outlook:
+        free = self.executor.max_sequences - self._running
+        return Outlook(queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self._running))
+
+    def _waits(self, sequence: RequestSequence) -> bool:
+        return sequence.turn is None
 
     def stats(self) -> EngineStats:
         """The engine does not tell its steps and pools."""
@@ -139,13 +149,22 @@ class RequestCore(Core):
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(error)))
         return outputs
 
-    def _finish(self, sequence: RequestSequence, reason: FinishReason, *, error: str | None = None) -> TokenOutput:
+    def _finish(
+        self,
+        sequence: RequestSequence,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        retry_s: float | None = None,
+    ) -> TokenOutput:
         request = sequence.request
         if sequence.turn is not None:
             self.executor.cancel(request.request_id, sequence.index)
         self._forget(sequence, reason)
         usage = Usage(len(request.prompt_token_ids), sequence.produced)
-        return TokenOutput(request.request_id, sequence.index, (), finish_reason=reason, usage=usage, error=error)
+        return TokenOutput(
+            request.request_id, sequence.index, (), finish_reason=reason, usage=usage, error=error, retry_s=retry_s
+        )
 
     def _forget(self, sequence: RequestSequence, reason: FinishReason) -> None:
         """Take an ended sequence out of the books."""

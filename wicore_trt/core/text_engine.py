@@ -22,7 +22,7 @@ from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.core.times import Times
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, UnavailableError, WicoreError, shown
+from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError, shown
 from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -105,6 +105,8 @@ class TextStream:
             self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
             why, field = output.error or "The step failed.", output.field
             failed = WicoreError(why) if field is None else InvalidRequestError(why, field=field)
+            if output.retry_s is not None:
+                failed = QueueFullError(why, retry_after_s=output.retry_s)
             self.fail(EngineDeadError(f"The engine stopped: {dead}.") if dead else failed)
             return
         text = self._texts[output.index].push(output)

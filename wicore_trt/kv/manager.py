@@ -244,8 +244,12 @@ class KVCacheManager:
 
         False, and no change, when that would leave a pool with fewer than `spare` available slots.
         """
-        count = {GLOBAL: self.pages_for(max(tokens, total)), LOCAL: self.pages_for(tokens)}
-        missing = {g: n for g in self.pools if (n := count[g] - len(pages.tables[g])) > 0}
+        count, tables = self.pages_for(tokens), pages.tables
+        whole = count if total <= tokens else self.pages_for(total)
+        if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
+            return True
+        counts = {GLOBAL: whole, LOCAL: count}
+        missing = {g: n for g in self.pools if (n := counts[g] - len(tables[g])) > 0}
         if not missing:
             return True
         if spare and not self.memory.fits({group: n + spare for group, n in missing.items()}):
@@ -288,9 +292,10 @@ class KVCacheManager:
     def wrote(self, pages: SequencePages, begin: int, end: int) -> None:
         """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
         size = self.page_tokens
+        first, stop = begin // size, self.pages_for(end)
         for group, pool in self.pools.items():
             table = pages.tables[group]
-            for i in range(begin // size, self.pages_for(end)):
+            for i in range(first, stop):
                 if table[i] >= 0:
                     pool.wrote(table[i], max(begin - i * size, 0), min(end - i * size, size))
 
@@ -305,6 +310,8 @@ class KVCacheManager:
 
     def _trust(self, pages: SequencePages) -> None:
         """A step with finite logits has read the sequence's pages: they may be copied down."""
+        if pages.trusted == pages.published and not pages.left:
+            return
         low = pages.hints.priority is CachePriority.LOW
         for group, pool in self.pools.items():
             table = pages.tables[group]

@@ -79,6 +79,11 @@ class EngineHost:
         self.loop.call_soon_threadsafe(begin)
         done.result()
 
+    @property
+    def progress(self) -> int | None:
+        """Another number after each step; None while there is nothing to do."""
+        return self.engine.progress
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the engine has ended, at the latest after so long."""
         return self.engine.wait(timeout_s)

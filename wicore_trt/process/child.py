@@ -32,6 +32,10 @@ MAX_MESSAGE = 1 << 17
 MAX_FDS = 4
 MAX_WAITING = 64
 """Messages that wait, behind what its socket holds, for a child to go on reading; then it counts as hung."""
+BEAT_S = 1.0
+"""How often the engine's process says that it gets on."""
+DUMP = signal.SIGUSR1
+"""Has it write the stacks of its threads."""
 MAX_TEXT = 1 << 13
 """Characters of a text in a message; as JSON each may take six bytes."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -171,6 +175,10 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def dump(self) -> None:
+        """Have it write the stacks of its threads, if it still does that."""
+        self._process.send_signal(DUMP)
 
     def wait(self, timeout_s: float) -> int:
         """Wait for its end, kill it after so long; returns the exit code, negative for a signal."""

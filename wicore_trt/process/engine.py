@@ -1,10 +1,12 @@
 """The process that runs the engine: loads it, serves the fronts it is given, ends when told or when the engine breaks.
 
-It must not know clients or text. Invariant: it tells the supervisor why it ends, unless it is killed.
+It must not know clients or text. Invariants: it tells the supervisor why it ends, unless it is killed, and every BEAT_S
+seconds whether it gets on; on DUMP it writes the stacks of its threads to standard error, whatever they do.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import socket
@@ -16,7 +18,7 @@ from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.loop import Core
 from wicore_trt.errors import WicoreError, shortened
 from wicore_trt.link.host import EngineHost
-from wicore_trt.process.child import MAX_TEXT, Control, named
+from wicore_trt.process.child import BEAT_S, DUMP, MAX_TEXT, Control, named
 from wicore_trt.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -51,13 +53,24 @@ def main(fd: int) -> int:
     collect_rarely()
     host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
     host.start()
+    faulthandler.register(DUMP)
     control.send("ready")
     threading.Thread(target=_listen, args=(control, host), name="wicore-control", daemon=True).start()
-    host.wait()
+    _beat(control, host)
     if host.dead is not None:
         control.send("broke", why=shortened(host.dead, MAX_TEXT))
     logging.shutdown()
     os._exit(1 if host.dead is not None else 0)  # threads that hang in a device or a disk are left behind
+
+
+def _beat(control: Control, host: EngineHost) -> None:
+    """Until the engine has ended tell for how long it has had work and ended no step. Beats are counted and no time is
+    taken, so that a machine that stands still for a while counts as one beat."""
+    last, same = host.progress, 0
+    while not host.wait(BEAT_S):
+        now = host.progress
+        last, same = now, same + 1 if now is not None and now == last else 0
+        control.send("beat", stuck_s=same * BEAT_S)
 
 
 def _listen(control: Control, host: EngineHost) -> None:

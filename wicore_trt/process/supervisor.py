@@ -3,7 +3,8 @@
 The front is forked from a template that has loaded what every front needs, so that the next one is there at once.
 Operators' calls (`http/admin.py`) are answered here, whatever the others do. It must not know messages, models or
 devices, and imports nothing that could bring it down, but what answers these calls where they are wanted. Invariants:
-while it runs there is one engine and one front, or the next one is being started; no process that hangs holds it up;
+while it runs there is one engine and one front, or the next one is being started; no process that hangs holds it up; a
+loaded engine that has work and gets on with nothing for server.watchdog_s is ended, with its stacks in the log;
 when it has ended nothing of them is left; a second signal ends everything at once.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
-from wicore_trt.process.child import Child, Fork, error_of, how_it_ended, named
+from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, how_it_ended, named
 from wicore_trt.process.reload import checked, has_terminal
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ KILL_S, STOP_S = 1.0, 5.0
 to close after its grace time."""
 FORK_S = 30.0
 """After which a template that has loaded and not made a front, though it was told to, counts as hung."""
+DUMP_S = 1.0
+"""For a stuck engine to write its stacks, before it is killed."""
 ANSWER_S = 3.0
 """How long the front may take to tell its metrics."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
@@ -80,6 +83,9 @@ class Supervisor:
         self._engine, self._front, self._template = _Place(), _Place(), _Place()
         self._was_bound = self._announced = self._stopping = False
         self._engine_ready = self._template_ready = False
+        self._silent_s = self._stuck_s = (
+            0.0  # how long the engine has told nothing, and gets on with nothing as it told
+        )
         self._refusing = False
         self._idle = asyncio.Event()  # the front refuses generations and has none
         self._asked: dict[int, asyncio.Future[str]] = {}  # metrics, by call
@@ -126,6 +132,7 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._engine_ready = False
+        self._silent_s = self._stuck_s = 0.0
         child = Child(self._parts.engine)
         self._engine.put(child, self._heard_engine, self._engine_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_engine)
@@ -181,10 +188,29 @@ class Supervisor:
             case "ready":
                 self._engine_ready = True
                 self._join()
+                self._watch_engine(self._engine.process)
+            case "beat":
+                self._silent_s, self._stuck_s = 0.0, message["stuck_s"]
             case "failed":
                 self._engine.said = error_of(message)
             case "broke":
                 self._engine.said = EngineDeadError(f"The engine stopped: {message['why']}.")
+
+    def _watch_engine(self, engine: Child | Fork | None) -> None:
+        """Look at a loaded engine once in BEAT_S seconds, and end it when it is stuck or says nothing."""
+        limit_s = self._given.settings.server.watchdog_s
+        if not isinstance(engine, Child) or engine is not self._engine.process or self._stopping or limit_s is None:
+            return
+        loop, stuck_s = asyncio.get_running_loop(), max(self._silent_s, self._stuck_s)
+        self._silent_s += BEAT_S
+        if stuck_s < limit_s:
+            loop.call_later(BEAT_S, self._watch_engine, engine)
+            return
+        why = f"it had work and ended no step for {stuck_s:.0f} s"
+        log.error("the engine is stuck: %s; the stacks of its threads follow", why)
+        self._engine.said = EngineDeadError(f"The engine was ended: {why}.")
+        engine.dump()
+        loop.call_later(DUMP_S, engine.kill)
 
     def _heard_template(self, message: dict[str, Any]) -> None:
         front = self._front.process

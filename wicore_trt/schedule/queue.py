@@ -2,11 +2,12 @@
 
 Of the tenants that wait, one that holds the fewest places is next, and of several that which was given the fewest
 since it began to wait. So a tenant with a thousand sequences, also with many that lost their pages, delays another one
-by one sequence. Of one tenant the key is arrival + priority * AGEING_S: a priority level is worth AGEING_S seconds of
-waiting. Both terms are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken for
-longer than 2 * MAX_PRIORITY * AGEING_S. A preempted sequence keeps its key, so it returns ahead of later arrivals. It
-must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place from `pop` until `push`,
-`put_back` or `ended`.
+by one sequence. Of one tenant the key is arrival + priority * AGEING_S + cost_s: a priority level is worth AGEING_S
+seconds of waiting, and a prompt that takes ten seconds to compute lets those pass that come in its first ten. All terms
+are fixed at arrival and priorities are bounded, so a heap is exact and nobody is overtaken by what came later than
+cost_s + 2 * MAX_PRIORITY * AGEING_S after it. A preempted sequence keeps its key, so it returns ahead of later
+arrivals. It must not know pages or who runs. Invariant: a sequence is in the queue once, and holds a place from `pop`
+until `push`, `put_back` or `ended`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Queued(Protocol):
     seq_id: int
     request: GenerateRequest
     arrival: float
+    cost_s: float
     turn: int | None
 
 
@@ -35,17 +37,17 @@ S = TypeVar("S", bound=Queued)
 
 def order_key(sequence: Queued) -> tuple[float, int]:
     """Smaller runs earlier; ties by seq_id."""
-    return (sequence.arrival + sequence.request.priority * AGEING_S, sequence.seq_id)
+    return (sequence.arrival + sequence.request.priority * AGEING_S + sequence.cost_s, sequence.seq_id)
 
 
 @dataclass(slots=True)
-class _Entry(Generic[S]):
+class Entry(Generic[S]):
     """A place in a heap. Its sequence is None when that was taken out from the middle."""
 
     key: tuple[float, int]
     sequence: S | None
 
-    def __lt__(self, other: _Entry[S]) -> bool:
+    def __lt__(self, other: Entry[S]) -> bool:
         return self.key < other.key
 
 
@@ -58,7 +60,7 @@ class _TenantQueue(Generic[S]):
     turns: int = 0
     held: int = 0
     count: int = 0
-    heap: list[_Entry[S]] = field(default_factory=list)
+    heap: list[Entry[S]] = field(default_factory=list)
 
     def tidy(self) -> None:
         """Drop entries whose sequence was taken out, so that a thousand removals cost no thousand heaps."""
@@ -73,7 +75,7 @@ class WaitingQueue(Generic[S]):
     """Taking is linear in the number of tenants that wait."""
 
     def __init__(self) -> None:
-        self._members: dict[int, _Entry[S]] = {}
+        self._members: dict[int, Entry[S]] = {}
         self._tenants: dict[str, _TenantQueue[S]] = {}
         self._now = 0  # most turns with which a place was given that was given up since
 
@@ -90,6 +92,10 @@ class WaitingQueue(Generic[S]):
     def counts(self) -> Mapping[str, int]:
         """Members by tenant, of those that have any."""
         return {name: tenant.count for name, tenant in self._tenants.items() if tenant.count}
+
+    def waiting(self) -> dict[str, list[Entry[S]]]:
+        """What waits now, by tenant and in no particular order, for any thread to read later."""
+        return {name: tenant.heap.copy() for name, tenant in self._tenants.items() if tenant.count}
 
     def push(self, sequence: S) -> None:
         """Add a sequence; one that has a place gives it up."""
@@ -118,7 +124,7 @@ class WaitingQueue(Generic[S]):
         sequence.turn = None
 
     def _add(self, sequence: S, tenant: _TenantQueue[S]) -> None:
-        entry = self._members[sequence.seq_id] = _Entry(order_key(sequence), sequence)
+        entry = self._members[sequence.seq_id] = Entry(order_key(sequence), sequence)
         heapq.heappush(tenant.heap, entry)
         tenant.count += 1
 

@@ -1,11 +1,13 @@
 """Who computes how many tokens in the next step.
 
-Hands out a token budget to running sequences, then admits waiting ones; preempts the one that would be admitted last
-when pages run out, and parks its pages in host memory where there is one. When a tenant waits that has at least two
-places fewer than another one, the latter's newest sequence gives way in the same manner. A sequence whose prefix is
-being loaded from a lower tier runs without computing, or computes from the front meanwhile. Decides on plain data: it
-never sees tensors or transports. Invariant: a schedule's slices fit the budget and their pages are reserved, and if any
-sequence lives, the schedule is empty only while something is being loaded.
+Sequences that decode have their token first. What the step's tokens and time leave (`schedule/budget.py`) goes to
+prompts, those that run and those that wait: tenants in turn, each one's in the order of the queue, so that a short
+prompt passes a long one that is under way, and the first one in that order gets on in every step. Preempts the one that
+would be admitted last when pages run out, and parks its pages in host memory where there is one. When a tenant waits
+that has at least two places fewer than another one, the latter's newest sequence gives way in the same manner. A
+sequence whose prefix is being loaded from a lower tier runs without computing, or computes from the front meanwhile.
+Decides on plain data: it never sees tensors or transports. Invariant: a schedule's slices fit the budget and their
+pages are reserved, and if any sequence lives, the schedule is empty only while something is being loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
+from wicore_trt.schedule.budget import Budget
+from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState
+from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
+from wicore_trt.schedule.turns import Turns
 from wicore_trt.types import FinishReason
 
 # How many waiting sequences may be passed over in one step because another one computes their prefix.
@@ -33,6 +39,10 @@ TURN_STEPS = 32
 # Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
+# A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
+LOOK_UP_S = 0.02
+# Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
+LEAST = 8
 
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
 # some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
@@ -52,9 +62,10 @@ class Scheduler:
     """Continuous batching with chunked prefill over a KVCacheManager.
 
     `max_batch_tokens` bounds the tokens of a step, `max_sequences` the sequences that hold pages. `loader` brings
-    prefixes up from lower tiers; the engine tells `prefill` how long steps took. `slice_tokens`: with fewer tokens a
-    step gets no shorter, because the device reads its weights all the same. `score_rows` bounds the tokens of a step
-    that are of prompts whose log-probabilities are wanted; those take nothing from the cache.
+    prefixes up from lower tiers; the engine tells `prefill` and `step_time` how long steps took. Without `step_time`
+    steps have all their tokens whoever decodes. `slice_tokens`: with fewer tokens a step gets no shorter, because the
+    device reads its weights all the same. `score_rows` bounds the tokens of a step that are of prompts whose
+    log-probabilities are wanted; those take nothing from the cache.
     """
 
     def __init__(
@@ -66,22 +77,25 @@ class Scheduler:
         loader: PrefixLoader | None = None,
         slice_tokens: int = 256,
         score_rows: int = 0,
+        step_time: StepTime | None = None,
     ) -> None:
         self.manager = manager
         self.loader = loader
         self.prefill = PrefillMeter()
+        self.step_time = step_time
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
         self.score_rows = score_rows
         self.held_back = False
         """Whether the last step left sequences waiting that it had room for, because enough loads were begun."""
-        self._rows_left = 0  # of score_rows in the step that is made up
+        self._rows_left, self._load_pages = 0, 0  # of score_rows and PAGES_AT_ONCE in the step that is made up
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
+        self._turns = Turns()
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +112,39 @@ class Scheduler:
             self._prefetch(sequence)
         self.waiting.push(sequence)
         self._too_few = []
+
+    def estimate(self, sequence: Sequence) -> float:
+        """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
+        if self.step_time is None:
+            return 0.0
+        pages, total = sequence.pages, len(sequence.tokens)
+        seconds = self.step_time.prompt_s(0, total)
+        if seconds > LOOK_UP_S and not sequence.scoring:
+            hit = self.manager.lookup(pages, sequence.tokens)
+            seconds = self.step_time.prompt_s(hit.tokens, total - hit.tokens)
+            if self.loader is not None and seconds > LOOK_UP_S:
+                chosen = self.loader.choose(pages, total, hit, self.prefill.rate(slice_tokens=self.slice_tokens))
+                seconds = seconds if chosen is None else min(seconds, chosen.seconds)
+        return seconds
+
+    def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
+        """A step that computed (start, count) tokens of each sequence took so long."""
+        self.prefill.observe(slices, seconds)
+        if self.step_time is not None:
+            self.step_time.observe(load_of(slices), seconds)
+
+    def outlook(self) -> Outlook:
+        """What a newcomer finds before it."""
+        blocked, queued, time = bool(self.running) and self._blocked(), self.waiting.waiting(), self.step_time
+        free = 0 if blocked else self.max_sequences - len(self.running)
+        if time is None:
+            return Outlook(queued=queued, free=free)
+        prompts = [
+            (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
+            for s in self.running
+            if s.remaining > 1 and s.pages.load is None
+        ]
+        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free)
 
     def _prefetch(self, sequence: Sequence) -> None:
         if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
@@ -128,13 +175,52 @@ class Scheduler:
 
     def schedule(self) -> StepSchedule:
         """Make up the next step and reserve its pages."""
-        schedule = StepSchedule()
-        self._rows_left, self.held_back = self.score_rows, False
+        schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
+        self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
         self.manager.housekeep()
-        budget = self._schedule_running(schedule)
-        if not schedule.preempted:
-            self._admit(schedule, budget)
+        decoding = [s for s in self.running if s.remaining == 1]
+        if len(decoding) > budget.tokens:
+            decoding.sort(key=order_key)
+        for s in decoding:
+            plain = s.pages.load is None and not s.scoring and s.state is SequenceState.RUNNING and budget.tokens
+            if plain and self.manager.reserve(s.pages, s.computed + 1):  # nearly always; `_serve` does all the rest
+                schedule.slices.append((s, 1))
+                budget.tokens -= 1
+            else:
+                self._serve(s, schedule, budget)
+        if self.step_time is not None:
+            decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
+            budget.pace(self.step_time, decode, self._least)
+        self._schedule_prompts(schedule, budget)
         return schedule
+
+    @property
+    def _least(self) -> int:
+        return max(1, self.slice_tokens // LEAST)
+
+    def _schedule_prompts(self, schedule: StepSchedule, budget: Budget) -> None:
+        """Give the rest of the step to prompts that run and that wait. Nobody is admitted while pages are short."""
+        short = bool(schedule.preempted)
+        if not short and self._blocked() and (victim := self._in_the_way()) is not None:
+            victim.gave_way += 1
+            budget.tokens += self._preempt(victim, schedule)
+        passed_over: list[Sequence] = []
+        prompts = [s for s in self.running if s.remaining > 1]
+        self._turns.begin({s.request.tenant for s in prompts} | self.waiting.counts().keys())
+        for sequence in sorted(prompts, key=self._turn):
+            if not short:
+                self._admit(schedule, budget, passed_over, before=sequence)
+            lost = len(schedule.preempted)
+            self._serve(sequence, schedule, budget)
+            short = short or len(schedule.preempted) > lost
+        if not short:
+            self._admit(schedule, budget, passed_over)
+        self.waiting.put_back(passed_over)
+        if not short and (following := self.waiting.first()) is not None:
+            self._prefetch(following)
+
+    def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
+        return self._turns.of(sequence.request.tenant), order_key(sequence)
 
     def follow(self, schedule: StepSchedule, goes_on: Callable[[Sequence], bool]) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: a token more for each sequence that `goes_on`
@@ -158,11 +244,17 @@ class Scheduler:
             return None
         return StepSchedule([(s, 1) for s in following])
 
+    def _full(self) -> bool:
+        """Whether another sequence would be more than there are places, or than the target of a step allows."""
+        time, running = self.step_time, len(self.running)
+        if running >= self.max_sequences or time is None or time.target_s is None or not running:
+            return running >= self.max_sequences
+        keys = sum(len(s.tokens) for s in self.running)
+        return time.step_s(StepLoad(running + 1, keys, self._least)) > time.target_s
+
     def _blocked(self) -> bool:
         """Whether the head of the queue cannot be admitted unless somebody leaves."""
-        return len(self.running) >= self.max_sequences or (
-            bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few))
-        )
+        return self._full() or (bool(self._too_few) and all(map(le, self.manager.memory.room, self._too_few)))
 
     def _in_the_way(self) -> Sequence | None:
         """The sequence that should give its place or pages to the head of the queue, which cannot be admitted: the
@@ -183,37 +275,42 @@ class Scheduler:
             default=None,
         )
 
-    def _schedule_running(self, schedule: StepSchedule) -> int:
-        """Give every running sequence its tokens, single-token ones first; returns the budget that is left."""
-        budget = self.max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, order_key(s))):
-            if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted by an earlier iteration
-            count = self._bounded(sequence, self._wanted(sequence), budget)
-            if count == 0:
+    def _serve(self, sequence: Sequence, schedule: StepSchedule, budget: Budget) -> None:
+        """Give a running sequence its tokens and their pages."""
+        if sequence.state is not SequenceState.RUNNING:
+            return  # preempted for one that was served before
+        count = self._bounded(sequence, self._wanted(sequence), budget)
+        if count == 0:
+            return
+        while not self.manager.reserve(sequence.pages, sequence.computed + count):
+            if self.manager.slide(sequence.pages, sequence.computed):
+                continue  # what was kept for later requests made room
+            victim = max(self.running, key=order_key)
+            if victim is sequence and sequence.pages.load is not None:
+                # Preempted, it would be admitted again with the same load in the same pools, for ever.
+                self._drop_load(sequence)
                 continue
-            while not self.manager.reserve(sequence.pages, sequence.computed + count):
-                if self.manager.slide(sequence.pages, sequence.computed):
-                    continue  # what was kept for later requests made room
-                victim = max(self.running, key=order_key)
-                if victim is sequence and sequence.pages.load is not None:
-                    # Preempted, it would be admitted again with the same load in the same pools, for ever.
-                    self._drop_load(sequence)
-                    continue
-                budget += self._preempt(victim, schedule)
-                if victim is sequence:
-                    if not self.running:  # it had all there is; what it would find again lies where it lay
-                        self.manager.memory.start_afresh()
-                    break
-            if sequence.state is SequenceState.RUNNING:
-                schedule.slices.append((sequence, count))
-                budget -= count
-                self._rows_left -= count * sequence.scoring
-        return budget
+            budget.tokens += self._preempt(victim, schedule)
+            if victim is sequence:
+                if not self.running:  # it had all there is; what it would find again lies where it lay
+                    self.manager.memory.start_afresh()
+                return
+        self._give(sequence, count, schedule, budget)
 
-    def _bounded(self, sequence: Sequence, count: int, budget: int) -> int:
+    def _give(self, sequence: Sequence, count: int, schedule: StepSchedule, budget: Budget) -> None:
+        """Put tokens of a sequence, whose pages are reserved, into the step."""
+        prompt = sequence.remaining > 1
+        schedule.slices.append((sequence, count))
+        budget.take(sequence.computed, count, prompt=prompt)
+        self._rows_left -= count * sequence.scoring
+        if prompt:
+            self._turns.gave(sequence.request.tenant, count)
+
+    def _bounded(self, sequence: Sequence, count: int, budget: Budget) -> int:
         """As many of `count` tokens as this step may compute for a sequence."""
-        return min(count, budget, self._rows_left) if sequence.scoring else min(count, budget)
+        if sequence.scoring:
+            count = min(count, self._rows_left)
+        return budget.fits(sequence.computed, count) if sequence.remaining > 1 else min(count, budget.tokens)
 
     def _wanted(self, sequence: Sequence) -> int:
         """Tokens that a running sequence should compute now, budget aside."""
@@ -286,20 +383,19 @@ class Scheduler:
         sequence.move(SequenceState.WAITING)
         self.waiting.push(sequence)
 
-    def _admit(self, schedule: StepSchedule, budget: int) -> None:
-        """Admit waiting sequences in order while budget, pages and places last.
+    def _admit(
+        self, schedule: StepSchedule, budget: Budget, passed_over: list[Sequence], before: Sequence | None = None
+    ) -> None:
+        """Admit waiting sequences in order while budget, pages and places last, and while they come `before` a prompt
+        that runs and leave it the pages of its part. `passed_over` must be put back.
 
         The first one that does not fit stops admission, so that a big request is not starved by small ones.
         """
-        victim = self._in_the_way() if self._blocked() else None
-        if victim is not None:
-            victim.gave_way += 1
-            budget += self._preempt(victim, schedule)
         if self.running and self._too_few and all(map(le, self.manager.memory.room, self._too_few)):
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
-        passed_over: list[Sequence] = []
-        asked = 0
-        while budget > 0 and len(self.running) < self.max_sequences and len(passed_over) < MAX_PASSED_OVER:
+        while budget.open and self._load_pages > 0 and len(passed_over) < MAX_PASSED_OVER and not self._full():
+            if before is not None and not self._comes_before(before, budget):
+                break
             sequence = self.waiting.pop()
             if sequence is None:
                 break
@@ -318,20 +414,20 @@ class Scheduler:
             sequence.move(SequenceState.RUNNING)
             self.running.append(sequence)
             if count:
-                schedule.slices.append((sequence, count))
-                budget -= count
-                self._rows_left -= count * sequence.scoring
-            load = sequence.pages.load
-            asked += sum(load.lacking(group) for group in self.manager.pools) if load is not None else 0
-            if asked >= PAGES_AT_ONCE:
-                self.held_back = len(self.waiting) > 0
-                break
-        self.waiting.put_back(passed_over)
-        following = self.waiting.first()
-        if following is not None:
-            self._prefetch(following)
+                self._give(sequence, count, schedule, budget)
+            if sequence.pages.load is not None:
+                self._load_pages -= sum(map(sequence.pages.load.lacking, self.manager.pools))
+                self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
 
-    def _enter(self, sequence: Sequence, hit: PrefixHit | None, budget: int) -> int | None:
+    def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
+        """Whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
+        head = self.waiting.first()
+        if head is None or self._turn(head) > self._turn(prompt):
+            return False
+        need = self.manager.pages_for(len(head.tokens) + 1) + self.manager.pages_for(budget.tokens) + 1
+        return self.manager.memory.fits(dict.fromkeys(self.manager.pools, need + len(self.running)))
+
+    def _enter(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
         """Give a waiting sequence pages, by what it finds, or of a parked one (`hit` is None) those it had; returns the
         tokens to compute in this step, or None and no change when there is no room."""
         count = self._start(sequence, hit, budget) if hit is not None else 0 if self._resume(sequence) else None
@@ -344,7 +440,7 @@ class Scheduler:
         hit = self.manager.lookup(sequence.pages, sequence.tokens)
         return PrefixHit(0, 0, in_flight=False) if sequence.scoring else hit
 
-    def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int | None:
+    def _start(self, sequence: Sequence, hit: PrefixHit, budget: Budget) -> int | None:
         """Give a waiting sequence its cached prefix and pages; returns the tokens to compute in this step, or None and
         no change when there is no room."""
         pages, total = sequence.pages, len(sequence.tokens)
@@ -353,13 +449,14 @@ class Scheduler:
             chosen = self.loader.choose(pages, total, hit, self._compute_rate())
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
+        sequence.computed = hit.tokens
         count = self._bounded(sequence, total - hit.tokens, budget) if load is None else 0
         # Room for one more page of each running sequence, or the newcomer would be preempted at once.
         if not self.manager.reserve(pages, hit.tokens + count, total=total + 1, spare=len(self.running)):
             self.manager.free(pages, sequence.seq_id)
+            sequence.computed = 0
             return None
         self.manager.announce(pages, sequence.seq_id)
-        sequence.computed = hit.tokens
         if sequence.cached is None:
             sequence.cached = hit.tokens
             self.manager.touch(pages, hit.tokens)

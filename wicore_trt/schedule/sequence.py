@@ -36,7 +36,8 @@ class Sequence:
     stamp of the engine's clock in seconds, and `begun` that of the first step that computed for it. `prefetched`: what
     it will need from disk was asked for. `turn`: how many places its tenant had been given before the one that this
     sequence has; None while it has none. `ran`: steps that computed for it since its last admission; `gave_way`: how
-    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out."""
+    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out.
+    `cost_s`: seconds that computing its prompt was expected to take when it came."""
 
     seq_id: int
     request: GenerateRequest
@@ -58,14 +59,13 @@ class Sequence:
     gave_way: int = 0
     scored: int = 0
     begun: float | None = None
+    cost_s: float = 0.0
+    # Of the request, kept here because each step asks for them several times.
+    params: SamplingParams = field(init=False)
+    prompt_len: int = field(init=False)
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.params, self.prompt_len = self.request.params, len(self.request.prompt_token_ids)
 
     @property
     def output_len(self) -> int:

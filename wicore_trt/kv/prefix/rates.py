@@ -35,14 +35,16 @@ DOUBLING_S = 10.0
 """A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
 
 
-class _PositiveSum:
+class PositiveSum:
     """seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
 
-    p_i stays within a factor of LIMIT of its prior, so that no nonsense makes it overflow.
+    p_i stays within a factor of LIMIT of its prior, so that no nonsense makes it overflow. `rate` and `clip` are the
+    step size in noise and the factor by which one observation counts at most.
     """
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], *, rate: float = RATE, clip: float = CLIP) -> None:
         self._prior = tuple(prior)
+        self._rate, self._clip = rate, math.log(clip)
         self.p = list(prior)
         self.observed = 0
         self._last_error = 0.0
@@ -57,9 +59,9 @@ class _PositiveSum:
         if self.observed == 1:
             self._scale([error] * len(self.p))
             return
-        error = max(-math.log(CLIP), min(math.log(CLIP), error))
+        error = max(-self._clip, min(self._clip, error))
         again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > math.log(SHIFT)
-        rate = FAST_RATE if again else RATE
+        rate = FAST_RATE if again else max(self._rate, 1 / self.observed)
         self._last_error = error
         parts = [p * v / expected for p, v in zip(self.p, x, strict=True)]
         norm = sum(part * part for part in parts)
@@ -75,7 +77,7 @@ class PrefillMeter:
 
     def __init__(self) -> None:
         # Attention of Gemma 3 27B costs 3.2e-6 of a token's other work per key; 270M is near that as well.
-        self._fit = _PositiveSum((PRIOR_PER_TOKEN_S, PRIOR_PER_TOKEN_S * 3e-6))
+        self._fit = PositiveSum((PRIOR_PER_TOKEN_S, PRIOR_PER_TOKEN_S * 3e-6))
 
     @property
     def observed(self) -> int:
@@ -104,7 +106,7 @@ class TierMeter:
     """
 
     def __init__(self, prior: TierRate) -> None:
-        self._fit = _PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))
+        self._fit = PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))
         self._best = prior.bytes_per_s
         self._read_at = 0.0
 

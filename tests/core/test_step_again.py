@@ -1,0 +1,122 @@
+"""A step that raises runs again, each sequence alone: the request at fault ends, the others get their right tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fakes import greedy, make_core
+
+from wicore_trt.config import KVSettings
+from wicore_trt.core.loop import EngineLoop
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
+
+VARIANTS = {"recomputing": {}, "host tier": {"kv": KVSettings(host_bytes=1 << 20)}, "ahead": {"ahead": 1}}
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 20) -> GenerateRequest:
+    return GenerateRequest(name, tuple(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+
+
+def break_on(core, bad: set[int], where: str = "computed") -> list[int]:
+    """Steps with one of these sequences raise when they have done what they do. Returns how large those steps were."""
+    executor, broken = core.executor, []
+    name = where if hasattr(executor, "submit") else "execute"
+    run = getattr(executor, name)
+
+    def breaks(batch):
+        done = run(batch)
+        if bad & {piece.seq_id for piece in batch.slices}:
+            broken.append(len(batch.slices))
+            if name == "submit":
+                executor.queue.pop() if executor.queue else executor.results.pop()
+            raise RuntimeError("a kernel failed")
+        return done
+
+    setattr(executor, name, breaks)
+    return broken
+
+
+@pytest.mark.parametrize("where", ["submit", "computed"])
+@pytest.mark.parametrize("kwargs", VARIANTS.values(), ids=VARIANTS)
+def test_the_request_at_fault_ends_alone(kwargs, where):
+    core = make_core(max_batch_tokens=64, **kwargs)
+    core.executor.leads = lambda batch: False
+    prompts = {name: [5 + i, 6, 7, *range(9 + i)] for i, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        core.add(request(name, prompt))
+    tokens, last = {}, {}
+    for step in range(200):
+        if not core.has_work:
+            break
+        if step == 5:
+            broken = break_on(core, {2}, where)
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            last[output.request_id] = output if output.finish_reason is not None else None
+        core.scheduler.check_integrity()
+    assert broken == [4, 1], "with the others, and alone"
+    assert last["c"].finish_reason is FinishReason.ERROR and "a kernel failed" in last["c"].error
+    for name in "abd":
+        assert tokens[name] == greedy(prompts[name], 20, ignore_eos=True)
+    assert tokens["c"] == greedy(prompts["c"], 20, ignore_eos=True)[: len(tokens["c"])]
+    assert all(pool.used == 0 for pool in core.scheduler.manager.pools.values())
+    core.add(request("again", prompts["c"]))
+    found = core.scheduler.manager.lookup(core._sequences["again"][0].pages, prompts["c"])
+    assert not found.tokens, "what the failed step computed is in the cache"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_faults_in_random_traffic_cost_those_alone_who_have_them(seed):
+    rng = random.Random(seed)
+    core = make_core(max_batch_tokens=rng.choice([8, 16, 64]), **rng.choice(list(VARIANTS.values())))
+    core.executor.leads = lambda batch: False
+    bad = set(rng.sample(range(1, 13), 3))
+    break_on(core, bad)
+    keep = request("keep", [9, 8, 7], 110)  # one alone with a fault would stand for a broken device
+    core.add(keep)
+    prompts = {str(i): [rng.randrange(3, 90) for _ in range(rng.randint(2, 30))] for i in range(1, 13)}
+    tokens: dict[str, list[int]] = {}
+    ended = {}
+    left = list(prompts)
+    while left or core.has_work:
+        if left and rng.random() < 0.7:
+            name = left.pop(0)
+            core.add(request(name, prompts[name], 10))
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                ended[output.request_id] = output.finish_reason
+        core.scheduler.check_integrity()
+    for name, prompt in prompts.items():
+        assert (ended[name] is FinishReason.ERROR) == (int(name) in bad)
+        if int(name) not in bad:
+            assert tokens[name] == greedy(prompt, 10, ignore_eos=True)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_broken_device_ends_the_engine_after_two_tries(count):
+    core = make_core(max_batch_tokens=64)
+    outputs = []
+    loop = EngineLoop(core, outputs.extend, max_waiting=100)
+    broken = break_on(core, set(range(5)))
+    for i in range(count):
+        loop.add(request(str(i), [i + 3, 4, 5]))
+    loop.start()
+    loop._thread.join(60)
+    assert "a kernel failed" in loop.dead and not loop.live and len(outputs) == count
+    assert broken == [count, 1] + [1] * (count > 1)
+
+
+def test_a_step_that_fails_while_the_next_one_runs_ends_the_engine():
+    core = make_core(ahead=0, max_batch_tokens=64)
+    core.executor.leads = lambda batch: True
+    core.executor.rng.random = lambda: 1.0
+    for name in "ab":
+        core.add(request(name, [5, 6, ord(name)]))
+    for _ in range(3):
+        core.step()
+    break_on(core, {1})
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        for _ in range(5):
+            core.step()

@@ -1,0 +1,107 @@
+"""The model of step time: learns every device, keeps to its limits, and is not led astray."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from schedule.simulated import CPU, H200, SMALL, p99
+
+from wicore_trt.schedule.budget import Budget
+from wicore_trt.schedule.step_time import STRETCH, StepLoad, StepTime, load_of
+
+DEVICES = {
+    f"{name}, corner {corner:g}": replace(device, corner=corner)
+    for name, device in (("H200", H200), ("CPU", CPU), ("small", SMALL))
+    for corner in (1.0, 2.0, 8.0)
+}
+
+
+def learnt(device, rng: random.Random, rows: int = 16) -> tuple[StepTime, int]:
+    """After 16 prompts and 300 steps of decoding, one in a hundred of which took four times as long; and the keys."""
+    time, keys = StepTime(), 0
+    for i in range(rows):
+        load = StepLoad(i, keys, 1000, 500_000)
+        time.observe(load, device.step_s(load) * rng.lognormvariate(0, 0.03))
+        keys += 1000
+    for i in range(300):
+        keys += rows
+        load = StepLoad(rows, keys)
+        time.observe(load, device.step_s(load) * rng.lognormvariate(0, 0.03) * (4 if i % 100 == 50 else 1))
+    return time, keys
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_long_prompt_at_most_doubles_the_time_of_steps_that_decode(device):
+    """And takes no more than a few times as long as if it had the device alone."""
+    rng = random.Random(1)
+    time, keys = learnt(device, rng)
+    start, over, seconds, alone = 0, [], 0.0, 0.0
+    while start < 32_768:
+        keys += 16
+        budget = Budget(2048)
+        budget.pace(time, StepLoad(16, keys), 8)
+        count = budget.fits(start, 32_768 - start)
+        load = StepLoad(16, keys).plus(start, count)
+        took = device.step_s(load) * rng.lognormvariate(0, 0.03)
+        over.append(took / device.step_s(StepLoad(16, keys)))
+        time.observe(load, took)
+        seconds, start = seconds + took, start + count
+    for begin in range(0, 32_768, 2048):
+        alone += device.step_s(StepLoad().plus(begin, 2048))
+    assert p99(over) <= 2 * math.exp(2.33 * 0.03), "twice, and the noise of one step in a hundred"
+    assert seconds <= 5 * alone
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_steps_are_foretold(device):
+    time, keys = learnt(device, random.Random(2))
+    for load in (StepLoad(16, keys), StepLoad(12, keys // 2), StepLoad(0, 0, 1000, 500_000)):
+        assert time.step_s(load) == pytest.approx(device.step_s(load), rel=0.5)
+
+
+def test_a_device_that_slows_down_is_noticed_and_one_odd_step_is_not():
+    time, keys = learnt(H200, random.Random(3))
+    load = StepLoad(16, keys)
+    before = time.step_s(load)
+    time.observe(load, 50 * before)
+    assert time.step_s(load) < 1.1 * before
+    for _ in range(12):
+        time.observe(load, 3 * before)
+    assert time.step_s(load) == pytest.approx(3 * before, rel=0.2)
+
+
+def test_nonsense_leaves_estimates_positive_and_finite():
+    rng, time = random.Random(4), StepTime()
+    for _ in range(3000):
+        load = StepLoad(rng.randint(0, 300), rng.randint(0, 10**7), rng.randint(0, 10**5), rng.uniform(0, 1e12))
+        time.observe(load, rng.choice([0.0, -1.0, 1e-9, 1e-3, 1.0, 1e9]))
+        assert 0 < time.step_s(StepLoad(1, 100)) < math.inf and 0 < time.prompt_s(0, 100) < math.inf
+        assert 0 <= time.share <= 1
+
+
+def test_a_load_is_counted_by_what_a_step_computes():
+    assert load_of([(10, 1), (20, 1), (100, 50)]) == StepLoad(2, 30, 50, 50 * 125)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
+    rng = random.Random(seed)
+    time = StepTime(rng.choice([None, rng.uniform(1e-4, 0.1)]))
+    time.observe(StepLoad(4, 400), rng.uniform(1e-3, 0.1))
+    decoding = StepLoad(rng.randint(0, 20), rng.randint(0, 10_000))
+    limit, tokens, least = time.limit_s(decoding), rng.randint(1, 3000), rng.randint(1, 64)
+    assert limit == math.inf if not decoding.rows else time.target_s or limit == STRETCH * time.step_s(decoding)
+    budget, load, given = Budget(tokens), decoding, 0
+    budget.pace(time, decoding, least)
+    for _ in range(5):
+        start, want = rng.randint(0, 30_000), rng.randint(1, 2000)
+        count = budget.fits(start, want)
+        assert count <= min(want, tokens - given) and count >= min(want, tokens - given, least - given)
+        assert given + count <= least or time.step_s(load.plus(start, count)) <= limit
+        more = min(want, tokens - given) > count
+        assert not more or time.step_s(load.plus(start, count + 1)) > limit, "a token more would have fitted"
+        budget.take(start, count, prompt=True)
+        load, given = load.plus(start, count), given + count

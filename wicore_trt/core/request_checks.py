@@ -1,0 +1,46 @@
+"""What a request must be for an engine, and what follows from it for its sequences.
+
+Plain functions; they must not know engines. Invariant: a request that passes fits the context and the vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+
+def sequence_seed(seed: int | None, index: int) -> int:
+    """64-bit seed of the index-th sequence of a request; random when the request names none."""
+    if seed is None:
+        return secrets.randbits(64)
+    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None:
+    """Raise InvalidRequestError for a prompt that does not fit `max_context`, and for ids outside the vocabulary."""
+    prompt, params = request.prompt_token_ids, request.params
+    if not prompt:
+        raise InvalidRequestError("The prompt is empty.", field="prompt")
+    if len(prompt) >= max_context:
+        raise InvalidRequestError(
+            f"The prompt has {len(prompt)} tokens; this engine takes at most {max_context - 1}.",
+            field="prompt",
+            fix="Shorten it, or serve with a larger scheduler.max_context.",
+        )
+    for name, ids in (
+        ("prompt_token_ids", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            bad = next(token for token in ids if not 0 <= token < vocab)
+            raise InvalidRequestError(f"Token id {bad} is outside the vocabulary of {vocab}.", field=name)
+
+
+def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a sequence, each once. Under a constraint eos does in any case, once nothing else may follow."""
+    goes_on = params.ignore_eos and params.constraint is None
+    return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))

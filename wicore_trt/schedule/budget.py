@@ -1,0 +1,52 @@
+"""What is left of a step while it is made up: tokens, and time for those of prompts.
+
+Must not know sequences. Invariants: the tokens given never pass the tokens that there were; prompts are given no more
+than the step's time allows, but always `least` tokens in all, so that they get on however slow the step is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wicore_trt.schedule.step_time import StepLoad, StepTime
+
+
+class Budget:
+    """`tokens` that the step may still compute. Prompts may have them all until `pace` says what time they have."""
+
+    __slots__ = ("_least", "_limit_s", "_load", "_time", "tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._load, self._least, self._limit_s = StepLoad(), 0, math.inf
+        self._time: StepTime | None = None
+
+    def pace(self, time: StepTime, decoding: StepLoad, least: int) -> None:
+        """From now on prompts have the time that a step in which these decode has for them."""
+        self._time, self._load, self._least, self._limit_s = time, decoding, least, time.limit_s(decoding)
+
+    @property
+    def open(self) -> bool:
+        """Whether a prompt gets a token yet."""
+        return self.fits(0, 1) > 0
+
+    def fits(self, start: int, count: int) -> int:
+        """As many of `count` tokens of a prompt, from `start` on, as the step has room for."""
+        count = min(count, self.tokens)
+        if self._time is None or math.isinf(self._limit_s):
+            return count
+        low, high = min(count, self._least), count
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._time.step_s(self._load.plus(start, middle)) <= self._limit_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def take(self, start: int, count: int, *, prompt: bool) -> None:
+        """So many tokens were given."""
+        self.tokens -= count
+        if prompt:
+            self._load = self._load.plus(start, count)
+            self._least = max(0, self._least - count)

@@ -1,0 +1,45 @@
+"""How long a newcomer would wait for its first step.
+
+Made between two steps, and read by any thread. It must not know pages or clocks. Invariant: who finds nothing before it
+is expected to wait no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wicore_trt.schedule.queue import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The queue as it is between two steps. `prompts` that run: (tenant, place in the order, seconds left). `queued`:
+    who waits, by tenant. `share` of the time is the prompts', and a token of a prompt takes `token_s` of it. `free`:
+    places; of those taken one becomes free every `turnover_s`, 0 where that is not known."""
+
+    prompts: Sequence[tuple[str, float, float]] = ()
+    queued: Mapping[str, list[Entry[Any]]] = field(default_factory=dict)
+    share: float = 1.0
+    token_s: float = 0.0
+    free: int = 1
+    turnover_s: float = 0.0
+
+    def wait_s(self, tenant: str, key: float, cost_s: float, more: int = 0, more_s: float = 0.0) -> float:
+        """Until the first step of a newcomer with this place in the order and these seconds of its own, behind `more`
+        others that take `more_s`. Other tenants have one turn for each of the tenant's own."""
+        ahead, seconds = more, more_s
+        for name, place, left in self.prompts:
+            seconds += min(left, cost_s) if name != tenant else left if place <= key else 0.0
+        for entry in self.queued.get(tenant, ()):
+            waits = entry.sequence
+            if waits is not None and entry.key[0] <= key:
+                ahead, seconds = ahead + 1, seconds + waits.cost_s
+        turns = ahead + 1
+        for name, others in self.queued.items():
+            if name != tenant:
+                costs = [s.cost_s for entry in others if (s := entry.sequence) is not None]
+                count = min(len(costs), turns)
+                ahead, seconds = ahead + count, seconds + sum(costs) * count / max(1, len(costs))
+        return max(seconds / self.share, (ahead + 1 - self.free) * self.turnover_s)

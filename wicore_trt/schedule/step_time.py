@@ -1,0 +1,104 @@
+"""How long a step takes, learnt from those that were made.
+
+    seconds = hypot(weights, computed * c) + rows * a + keys * b + pairs * d, no coefficient negative
+
+This is a roofline with a round corner. `weights` are read once a step however little it does; the arithmetic of the
+tokens that it computes (c for each) hides behind that, or that behind it, and where they are equal half of the shorter
+one shows. A row that decodes costs its sampling (a) and reads its context (b for each key); tokens of prompts are
+attended to with the keys before them (d for each pair). Plain numbers; it must not know sequences, clocks or devices.
+Invariant: whatever is observed, estimates are positive and finite, one odd step moves them by a few percent, and two in
+a row that are off alike bring them there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from wicore_trt.kv.prefix.rates import PositiveSum
+
+PRIOR = (5e-3, 1e-4, 1e-8, 5e-5, 3e-10)
+"""Of weights, rows, keys, tokens and pairs, before the first step, whose measure scales all of them: a model of some
+10 B parameters on a GPU."""
+RATE, CLIP = 0.1, 2.0
+"""There are steps enough to learn slowly from each."""
+SHARE_S = 2.0
+"""Of how many seconds of steps `share` is the mean, roughly."""
+STRETCH = 1.6
+"""A step that decodes takes at most so many times as long with prompts in it as without, where no target is set. Less
+than 2, so that gaps between tokens at most double though one step in a hundred takes a quarter longer than expected."""
+
+
+class StepLoad(NamedTuple):
+    """What a step does: `rows` decode a token each over `keys` of context, and `tokens` of prompts are computed that
+    form `pairs` with themselves and keys before them."""
+
+    rows: int = 0
+    keys: int = 0
+    tokens: int = 0
+    pairs: float = 0.0
+
+    def plus(self, start: int, count: int) -> StepLoad:
+        """The same with tokens [start, start + count) of a prompt more."""
+        return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
+
+
+def load_of(slices: Iterable[tuple[int, int]]) -> StepLoad:
+    """The load of a step that computes (start, count) of each sequence. One token counts as decoded."""
+    rows = keys = tokens = 0
+    pairs = 0.0
+    for start, count in slices:
+        if count == 1:
+            rows += 1
+            keys += start
+        else:
+            tokens += count
+            pairs += count * (start + count / 2)
+    return StepLoad(rows, keys, tokens, pairs)
+
+
+class StepTime:
+    """Times are seconds. `target_s` is how long a step may take that decodes, prompts included; None is STRETCH times
+    what it takes without them. `share` of the steps with prompts in them was the prompts' time."""
+
+    def __init__(self, target_s: float | None = None) -> None:
+        self.target_s = target_s
+        self.share = 0.5
+        self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step took so long."""
+        if seconds <= 0 or not load.rows + load.tokens:
+            return
+        self._fit.update(self._terms(load), seconds)
+        if load.tokens:
+            part = min(1.0, self._prompt_s(load.tokens, load.pairs) / seconds)
+            self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
+
+    def step_s(self, load: StepLoad) -> float:
+        """How long such a step takes."""
+        return self._fit.predict(self._terms(load))
+
+    def prompt_s(self, start: int, count: int) -> float:
+        """What tokens [start, start + count) of a prompt take in steps that prompts fill."""
+        return self._prompt_s(count, count * (start + count / 2))
+
+    def limit_s(self, decoding: StepLoad) -> float:
+        """How long a step may take in which these decode; no end of it where none does."""
+        if not decoding.rows:
+            return math.inf
+        return self.target_s or STRETCH * self.step_s(decoding)
+
+    def _prompt_s(self, tokens: int, pairs: float) -> float:
+        _, _, _, token, pair = self._fit.p
+        return tokens * token + pairs * pair
+
+    def _terms(self, load: StepLoad) -> tuple[float, ...]:
+        """What the coefficients are multiplied with. The two that hide each other have their parts of both, by which
+        they also learn."""
+        weights, _, _, token, _ = self._fit.p
+        computed = load.rows + load.tokens
+        work = computed * token
+        both = math.hypot(weights, work)
+        return (weights / both, load.rows, load.keys, work * computed / both, load.pairs)
