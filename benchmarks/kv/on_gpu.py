@@ -80,6 +80,7 @@ class Engine:
             "executor.device": "cuda",
             "kv.device_bytes": int(device_gib * GIB),
             "scheduler.max_batch_tokens": 8192,
+            "scheduler.target_itl_ms": 1000,  # as vLLM: steps as large as their tokens allow
             "scheduler.max_sequences": at_once,
             "scheduler.max_context": min(div_ceil(longest, PAGE_TOKENS) * PAGE_TOKENS, 131072),
         }

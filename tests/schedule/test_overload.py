@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import pytest
-from schedule.simulated import CPU, H200, SMALL, Seen, Simulated, ask, make_simulated, note, p99
+from schedule.simulated import CPU, H200, SMALL, Device, Seen, Simulated, ask, make_simulated, note, p99
 
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
 from wicore_trt.errors import QueueFullError
-from wicore_trt.schedule.step_time import StepLoad
+from wicore_trt.schedule.step_time import STRETCH, StepLoad
 from wicore_trt.types import FinishReason, GenerateRequest
 
 TTFT_S, TPOT_S = 0.45, 0.04
@@ -65,7 +65,8 @@ def run_on(device, *, seed: int = 0, limits: Limits | None = None, **kwargs) -> 
 
 @pytest.mark.parametrize("device", [H200, SMALL, CPU], ids=["H200", "small", "CPU"])
 def test_a_prompt_of_32k_at_most_doubles_the_gaps_of_16_streams(device):
-    run = run_on(device, max_batch_tokens=256 if device is CPU else 2048)
+    target = STRETCH * device.step_s(StepLoad(16, 16 * 700))
+    run = run_on(device, max_batch_tokens=256 if device is CPU else 2048, target_s=target)
     run.executor.slice_tokens = 32 if device is CPU else 256
     for i in range(16):
         run.add(ask(f"s{i}", 500, 4000))
@@ -103,6 +104,21 @@ def poisson(rate: float, seconds: float, seed: int) -> list[tuple[float, Generat
     while (at := at + rng.expovariate(rate)) < seconds:
         made.append((at, ask(f"r{len(made)}", rng.choice((256, 1024, 1024, 2048)), rng.choice((64, 128, 256)))))
     return [(at + 10.0, request) for at, request in made]
+
+
+class KernelsOneByOne(Device):
+    """With a prompt in the step kernels are started one by one, which takes a while however few its tokens are."""
+
+    def step_s(self, load: StepLoad) -> float:
+        return max(0.022, super().step_s(load)) if load.tokens else super().step_s(load)
+
+
+def test_without_a_target_a_device_that_is_slower_with_any_prompt_keeps_up():
+    """At 8 requests a second; STRETCH alone would leave prompts the least there is, for ever."""
+    run = run_on(KernelsOneByOne(*astuple(H200)))
+    asked = poisson(8.0, 30.0, 3)
+    run.play(asked)
+    assert good(run, len(asked))[0] > 0.95
 
 
 def good(run: Run, asked: int) -> tuple[float, float]:

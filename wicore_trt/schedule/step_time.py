@@ -25,9 +25,10 @@ RATE, CLIP = 0.1, 2.0
 """There are steps enough to learn slowly from each."""
 SHARE_S = 2.0
 """Of how many seconds of steps `share` is the mean, roughly."""
-STRETCH = 1.6
-"""A step that decodes takes at most so many times as long with prompts in it as without, where no target is set. Less
-than 2, so that gaps between tokens at most double though one step in a hundred takes a quarter longer than expected."""
+STRETCH, FLUENT_S = 1.6, 0.05
+"""Where no target is set, a step that decodes takes at most so many times as long with prompts in it as without, or so
+long, as whatever more prompts it has: 20 tokens a second and sequence are faster than anybody reads, and a GPU that
+starts its kernels one by one as soon as a prompt is in the step takes twice as long for a few tokens as for none."""
 
 
 class StepLoad(NamedTuple):
@@ -59,8 +60,8 @@ def load_of(slices: Iterable[tuple[int, int]]) -> StepLoad:
 
 
 class StepTime:
-    """Times are seconds. `target_s` is how long a step may take that decodes, prompts included; None is STRETCH times
-    what it takes without them. `share` of the steps with prompts in them was the prompts' time."""
+    """Times are seconds. `target_s` is how long a step may take that decodes, prompts included; None is FLUENT_S, or
+    STRETCH times what it takes without them. `share` of the steps with prompts in them was the prompts' time."""
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
@@ -88,7 +89,7 @@ class StepTime:
         """How long a step may take in which these decode; no end of it where none does."""
         if not decoding.rows:
             return math.inf
-        return self.target_s or STRETCH * self.step_s(decoding)
+        return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
 
     def _prompt_s(self, tokens: int, pairs: float) -> float:
         _, _, _, token, pair = self._fit.p
