@@ -13,7 +13,7 @@ from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.schedule.scheduler import StepSchedule
+from wicore_trt.schedule.sequence import StepSchedule
 from wicore_trt.types import CacheHints, FinishReason, GenerateRequest, SamplingParams
 
 NAN = b"not a no"

@@ -16,7 +16,7 @@ from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL
-from wicore_trt.schedule.scheduler import StepSchedule
+from wicore_trt.schedule.sequence import StepSchedule
 from wicore_trt.types import CacheHints, CachePriority, FinishReason, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -18,7 +18,7 @@ from wicore_trt.kv.tiers import tiers as lower_tiers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Fetch
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.schedule.scheduler import StepSchedule
+from wicore_trt.schedule.sequence import StepSchedule
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

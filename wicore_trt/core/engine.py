@@ -27,8 +27,8 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.outlook import Outlook
-from wicore_trt.schedule.scheduler import Scheduler, StepSchedule
-from wicore_trt.schedule.sequence import Sequence, SequenceState
+from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.types import (
     EngineStats,
     FinishReason,

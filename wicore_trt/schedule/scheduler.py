@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -26,7 +26,7 @@ from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
-from wicore_trt.schedule.sequence import Sequence, SequenceState
+from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
 from wicore_trt.schedule.turns import Turns
 from wicore_trt.types import FinishReason
@@ -43,19 +43,10 @@ PREFETCH_AHEAD = 4
 LOOK_UP_S = 0.02
 # Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
 LEAST = 8
-
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
 # some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
 PAGES_AT_ONCE = 512
-
-
-@dataclass(slots=True)
-class StepSchedule:
-    """One step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make room."""
-
-    slices: list[tuple[Sequence, int]] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:

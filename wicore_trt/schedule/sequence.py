@@ -85,3 +85,11 @@ class Sequence:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
+
+
+@dataclass(slots=True)
+class StepSchedule:
+    """One step: (sequence, tokens to compute) pairs and the sequences that lost their pages to make room."""
+
+    slices: list[tuple[Sequence, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
