@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Slices, Tables
@@ -103,8 +103,7 @@ def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:
     return PrefillConfig(128, 64)
 
 
-@dataclass(frozen=True)
-class DecodeRows:
+class DecodeRows(NamedTuple):
     """One query row per sequence. `q` and `out` hold [S, heads, D] of the queries' type with `q_row` and `out_row`
     elements from one sequence to the next (multiples of 16; 0: heads * D). `kv_lengths` int32 [S] counts the keys up to
     and with the query's own; 0 marks a row of nobody, which becomes 0. `window` is 0 for full attention."""
@@ -119,8 +118,7 @@ class DecodeRows:
     out_row: int = 0
 
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     """Device memory of `workspace_elements`. `arrived` is zeroed once, before the first launch; launches that may run
     at the same time need one each."""
 
@@ -158,7 +156,7 @@ def decode_launch(config: DecodeConfig, rows: DecodeRows, pool: Pool, tables: Ta
             "tables": tables.pointer,
             "kv_lengths": rows.kv_lengths,
             "kv_scale": pool.scales,
-            **vars(work),
+            **work._asdict(),
             "softmax_scale": rows.softmax_scale,
             "window": rows.window,
             "table_length": tables.length,

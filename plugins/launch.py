@@ -58,8 +58,10 @@ class ParameterBlock:
         """Raises ValueError for a name that is missing or too many, a value out of its type's range, or one that is not
         the multiple of 16 that the kernel was compiled for."""
         try:
-            values = [arguments[name] for name in self._names]
-            if len(values) == len(arguments) and not any(arguments[name] & 15 for name in self._aligned):
+            values, bits = [arguments[name] for name in self._names], 0
+            for name in self._aligned:
+                bits |= arguments[name]
+            if len(values) == len(arguments) and not bits & 15:
                 self._layout.pack_into(self._memory, 0, *values, 0, 0)
                 return
         except (KeyError, struct.error, OverflowError):
@@ -87,12 +89,14 @@ def _misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class _Prepared:
-    """What a thread's launches of a kernel have in common."""
+    """What a thread's launches of a kernel have in common. `function` is the kernel's in the context of that handle."""
 
     kernel: CompiledKernel  # kept, so that its id stays its own
     parameters: ParameterBlock
     block: tuple[int, int, int]
     config: Any = None
+    context: int = 0
+    function: Any = None
 
 
 class CudaLauncher:
@@ -120,7 +124,10 @@ class CudaLauncher:
         parameters.fill(call.arguments)
         if 0 in call.grid:
             return
-        function = self._function(kernel)
+        context = self._context()
+        if context != prepared.context:
+            prepared.function, prepared.context = self._function(kernel, context), context
+        function = prepared.function
         if kernel.dependent:
             if prepared.config is None:
                 prepared.config = dependent_config(self._driver, prepared.block, kernel.shared_bytes)
@@ -132,15 +139,19 @@ class CudaLauncher:
         block = prepared.block
         self._call("cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0)
 
-    def _function(self, kernel: CompiledKernel) -> Any:
+    def _context(self) -> int:
+        """Handle of the thread's current context."""
+        if self._driver is None:
+            self._driver = _cuda_driver()
+        context = int(self._call("cuCtxGetCurrent"))
+        if not context:
+            raise EnvironmentUnfitError(
+                "No CUDA context is current on this thread.", fix="Create one first, for example by the framework."
+            )
+        return context
+
+    def _function(self, kernel: CompiledKernel, context: int) -> Any:
         with self._lock:
-            if self._driver is None:
-                self._driver = _cuda_driver()
-            context = int(self._call("cuCtxGetCurrent"))
-            if not context:
-                raise EnvironmentUnfitError(
-                    "No CUDA context is current on this thread.", fix="Create one first, for example by the framework."
-                )
             known = self._digests.get(id(kernel))
             if known is None:  # the kernel is kept, so that its id stays its own
                 known = self._digests[id(kernel)] = (kernel, hashlib.blake2b(kernel.cubin, digest_size=16).digest())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
@@ -93,8 +93,7 @@ class CacheShape:
         }
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """Page tables on the device, int32 [rows, length], contiguous. `pointer` is an address, or whatever stands for one
     where a kernel is not launched by addresses."""
 
@@ -106,8 +105,7 @@ class Tables:
         return {"tables": self.pointer, "table_length": self.length, "table_stride": self.length}
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(NamedTuple):
     """Pages in memory. For kernels of one layer `pointer` is that layer's part of page 0 and `scales` the layer's KV
     scale; otherwise both belong to layer 0. `scales` is float32 and 0 (null) where there are none."""
 
@@ -116,8 +114,7 @@ class Pool:
     scales: Any = 0
 
 
-@dataclass(frozen=True)
-class Slices:
+class Slices(NamedTuple):
     """The rows of a step: `cu_seqlens` int32[S + 1] and `first_positions` int32[S] on the device, `tokens` in all."""
 
     cu_seqlens: Any
@@ -125,8 +122,7 @@ class Slices:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """Grid and arguments by name. A grid with a 0 has nothing to do and must not be launched."""
 
     grid: tuple[int, int, int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch
@@ -107,8 +107,7 @@ def check_config(shape: LinearShape, config: LinearConfig) -> None:
         assert div_ceil(parts, config.splits) * (config.splits - 1) < parts, "a split would be empty"
 
 
-@dataclass(frozen=True)
-class LinearArrays:
+class LinearArrays(NamedTuple):
     """Where a launch reads and writes; 0 for what the shape does not have. See `kernels.linear` for their shapes.
 
     `partials` (bytes: `partials_bytes`) and `counters` (int32, `tiles`, zeros) are scratch of the launches of one

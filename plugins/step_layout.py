@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, Tables
@@ -17,8 +17,7 @@ DIGEST_BLOCK_BYTES = 16384
 """What a program of `kernels.page_digest` reads of a page."""
 
 
-@dataclass(frozen=True)
-class NormOut:
+class NormOut(NamedTuple):
     """Where a norm's rows go: `out` [rows, H] 16 bit or E4M3 bytes, `scales` float32 [rows] for E4M3, otherwise 0."""
 
     out: Any
@@ -58,8 +57,7 @@ def add_norm_launch(
     return Launch((rows, 1, 1), arguments)
 
 
-@dataclass(frozen=True)
-class QkNorms:
+class QkNorms(NamedTuple):
     """Weights float32 [D] of the query and key norms, stored as 1 + w, and their epsilon."""
 
     q: Any
@@ -67,8 +65,7 @@ class QkNorms:
     eps: float
 
 
-@dataclass(frozen=True)
-class RopeTable:
+class RopeTable(NamedTuple):
     """cos and sin float32 [positions, D / 2] of a layer group."""
 
     cos: Any

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -150,6 +150,7 @@ class TritonOps:
         self._product = model.product("qkv", step.tokens)
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def embed(self) -> Value:
         """Nothing yet: the kernel of the norm that follows writes the residual too."""
@@ -172,7 +173,7 @@ class TritonOps:
         return out
 
     def linear(self, x: Value, weight: str) -> Value:
-        role = LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
+        role = _linear_role(weight)
         shape = self._model.shape.linear(role)
         exponent = self._model.exponents.get(weight, 0)
         if self._product in (KERNEL, KERNEL8):
@@ -368,11 +369,18 @@ class TritonOps:
         return Value(self._memory.x[: self._n])
 
     def _eight(self, columns: int) -> Value:
-        return Value(self._memory.eight(self._n, columns), self._memory.scales[: self._n])
+        return Value(self._view(torch.uint8, columns), self._memory.scales[: self._n])
 
     def _wide(self, columns: int) -> torch.Tensor:
-        dtype = torch.bfloat16 if self._product in (SCALED_MM, MM16) else torch.float32
-        return self._memory.wide(dtype, self._n, columns)
+        return self._view(torch.bfloat16 if self._product in (SCALED_MM, MM16) else torch.float32, columns)
+
+    def _view(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
+        """Part of the step's memory. Layers share views: making one costs as much as a launch."""
+        key, memory = (self._n, columns, dtype), self._memory
+        if key not in self._views:
+            eight = dtype == torch.uint8
+            self._views[key] = memory.eight(*key[:2]) if eight else memory.wide(dtype, *key[:2])
+        return self._views[key]
 
     def _pool(self, layer: int) -> Pool:
         group = self._spec.layer_groups[layer]
@@ -389,6 +397,11 @@ class TritonOps:
     def _tables(self, group: str, first: int, rows: int) -> Tables:
         address, length = self._step.tables[group]
         return Tables(address + 4 * first * length, rows, length)
+
+
+@cache
+def _linear_role(weight: str) -> str:
+    return LINEAR_ROLES[weight.split(".", 3)[3].removesuffix(".weight")]
 
 
 def _norm_out(value: Value) -> NormOut:

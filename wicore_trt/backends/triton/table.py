@@ -19,9 +19,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.model.spec import GROUPS, Gemma3Spec
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.layout import PoolShape
@@ -68,13 +69,25 @@ class EngineShape:
     page_tokens: int
 
     def pool(self, group: str) -> PoolShape:
-        spec = self.spec
-        layers = max(1, len(spec.layers_of(group)))
-        return PoolShape(layers, self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        return self._pools[group]
+
+    @cached_property
+    def _pools(self) -> dict[str, PoolShape]:
+        spec, layers = self.spec, {group: max(1, len(self.spec.layers_of(group))) for group in GROUPS}
+        sizes = (self.page_tokens, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        return {group: PoolShape(count, *sizes) for group, count in layers.items()}
 
     def linear(self, role: str, *, rows8: bool = False) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
         `rows8`: of E4M3 rows; gate_up then finds the largest values of its rows, which are quantised next."""
+        return self._linears[role, rows8]
+
+    @cached_property
+    def _linears(self) -> dict[tuple[str, bool], LinearShape]:
+        kinds = [(role, rows8) for role in LINEARS for rows8 in (False, self.fp8 and role != "head")]
+        return {kind: self._linear(*kind) for kind in kinds}
+
+    def _linear(self, role: str, rows8: bool) -> LinearShape:
         spec = self.spec
         n, k = {
             "qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
@@ -151,11 +164,12 @@ class KernelTable:
         self._roles: dict[str, list[Entry]] = {}
         for entry in sorted(entries, key=lambda e: (e.role, e.bucket)):
             self._roles.setdefault(entry.role, []).append(entry)
+        self._buckets = {role: [entry.bucket for entry in found] for role, found in self._roles.items()}
 
     def find(self, role: str, rows: int) -> Entry:
         """The entry of the smallest bucket that holds `rows`, else the largest bucket's."""
         entries = self._roles[role]
-        at = bisect_left(entries, rows, key=lambda e: e.bucket)
+        at = bisect_left(self._buckets[role], rows)
         return entries[min(at, len(entries) - 1)]
 
     def entries(self, role: str) -> list[Entry]:
