@@ -26,7 +26,7 @@ test("openai throws an APIError", async () => {
     async () => {
       for await (const _ of stream) if ((chunks += 1) === 3) kill();
     },
-    (error) => error instanceof OpenAI.APIError && error.code === "engine_dead" && error.type === "server_error",
+    (error) => error instanceof OpenAI.APIError && error.code === "engine_dead" && error.type === "unavailable_error",
   );
 });
 
