@@ -210,8 +210,14 @@ class Connection:
             await self._send({"type": "websocket.send", "text": encode(frame).decode()})
 
     async def close(self) -> None:
-        """End all generations."""
+        """End all generations; not all at once, which would hold up other connections."""
         tasks = list(self._open.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = iter(tasks)
+        try:
+            for task in left:
+                task.cancel()
+                await asyncio.sleep(0)
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
