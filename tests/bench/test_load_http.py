@@ -203,6 +203,9 @@ def test_tokens_are_accounted_for_however_bytes_come(chunks, cuts):
         (streaming(event(None, 6), DONE), "INCOMPLETE", "usage says 6, 0 came"),
         (streaming(event("a", 1), b'data: {"error": {"message": "lost it"}}\n\n'), "ERROR", "lost it"),
         (streaming(b"data: {nonsense\n\n", DONE), "INVALID", ""),
+        (streaming(b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), "INVALID", ""),
+        (streaming(b'data: {"error": ' + b"[" * 100_000 + b"\n\n", DONE), "INVALID", ""),
+        (streaming(event("abcdef", 10**400), DONE), "INVALID", ""),
     ],
 )
 async def test_what_breaks_is_a_record_with_its_status(script, status, words):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -270,6 +271,44 @@ async def test_a_signal_while_the_engine_loads(tmp_path):
         code, _ = await server.end()
         assert code == 0
         await server.all_gone()
+
+
+async def test_a_signal_while_the_next_engine_loads(tmp_path):
+    async with supervised(tmp_path, load_s=5) as server:
+        await serving(server)
+        os.kill(server.alive("engine")[0], signal.SIGKILL)
+        seen = b""
+        async with asyncio.timeout(30):
+            while b"no requests are taken" not in seen:
+                seen = await server.process.stderr.readline()
+        server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and "no requests are taken" not in log, log[:2000]
+
+
+@pytest.mark.parametrize(("poor", "killed"), [("supervisor", "engine"), ("supervisor", "front"), ("engine", "front")])
+async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_path, poor, killed):
+    def allow(files: int) -> None:
+        most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, most))
+
+    async with supervised(tmp_path) as server:
+        await serving(server)
+        pid, before = server.process.pid if poor == "supervisor" else server.alive(poor)[0], server.alive(killed)
+        allow(1)
+        os.kill(before[0], signal.SIGKILL)
+        async with asyncio.timeout(30):
+            if poor == "supervisor":
+                while b"no process can be started" not in await server.process.stderr.readline():
+                    pass
+            else:
+                while server.alive(killed) in ([], before):
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
+        allow(1024)
+        await server.until_serving()
+        async with server.stub() as stub:
+            assert await answer(stub, "back", 20) == expected("back", 20)[0]
 
 
 async def test_signals_to_the_children_end_no_request(tmp_path):

@@ -74,13 +74,24 @@ def test_a_device_that_slows_down_is_noticed_and_one_odd_step_is_not():
     assert time.step_s(load) == pytest.approx(3 * before, rel=0.2)
 
 
+def test_a_step_that_stood_still_leaves_the_part_of_prompts_as_it_was():
+    """What a newcomer is told to wait is divided by it."""
+    time = StepTime()
+    load = StepLoad(16, 8000, 128, 70_000)
+    for _ in range(300):
+        time.observe(load, 0.04)
+    before = time.share
+    time.observe(load, 300.0)
+    assert time.share == pytest.approx(before, rel=0.1)
+
+
 def test_nonsense_leaves_estimates_positive_and_finite():
     rng, time = random.Random(4), StepTime()
     for _ in range(3000):
         load = StepLoad(rng.randint(0, 300), rng.randint(0, 10**7), rng.randint(0, 10**5), rng.uniform(0, 1e12))
-        time.observe(load, rng.choice([0.0, -1.0, 1e-9, 1e-3, 1.0, 1e9]))
+        time.observe(load, rng.choice([0.0, -1.0, 1e-9, 1e-3, 1.0, 1e9, math.inf, math.nan]))
         assert 0 < time.step_s(StepLoad(1, 100)) < math.inf and 0 < time.prompt_s(0, 100) < math.inf
-        assert 0 <= time.share <= 1
+        assert 0 < time.share <= 1
 
 
 def test_a_load_is_counted_by_what_a_step_computes():

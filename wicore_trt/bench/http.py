@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -32,6 +32,10 @@ ANY_CONTEXT = 1 << 62
 KEEP_ALIVE_S = 3.0
 """Shorter than servers wait before they close an idle connection, so that no request goes to one that is closing."""
 READ_BYTES = 1 << 20
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that are no JSON, or not the JSON that was asked for."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A number of tokens."""
 FAILURES = ("abort", "error")
 """Reasons to finish that are none of the model's."""
 HIT_COUNTERS = {"vllm:prefix_cache_hits_total": "device", "vllm:external_prefix_cache_hits_total": "external"}
@@ -39,12 +43,12 @@ HIT_COUNTERS = {"vllm:prefix_cache_hits_total": "device", "vllm:external_prefix_
 
 
 class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class UsageOfChunk(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
@@ -88,7 +92,7 @@ class Stream:
     _rest: bytes = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take bytes that came at `now`. Raises msgspec's errors for what is no chunk."""
+        """Take bytes that came at `now`. Raises UNREADABLE for what is no chunk."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -211,7 +215,7 @@ class HttpTarget:
             error = f"CONNECT: {failure}"
         except (aiohttp.ClientError, OSError) as failure:
             error = f"BROKEN: {failure or type(failure).__name__}"
-        except msgspec.MsgspecError as failure:
+        except UNREADABLE as failure:
             error = f"INVALID: {failure}"
         return self._record(request, started, sent, stream, error)
 
@@ -271,17 +275,17 @@ async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -
                 status = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise UnavailableError(f"No server answers at {url}: {error or type(error).__name__}.") from None
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (*UNREADABLE, KeyError, TypeError) as error:
         raise WicoreError(f"{url} does not answer as OpenAI's API does: {error}.") from None
     size = ANY_VOCABULARY
-    with suppress(msgspec.MsgspecError, KeyError, TypeError):  # another server's /status is anything
+    with suppress(*UNREADABLE, KeyError, TypeError, ValueError):  # another server's /status is anything
         size = int(msgspec.json.decode(status)["model"]["vocab_size"])
     return HttpServed(known["id"], size, known.get("max_model_len") or ANY_CONTEXT)
 
 
 def _message(body: bytes) -> str:
     """The message of an error's body, or its beginning."""
-    with suppress(msgspec.MsgspecError, KeyError, TypeError):
+    with suppress(*UNREADABLE, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     return shortened(body.decode(errors="replace"))

@@ -78,7 +78,8 @@ def _listen(control: Control, host: EngineHost) -> None:
     while (received := control.receive()) is not None:
         message, fds = received
         if message["kind"] == "link":
-            host.attach(socket.socket(fileno=fds[0]))
+            if fds:  # else this process has too many files open; the front finds its end closed, and asks again
+                host.attach(socket.socket(fileno=fds[0]))
         elif message["kind"] == "level":
             log_lines.set_level(message["level"])
         elif message["kind"] == "stop":

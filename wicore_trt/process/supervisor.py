@@ -43,7 +43,8 @@ DUMP_S = 1.0
 ANSWER_S = 3.0
 """How long the front may take to tell its metrics."""
 QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
-"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause."""
+"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause, and
+so is one that the system has no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Supervisor:
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
-        self._start_front()
+        self._later(0.0, self._start_front)
 
     def _start_front(self) -> None:
         """Have the template make a front, unless there is none, or the former front has not quite ended."""
@@ -177,11 +178,21 @@ class Supervisor:
         """Give both a socket to each other."""
         engine, front = self._engine.process, self._front.process
         if self._engine_ready and engine is not None and front is not None:
+            try:
+                one, other = socket.socketpair()
+            except OSError as error:
+                log.error("engine and front cannot be joined: %s; trying again", error)
+                self._later(SLOW_S, lambda: self._join_again(engine, front))
+                return
             self._links += 1
-            one, other = socket.socketpair()
             with one, other:
                 engine.control.send("link", [one.fileno()])
                 front.control.send("link", [other.fileno()])
+
+    def _join_again(self, engine: Child | Fork, front: Child | Fork) -> None:
+        """Join them, unless one of them has ended and the next one was joined."""
+        if self._engine.process is engine and self._front.process is front:
+            self._join()
 
     def _heard_engine(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -276,8 +287,12 @@ class Supervisor:
 
     def _later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:
-            if not self._stopping:
-                start()
+            try:
+                if not self._stopping:
+                    start()
+            except OSError as error:
+                log.error("no process can be started: %s; trying again", error)
+                self._later(SLOW_S, start)
 
         asyncio.get_running_loop().call_later(seconds, begin)
 

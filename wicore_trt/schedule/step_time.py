@@ -70,10 +70,11 @@ class StepTime:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took so long."""
-        if seconds <= 0 or not load.rows + load.tokens:
+        if not 0 < seconds < math.inf or not load.rows + load.tokens:
             return
         self._fit.update(self._terms(load), seconds)
         if load.tokens:
+            seconds = min(seconds, CLIP * self.step_s(load))
             part = min(1.0, self._prompt_s(load.tokens, load.pairs) / seconds)
             self.share += (part - self.share) * min(1.0, seconds / SHARE_S)
 

@@ -179,7 +179,10 @@ class Front:
         message, fds = received
         if message["kind"] == "link":
             self._links += 1
-            self._remote.connect(socket.socket(fileno=fds[0]))
+            if fds:
+                self._remote.connect(socket.socket(fileno=fds[0]))
+            else:  # this process has too many files open
+                asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link)
         elif message["kind"] == "drain":
             self._stop.set()
         elif message["kind"] == "refuse":

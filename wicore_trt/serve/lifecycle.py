@@ -96,7 +96,7 @@ async def _serve(
         await server.set_serving()
         log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
         announce(address, url)
-        while (death := await _unless(stop, asyncio.ensure_future(_death(engine)))) is not None:
+        while not stop.is_set() and (death := await _unless(stop, asyncio.ensure_future(_death(engine)))) is not None:
             if not engine.engine.recovers:
                 await server.set_draining()
                 raise _dead(death)
