@@ -1,12 +1,13 @@
 """What the engine's thread does in Python for a decode step, by part, in CPU time.
 
-    python -m benchmarks.serve.step_python [--rows 1,64,256] [--context 2048] [--cases greedy,drawn,...] [--profile greedy]
+    python -m benchmarks.serve.step_python [--rows 1,64,256] [--context 2048] [--cases greedy,drawn] [--profile greedy]
 
 The real loop, scheduler, cache, link and triton executor's host side (step inputs, the block that goes to the device,
-what is read back) with 27B's page counts, over a device that is not there: its step is a sleep without the interpreter's
-lock, started before the last one's tokens are read wherever the executor agrees. Prints microseconds of the thread's
-CPU time a step: the mean, its parts and the median. Part of a step's work is not in it: launching the graph and the
-kernels that sample, and CUDA's copies. `logprobs` samples on the host, from a small vocabulary. Needs no device.
+what is read back) with 27B's page counts, over a device that is not there: its step is a sleep without the
+interpreter's lock, started before the last one's tokens are read wherever the executor agrees. Prints microseconds of
+the thread's CPU time a step: the mean, the median and the mean by part. Some of a step's work is not in it: launching
+the graph and the kernels that sample, and CUDA's copies. On a busy machine a step that has slept finds its caches cold;
+`--step-ms 0` shows the Python alone. `logprobs` samples on the host, from a small vocabulary. Needs no device.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
+import os
 import pstats
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
@@ -82,7 +86,7 @@ class HostSide(TritonExecutor):
         self.spec, self.device, self._closed = builtin_spec("gemma3-27b"), self, False  # type: ignore[assignment]
         self.max_batch_tokens, self.max_sequences, self.score_rows = BATCH_TOKENS, rows, 0
         self.slice_tokens, self.kernels, self.layout = 256, "none", layout
-        self.graphs = {b: self.run for b in BUCKETS}  # type: ignore[assignment]
+        self.graphs = dict.fromkeys(BUCKETS, self.run)
         limits = StepLimits(BATCH_TOKENS, rows, context)
         self.block = StepBlock(limits, tuple(layout.num_pages), PAGE_TOKENS, BUCKETS[-1], self)  # type: ignore[arg-type]
         self._host_results = [self.staging((2, rows)) for _ in range(2)]
@@ -92,7 +96,7 @@ class HostSide(TritonExecutor):
         self._sampler, self._device_sampler = Sampler(), Drawing(rows)
         self._probed_layers = cycle([0])
         self._steps, self._rows = deque(), {}
-        self._page_copies = Copies(layout, WINDOW, BATCH_TOKENS)  # type: ignore[assignment]
+        self._page_copies = Copies(layout, WINDOW, BATCH_TOKENS)
         self.copier = self._page_copies
         self._step_s, self._end = step_s, 0.0
 
@@ -128,7 +132,7 @@ class Meter:
     """CPU time of the thread that calls, by part; a part inside another one counts for itself alone."""
 
     def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self._inside = [0.0]
 
     def of(self, owner: Any, name: str, part: str) -> None:
@@ -176,10 +180,8 @@ def make_host(rows: int, context: int, step_s: float, *, tiers: bool) -> EngineH
     return EngineHost(core, info, max_waiting=4096)
 
 
-def read_all(sock: socket.socket) -> None:
-    """The front: reads and throws away."""
-    while sock.recv(1 << 18):
-        pass
+READ_ALL = "import socket; s = socket.socket(fileno=0)\nwhile s.recv(1 << 18): pass"
+"""The front: reads and throws away."""
 
 
 def measure(case: str, rows: int, context: int, steps: int, step_s: float, *, profiled: bool) -> dict[str, float]:
@@ -221,8 +223,7 @@ def measure(case: str, rows: int, context: int, steps: int, step_s: float, *, pr
 
     core.step = stepped  # type: ignore[method-assign]
     ours, theirs = socket.socketpair()
-    reader = threading.Thread(target=read_all, args=(ours,), daemon=True)
-    reader.start()
+    front = subprocess.Popen([sys.executable, "-c", READ_ALL], stdin=ours.fileno())
     host.start()
     host.attach(theirs)
     wanted = SamplingParams(max_tokens=8000, ignore_eos=True, **params)
@@ -232,6 +233,8 @@ def measure(case: str, rows: int, context: int, steps: int, step_s: float, *, pr
     assert over.wait(600), "the engine is stuck"
     parts = {part: meter.spent[part] for part in PARTS}  # some steps more may have come since
     host.stop(10)
+    front.kill()
+    front.wait()
     ours.close()
     if profiled:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
@@ -249,7 +252,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--profile", choices=("", *CASES), default="", help="print where the time of a case goes")
     given = parser.parse_args()
-    say("us of CPU time a step")
+    torch.set_num_threads(1)  # what is copied here is copied by a GPU's engines there
+    say(f"us of CPU time a step; load {os.getloadavg()[0]:.1f}")
     columns = ("all", "median", *PARTS, "rest")
     print("| case, rows | " + " | ".join(columns) + " |\n|---" + "|---" * len(columns) + "|")
     for case in given.cases.split(","):
