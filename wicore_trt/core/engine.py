@@ -217,12 +217,30 @@ class EngineCore(Core):
 
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
-        if self._ahead is None or self._measures or not self._ahead.leads(flight.batch):
+        if self._ahead is None or flight.again or self._measures or not self._ahead.leads(flight.batch):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None
         schedule = self.scheduler.follow(flight.schedule, self._goes_on)
-        return None if schedule is None else self._start(schedule, ahead=True)
+        try:
+            return None if schedule is None else self._start(schedule, ahead=True)
+        except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
+            log.exception("a step could not be started before the last one ended")
+            return None
+
+    def _discard_next(self) -> None:
+        """Wait for the step after a failed one, if it was started, and forget it, as it went on from what that one did.
+        It wrote where nothing counts as written; its sequences compute those positions again."""
+        following, self._flight = self._flight, None
+        if following is None:
+            return
+        assert self._ahead is not None
+        try:
+            self._ahead.collect()
+        except Exception:  # who is at fault is found when they run alone
+            log.exception("the step after a failed one failed too")
+        for sequence in following.ended:
+            self._release(sequence)
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
@@ -236,8 +254,7 @@ class EngineCore(Core):
             try:
                 flight.result = self._ahead.collect()
             except Exception as failure:
-                if self._flight is not None:
-                    raise  # the step under way goes on from what this one did
+                self._discard_next()
                 self._run_again(flight, failure)
         result = flight.result
         assert result is not None
