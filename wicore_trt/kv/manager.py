@@ -244,17 +244,15 @@ class KVCacheManager:
 
         False, and no change, when that would leave a pool with fewer than `spare` available slots.
         """
-        count, tables = self.pages_for(tokens), pages.tables
-        whole = count if total <= tokens else self.pages_for(total)
+        count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
         counts = {GLOBAL: whole, LOCAL: count}
         missing = {g: n for g in self.pools if (n := counts[g] - len(tables[g])) > 0}
         if not missing:
             return True
-        if spare and not self.memory.fits({group: n + spare for group, n in missing.items()}):
-            return False
-        found = self.memory.allocate(missing)
+        fits = not spare or self.memory.fits({group: n + spare for group, n in missing.items()})
+        found = self.memory.allocate(missing) if fits else None
         for group, slots in (found or {}).items():
             pages.tables[group].extend(slots)
         return found is not None
@@ -299,8 +297,7 @@ class KVCacheManager:
         for i in range(begin // size, (end - 1) // size + 1):
             start, stop = max(begin - i * size, 0), min(end - i * size, size)
             for group, pool in self.pools.items():
-                slot = pages.tables[group][i]
-                if slot >= 0:
+                if (slot := pages.tables[group][i]) >= 0:
                     pool.wrote(slot, start, stop)
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
