@@ -189,7 +189,7 @@ class AheadFakeExecutor(FakeExecutor):
         super().__init__(*args)
         self.rng = random.Random(seed)
         self.queue: list[StepBatch] = []
-        self.results: list[StepResult] = []
+        self.results: list[StepResult | Exception] = []
         self.sampled: dict[int, int] = {}
         self.led = 0
 
@@ -213,7 +213,10 @@ class AheadFakeExecutor(FakeExecutor):
     def flush(self) -> None:
         """Let the device do all it was given."""
         while self.queue:
-            self.results.append(self.computed(self.queue.pop(0)))
+            try:
+                self.results.append(self.computed(self.queue.pop(0)))
+            except Exception as error:  # raised where the step is collected
+                self.results.append(error)
 
     def computed(self, batch: StepBatch) -> StepResult:
         """Run a step of `taken`; its unread tokens are those of the step before."""
@@ -226,7 +229,11 @@ class AheadFakeExecutor(FakeExecutor):
         return result
 
     def collect(self) -> StepResult:
-        return self.results.pop(0) if self.results else self.computed(self.queue.pop(0))
+        if not self.results:
+            return self.computed(self.queue.pop(0))
+        if isinstance(found := self.results.pop(0), Exception):
+            raise found
+        return found
 
     def leads(self, batch: StepBatch) -> bool:
         return self.rng.random() < 0.9

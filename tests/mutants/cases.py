@@ -325,7 +325,7 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "sequence.output_len + ahead < sequence.params.min_tokens",
+        "length - sequence.prompt_len + ahead < params.min_tokens",
         "sequence.output_len < sequence.params.min_tokens",
     ),
     Mutant(

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
@@ -98,8 +99,8 @@ class EngineCore(Core):
         return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
 
     def load(self) -> tuple[Counter[str], Counter[str]]:
-        running = Counter(s.request.tenant for s in self.scheduler.running if s.finish_reason is None)
-        return running, Counter(self.scheduler.waiting.counts())
+        running = [s.request for s in self.scheduler.running if s.finish_reason is None]
+        return Counter(map(attrgetter("tenant"), running)), Counter(self.scheduler.waiting.counts())
 
     def validate(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
@@ -123,6 +124,7 @@ class EngineCore(Core):
         stop_ids = stop_ids_of(params, self.eos_ids)
         names = self.scheduler.manager.names(request.tenant, request.cache_salt)
         sequences, matchers = [], self._new_matchers(params)
+        most = self.max_context if params.max_tokens is None else params.max_tokens
         for index in range(params.n):
             sequence = Sequence(
                 seq_id=self._next_id,
@@ -133,6 +135,7 @@ class EngineCore(Core):
                 arrival=arrival,
                 pages=SequencePages(names, request.cache),
                 stop_ids=stop_ids,
+                longest=min(self.max_context, len(request.prompt_token_ids) + most),
             )
             self._next_id += 1
             sequences.append(sequence)
@@ -214,21 +217,34 @@ class EngineCore(Core):
 
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
-        if self._ahead is None or self._measures or not self._ahead.leads(flight.batch):
+        if self._ahead is None or flight.again or self._measures or not self._ahead.leads(flight.batch):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None
         schedule = self.scheduler.follow(flight.schedule, self._goes_on)
-        return None if schedule is None else self._start(schedule, ahead=True)
+        try:
+            return None if schedule is None else self._start(schedule, ahead=True)
+        except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
+            log.exception("a step could not be started before the last one ended")
+            return None
+
+    def _discard_next(self) -> None:
+        """Wait for the step after a failed one, if it was started, and forget it, as it went on from what that one did.
+        It wrote where nothing counts as written; its sequences compute those positions again."""
+        following, self._flight = self._flight, None
+        if following is None:
+            return
+        assert self._ahead is not None
+        try:
+            self._ahead.collect()
+        except Exception:  # who is at fault is found when they run alone
+            log.exception("the step after a failed one failed too")
+        for sequence in following.ended:
+            self._release(sequence)
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
-        limit = sequence.params.max_tokens
-        return (
-            sequence.finish_reason is None
-            and sequence.output_len + 1 < (self.max_context if limit is None else limit)
-            and len(sequence.tokens) + 1 < self.max_context
-        )
+        return sequence.finish_reason is None and len(sequence.tokens) + 1 < sequence.longest
 
     def _land(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""
@@ -238,8 +254,7 @@ class EngineCore(Core):
             try:
                 flight.result = self._ahead.collect()
             except Exception as failure:
-                if self._flight is not None:
-                    raise  # the step under way goes on from what this one did
+                self._discard_next()
                 self._run_again(flight, failure)
         result = flight.result
         assert result is not None
@@ -249,7 +264,7 @@ class EngineCore(Core):
         if not flight.again:
             self.scheduler.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
-        outputs = []
+        outputs, attention = [], result.attention
         for (sequence, count), piece in zip(flight.schedule.slices, flight.batch.slices, strict=True):
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
@@ -270,9 +285,8 @@ class EngineCore(Core):
                 outputs.append(self._finish(sequence, FinishReason.LENGTH))
             elif token is not None:
                 outputs.append(self._append(sequence, token))
-            mass = result.attention.get(sequence.seq_id)
-            if mass is not None and manager.attention is not None:
-                manager.attention.measured(sequence.pages.keys, mass)
+            if attention and sequence.seq_id in attention and manager.attention is not None:
+                manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
         for sequence in flight.ended:
             self._release(sequence)
         return outputs
@@ -321,29 +335,21 @@ class EngineCore(Core):
 
     def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
-        slices = []
+        slices, matchers = [], self._matchers
         for sequence, count in schedule.slices:
+            tokens, params = sequence.tokens, sequence.params
             if sequence.begun is None:
                 sequence.begun = self._clock()
-            start = len(sequence.tokens) if ahead else sequence.computed
-            piece = SequenceSlice(
-                seq_id=sequence.seq_id,
-                token_ids=[UNREAD] if ahead else sequence.tokens[start : start + count],
-                start=start,
-                pages=sequence.pages.tables,
-            )
+            length, start = len(tokens), len(tokens) if ahead else sequence.computed
+            ids = [UNREAD] if ahead else tokens[start : start + count]
+            piece = SequenceSlice(sequence.seq_id, ids, start, sequence.pages.tables, params=params)
             if sequence.scoring:
-                piece.params = sequence.params
-                piece.targets = sequence.tokens[start + 1 : min(start + count + 1, sequence.prompt_len)]
-            if ahead or start + count == len(sequence.tokens):
-                piece.sample = True
-                piece.params = sequence.params
-                piece.history = sequence.tokens
-                piece.prompt_len = sequence.prompt_len
-                piece.seed = sequence.seed
-                piece.suppress_eos = sequence.output_len + ahead < sequence.params.min_tokens
-                piece.stop_ids = sequence.stop_ids
-                if sequence.seq_id in self._matchers:
+                piece.targets = tokens[start + 1 : min(start + count + 1, sequence.prompt_len)]
+            if ahead or start + count == length:
+                piece.sample, piece.history, piece.prompt_len = True, tokens, sequence.prompt_len
+                piece.seed, piece.stop_ids = sequence.seed, sequence.stop_ids
+                piece.suppress_eos = length - sequence.prompt_len + ahead < params.min_tokens
+                if matchers and sequence.seq_id in matchers:
                     self._constrain(piece)
             slices.append(piece)
         return StepBatch(slices, measure_attention=self._measures)
@@ -360,28 +366,29 @@ class EngineCore(Core):
         if not sequence.scored:
             new = [TokenLogprob(sequence.tokens[0], 0.0), *new]
         sequence.scored += len(new)
+        sequence.scoring = sequence.scored < sequence.prompt_len
         return self._output(sequence, (), (), prompt_logprobs=tuple(new))
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         """Add a sampled token and end the sequence if that token, or its number, ends it."""
-        sequence.tokens.append(token.token_id)
+        found, tokens = token.token_id, sequence.tokens
+        tokens.append(found)
         self._counts["generated"] += 1
-        logprobs = (token.logprob,) if token.logprob is not None else ()
-        limit, matcher = sequence.params.max_tokens, self._matchers.get(sequence.seq_id)
-        may_stop = sequence.output_len >= sequence.params.min_tokens
-        if matcher is not None and token.token_id in self.eos_ids:
-            may_stop = True  # nothing else may follow
-        if token.token_id in sequence.stop_ids and may_stop:
-            sequence.stop_reason = token.token_id if token.token_id in sequence.params.stop_token_ids else None
-            return self._finish(sequence, FinishReason.STOP, last=(token.token_id,), logprobs=logprobs)
-        if sequence.output_len == limit or len(sequence.tokens) >= self.max_context:
-            return self._finish(sequence, FinishReason.LENGTH, last=(token.token_id,), logprobs=logprobs)
+        logprobs = () if token.logprob is None else (token.logprob,)
+        matcher = self._matchers.get(sequence.seq_id) if self._matchers else None
+        if found in sequence.stop_ids:
+            only = matcher is not None and found in self.eos_ids  # nothing else may follow
+            if only or sequence.output_len >= sequence.params.min_tokens:
+                sequence.stop_reason = found if found in sequence.params.stop_token_ids else None
+                return self._finish(sequence, FinishReason.STOP, last=(found,), logprobs=logprobs)
+        if len(tokens) >= sequence.longest:
+            return self._finish(sequence, FinishReason.LENGTH, last=(found,), logprobs=logprobs)
         if matcher is not None:
             try:
-                matcher.take(token.token_id)
+                matcher.take(found)
             except MatcherError as error:
                 return self._finish(sequence, FinishReason.ERROR, error=str(error))
-        return self._output(sequence, (token.token_id,), logprobs)
+        return self._output(sequence, (found,), logprobs)
 
     def _finish(
         self,
@@ -427,21 +434,15 @@ class EngineCore(Core):
         field: str | None = None,
         retry_s: float | None = None,
     ) -> TokenOutput:
-        first = bool(token_ids) and sequence.output_len == len(token_ids) and sequence.begun is not None
+        prompt_len, request_id = sequence.prompt_len, sequence.request.request_id
+        length = len(sequence.tokens) - prompt_len
+        usage, reason = Usage(prompt_len, length, sequence.cached or 0), sequence.finish_reason
+        first = bool(token_ids) and length == len(token_ids) and sequence.begun is not None
+        prefill_s = self._clock() - (sequence.begun or 0.0) if first else None
         return TokenOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            usage=Usage(sequence.prompt_len, sequence.output_len, sequence.cached or 0),
-            error=error,
-            prompt_logprobs=prompt_logprobs,
-            prefill_s=self._clock() - (sequence.begun or 0.0) if first else None,
-            field=field,
-            retry_s=retry_s,
-        )
+            request_id, sequence.index, token_ids, logprobs, reason, sequence.stop_reason, usage, error,
+            prompt_logprobs, prefill_s, field, retry_s,
+        )  # fmt: skip
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let writes to the KV tiers end, for at most `timeout_s` seconds, then free the device. The end of it."""
@@ -463,5 +464,5 @@ class EngineCore(Core):
             dict(self._finished),
             uptime_s=self._clock() - self._started,
             step_seconds=self._step_seconds,
-            running=sum(sequence.finish_reason is None for sequence in self.scheduler.running),
+            running=len([s for s in self.scheduler.running if s.finish_reason is None]),
         )

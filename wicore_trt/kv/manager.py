@@ -244,17 +244,15 @@ class KVCacheManager:
 
         False, and no change, when that would leave a pool with fewer than `spare` available slots.
         """
-        count, tables = self.pages_for(tokens), pages.tables
-        whole = count if total <= tokens else self.pages_for(total)
+        count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
         counts = {GLOBAL: whole, LOCAL: count}
         missing = {g: n for g in self.pools if (n := counts[g] - len(tables[g])) > 0}
         if not missing:
             return True
-        if spare and not self.memory.fits({group: n + spare for group, n in missing.items()}):
-            return False
-        found = self.memory.allocate(missing)
+        fits = not spare or self.memory.fits({group: n + spare for group, n in missing.items()})
+        found = self.memory.allocate(missing) if fits else None
         for group, slots in (found or {}).items():
             pages.tables[group].extend(slots)
         return found is not None
@@ -269,6 +267,10 @@ class KVCacheManager:
         """
         self.wrote(pages, begin, end)
         full = end // self.page_tokens
+        said = full == pages.published == pages.trusted and not pages.left and pages.load is None
+        if finite and said and begin == end - 1 >= full * self.page_tokens:  # nearly always: a token amid a page
+            pages.failures = self.failures
+            return
         if finite:
             pages.failures = self.failures
         # since another's step failed, what this one computes may come from a page that was condemned then
@@ -292,12 +294,11 @@ class KVCacheManager:
     def wrote(self, pages: SequencePages, begin: int, end: int) -> None:
         """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
         size = self.page_tokens
-        first, stop = begin // size, self.pages_for(end)
-        for group, pool in self.pools.items():
-            table = pages.tables[group]
-            for i in range(first, stop):
-                if table[i] >= 0:
-                    pool.wrote(table[i], max(begin - i * size, 0), min(end - i * size, size))
+        for i in range(begin // size, (end - 1) // size + 1):
+            start, stop = max(begin - i * size, 0), min(end - i * size, size)
+            for group, pool in self.pools.items():
+                if (slot := pages.tables[group][i]) >= 0:
+                    pool.wrote(slot, start, stop)
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
         """Make a full page findable, unless another slot holds it already. `saved`: a lower tier has it. Raises

@@ -115,10 +115,12 @@ class PagePool:
         Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
         published, so that others may read it.
         """
-        if begin > self._written[slot] or self._page_of[slot] is not None:
-            state = f"has {self._written[slot]} tokens" if self._page_of[slot] is None else "is published"
+        written = self._written[slot]
+        if begin > written or self._page_of[slot] is not None:
+            state = f"has {written} tokens" if self._page_of[slot] is None else "is published"
             raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
-        self._written[slot] = max(self._written[slot], end)
+        if end > written:
+            self._written[slot] = end
 
     def full(self, slot: int) -> bool:
         """Whether all tokens of the slot's page are written."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from wicore_trt.types import SamplingParams, TokenLogprob
 
@@ -63,8 +64,7 @@ class StepBatch:
         return sum(len(s.token_ids) for s in self.slices)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token sampled for `seq_id`."""
 
     seq_id: int

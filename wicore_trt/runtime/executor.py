@@ -134,11 +134,12 @@ class AheadExecutor(Executor, Protocol):
     two are submitted and not collected."""
 
     def submit(self, batch: StepBatch) -> None:
-        """Start a step; what the batch refers to may change afterwards."""
+        """Start a step; what the batch refers to may change afterwards. One that raises was not submitted."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was submitted and not collected."""
+        """Wait for the oldest step that was submitted and not collected. Where it raises, that step is over all the
+        same."""
         ...
 
     def leads(self, batch: StepBatch) -> bool:

@@ -6,6 +6,7 @@ that `StepBatch` says about computing (sampling parameters apart), in the order 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -67,11 +68,16 @@ class StepInputs:
 
 def _page_table(slices: list[SequenceSlice], group: str, used: np.ndarray, num_pages: int) -> np.ndarray:
     """int32[S, max(used)]: the first used[s] pages of each slice, padded with ABSENT."""
-    table = np.full((len(slices), int(used.max())), ABSENT, np.int32)
-    for row, s, count in zip(table, slices, used.tolist(), strict=True):
-        pages = s.pages[group]
-        assert len(pages) >= count, f"sequence {s.seq_id} lacks {group} pages"
-        row[:count] = pages[:count]
+    tables = [s.pages[group] for s in slices]
+    lengths = np.array([len(pages) for pages in tables], np.int32)
+    assert (lengths >= used).all(), f"a sequence lacks {group} pages"
+    # one copy for all rows: arrays give their memory as it is
+    flat = np.frombuffer(b"".join([t if isinstance(t, array) else array("i", t) for t in tables]), np.int32)
     # Kernels index the pool with these unchecked, so a bad page must stop here.
-    assert table.min() >= ABSENT and table.max() < num_pages, f"page of group {group} outside its pool"
+    assert flat.min() >= ABSENT and flat.max() < num_pages, f"page of group {group} outside its pool"
+    columns, width = np.arange(lengths.max(), dtype=np.int32), int(used.max())
+    whole = np.full((len(tables), len(columns)), ABSENT, np.int32)
+    whole[columns < lengths[:, None]] = flat
+    table = np.ascontiguousarray(whole[:, :width])
+    table[columns[:width] >= used[:, None]] = ABSENT
     return table

@@ -133,7 +133,7 @@ class Scheduler:
         prompts = [
             (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
             for s in self.running
-            if s.remaining > 1 and s.pages.load is None
+            if len(s.tokens) - s.computed > 1 and s.pages.load is None
         ]
         return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free)
 
@@ -221,7 +221,7 @@ class Scheduler:
         if any(s.pages.load is not None for s in self.running):
             return None
         self.manager.housekeep()
-        decoding = {s.seq_id for s, count in schedule.slices if count == s.remaining}
+        decoding = {s.seq_id for s, count in schedule.slices if count == len(s.tokens) - s.computed}
         following = [s for s, _ in schedule.slices if goes_on(s)]
         if any(s.seq_id not in decoding for s in self.running if s.finish_reason is None):
             return None
@@ -231,7 +231,8 @@ class Scheduler:
             return None
         if not following or len(following) > self.max_batch_tokens:
             return None
-        if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following):
+        size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
+        if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size):
             return None
         return StepSchedule([(s, 1) for s in following])
 

@@ -36,8 +36,9 @@ class Sequence:
     stamp of the engine's clock in seconds, and `begun` that of the first step that computed for it. `prefetched`: what
     it will need from disk was asked for. `turn`: how many places its tenant had been given before the one that this
     sequence has; None while it has none. `ran`: steps that computed for it since its last admission; `gave_way`: how
-    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out.
-    `cost_s`: seconds that computing its prompt was expected to take when it came."""
+    often it gave its place to another tenant. `scored`: tokens of the prompt whose log-probabilities were put out;
+    `scoring`: some are still to be, so that all of it must be computed. `cost_s`: seconds that computing its prompt was
+    expected to take when it came. `longest`: tokens that it ends with at the latest."""
 
     seq_id: int
     request: GenerateRequest
@@ -60,12 +61,15 @@ class Sequence:
     scored: int = 0
     begun: float | None = None
     cost_s: float = 0.0
+    longest: int = 1 << 62
     # Of the request, kept here because each step asks for them several times.
     params: SamplingParams = field(init=False)
     prompt_len: int = field(init=False)
+    scoring: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.params, self.prompt_len = self.request.params, len(self.request.prompt_token_ids)
+        self.scoring = self.params.prompt_logprobs is not None
 
     @property
     def output_len(self) -> int:
@@ -75,11 +79,6 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
-
-    @property
-    def scoring(self) -> bool:
-        """Whether logits of its prompt are still wanted, so that all of it must be computed."""
-        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len
 
     def move(self, state: SequenceState) -> None:
         """Change state; an illegal transition is a bug of ours."""

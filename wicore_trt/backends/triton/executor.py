@@ -71,11 +71,13 @@ class Loading:
 
 @dataclass(frozen=True)
 class SubmittedStep:
-    """A step on the stream: its `slices` that sample and the `rows` of their logits; `results` on the host are good
-    after `wait()`; what attention is to be measured with."""
+    """A step on the stream: its `slices` that sample and the `rows` of their logits, those whose tokens the host
+    chooses at the indices `left`; `results` on the host are good after `wait()`; what attention is to be measured
+    with."""
 
     slices: list[SequenceSlice]
     rows: list[int]
+    left: list[int]
     results: torch.Tensor
     wait: Callable[[], None]
     measured: tuple[AttentionProbe, StepInputs, StepBatch] | None
@@ -194,7 +196,7 @@ class TritonExecutor:
             inputs = self.inputs(moved.slices)
             probe = None if layer is None else AttentionProbe.of(layer, inputs)
             rows = self._enqueue(moved, inputs, probe)
-            self._rows = {s.seq_id: row for s, row in zip(moved.slices, rows, strict=True)}
+            self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
             self._host_results.reverse()
             self._host_results[0].copy_(self.memory.results, non_blocking=True)
             sampled = [s for s in batch.slices if s.sample]
@@ -203,6 +205,7 @@ class TritonExecutor:
                 SubmittedStep(
                     sampled,
                     [self._rows[s.seq_id] for s in sampled],
+                    [n for n, s in enumerate(sampled) if not self._chooses(s)],
                     self._host_results[0],
                     self.device.record(),
                     measured,
@@ -224,7 +227,7 @@ class TritonExecutor:
 
     def leads(self, batch: StepBatch) -> bool:
         """Whether the device chooses all tokens of a step."""
-        return not batch.measure_attention and all(self._chooses(s) for s in batch.slices if s.sample)
+        return not batch.measure_attention and bool(self._steps) and not self._steps[-1].left
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -242,10 +245,10 @@ class TritonExecutor:
 
     def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None) -> list[int]:
         """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
-        singles = sum(len(s.token_ids) == 1 for s in batch.slices)
+        singles = len([s for s in batch.slices if len(s.token_ids) == 1])
         unread = None
-        if batch.slices[0].token_ids == [UNREAD]:
-            assert all(s.token_ids == [UNREAD] for s in batch.slices), "tokens are read, or they are not"
+        if batch.slices[0].token_ids[0] == UNREAD:
+            assert all(s.token_ids[0] == UNREAD for s in batch.slices), "tokens are read, or they are not"
             unread = Unread(self.memory.results[0], [self._rows[s.seq_id] for s in batch.slices])
         bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
         if bucket is not None and singles == len(batch.slices) and probe is None:
@@ -282,17 +285,18 @@ class TritonExecutor:
 
     def _chosen(self, step: SubmittedStep) -> StepResult:
         """The tokens of a step that is over."""
-        slices, rows, (tokens, status) = step.slices, step.rows, step.results.tolist()
-        left = [n for n, s in enumerate(slices) if not self._chooses(s)]
+        slices, rows, left, (tokens, status) = step.slices, step.rows, step.left, step.results.tolist()
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
+        chosen = [(s.seq_id, row) for s, row in zip(slices, rows, strict=True)]
+        if not left and not any(map(status.__getitem__, rows)):
+            return StepResult([SampledToken(seq_id, tokens[row]) for seq_id, row in chosen])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
-        found = {token.seq_id: token for token in hosts.tokens}
-        failed = dict(hosts.failed)
-        for n in sorted({*range(len(slices))} - {*left}):
-            seq_id, row = slices[n].seq_id, rows[n]
-            if status[row]:
+        found, failed = {token.seq_id: token for token in hosts.tokens}, dict(hosts.failed)
+        here = {*left}
+        for n, (seq_id, row) in enumerate(chosen):
+            if n not in here and status[row]:
                 failed[seq_id] = NOT_FINITE
-            else:
+            elif n not in here:
                 found[seq_id] = SampledToken(seq_id, tokens[row])
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
