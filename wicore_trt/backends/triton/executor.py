@@ -217,9 +217,7 @@ class TritonExecutor:
             measured = None if layer is None else self._fetch(moved.slices, inputs, masses.view(torch.float32))
             sampled = [s for s in batch.slices if s.sample]
             self._steps.append(
-                SubmittedStep(
-                    sampled, [self._rows[s.seq_id] for s in sampled], results, self.device.record(), measured
-                )
+                SubmittedStep(sampled, [self._rows[s.seq_id] for s in sampled], results, self.device.record(), measured)
             )
 
     def collect(self) -> StepResult:

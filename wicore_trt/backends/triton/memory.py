@@ -30,7 +30,6 @@ from wicore_trt.plugins.decode_layout import workspace_elements
 from wicore_trt.plugins.linear_layout import partials_bytes
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
 
-
 LOGSUMS = 1 << 22
 """float32 elements of `StepMemory.logsums`, unless one sequence needs more or all of them fewer."""
 
