@@ -65,7 +65,8 @@ def graphs_run(executor: TritonExecutor) -> list[int]:
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> None:
     model, rng = small_model(random.randrange(1000), num_hidden_layers=4), random.Random()
-    measured, plain = (executor_of(model, kv_dtype=kv_dtype, graphs=True, **LIMITS) for _ in range(2))
+    given = {**LIMITS, "batch_invariant": rng.random() < 0.5}
+    measured, plain = (executor_of(model, kv_dtype=kv_dtype, graphs=True, **given) for _ in range(2))
     oracle = oracle_of(model, "bfloat16", kv_dtype=kv_dtype)
     assert all(p.float().isnan().all() for p in measured.pools.values()), "preparing wrote to a page"
     run, seen = graphs_run(measured), 0
@@ -118,10 +119,8 @@ def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
 def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of an engine that does not measure; every measured mass reaches the signals."""
     model, rng = small_model(random.randrange(1000)), random.Random()
-    requests = [
-        GenerateRequest(str(i), tuple(rng.randrange(47) for _ in range(6)), SamplingParams(temperature=0, max_tokens=8))
-        for i in range(2)
-    ]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [GenerateRequest(str(i), tuple(rng.randrange(47) for _ in range(6)), params) for i in range(2)]
     found: list[dict[str, list[int]]] = []
     taken: list[tuple[int, int]] = []
     for interval in (0, 1, 3):
