@@ -6,7 +6,7 @@ shapes, never on what a step holds, so a launch may be captured in a CUDA graph:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -218,3 +218,41 @@ def prefill_launch(
             "pool_page": shape.strides()["pool_page"],
         },
     )
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """The last queries of a step's first `sequences` sequences, of which `singles` have one token: `q` [tokens, heads,
+    D], contiguous, `positions` int32 [tokens], `cu_seqlens` of the others as in `StepArrays`."""
+
+    q: Any
+    positions: Any
+    cu_seqlens: Any
+    sequences: int
+    singles: int
+    heads: int
+    softmax_scale: float
+
+
+def page_masses_launches(
+    constants: Mapping[str, Any], rows: LastQueries, pool: Pool, tables: Tables, pages: int, to: tuple[Any, Any, int]
+) -> Iterator[tuple[Launch, Launch]]:
+    """`kernels.page_masses.page_logsums`, whose constants these are, and `page_masses` in turn, for as many sequences
+    at once as there is room for.
+
+    `to`: logsums (working memory), masses float32 [sequences, pages], and how many float32 logsums holds, at least
+    heads * `pages`. `pages`: of a sequence at most; `tables` may be wider."""
+    logsums, masses, room = to
+    together = max(1, room // (rows.heads * pages))
+    shape = pool.shape
+    for first in range(0, rows.sequences, together):
+        count = min(together, rows.sequences - first)
+        shared = {"positions": rows.positions, "cu_seqlens": rows.cu_seqlens, "logsums": logsums}
+        shared |= {"first": first, "singles": rows.singles, "pages": pages}
+        read = {"q": rows.q, "q_row": rows.heads * shape.head_dim, "softmax_scale": rows.softmax_scale}
+        read |= {"pool": pool.pointer, "kv_scale": pool.scales, "pool_page": shape.strides()["pool_page"]}
+        read |= {"tables": tables.pointer, "table_length": tables.length}
+        yield (
+            Launch((div_ceil(pages, constants["SPAN"]), shape.kv_heads, count), shared | read),
+            Launch((count, 1, 1), {**shared, "masses": masses}),
+        )

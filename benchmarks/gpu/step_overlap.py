@@ -20,7 +20,7 @@ from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
 
-ACTIVATIONS = ("residual", "x", "q", "attended", "act", "head_in", "logits", "results", "scales", "bytes8")
+ACTIVATIONS = ("residual", "x", "q", "queries", "attended", "act", "head_in", "logits", "results", "scales", "bytes8")
 """Of `StepMemory`: what a step writes before it reads it."""
 
 

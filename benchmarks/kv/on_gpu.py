@@ -1,14 +1,15 @@
 """The KV cache at 27B's shapes on a GPU: conversations, one prefix, decode at long contexts. `make bench-kv-gpu`.
 
-    python -m benchmarks.kv.on_gpu [--only sessions,prefix,decode] [--disk DIR] [--budget-s 600] [--output FILE.json]
+    python -m benchmarks.kv.on_gpu [--only sessions,prefix,decode,masses] [--disk DIR] [--budget-s 600] [--output FILE]
 
 Weights are made up (FP8), so text means nothing and times hold. `sessions`: conversations that together outgrow the
 device pool take turns, some at a time; every turn sends the whole history and some new tokens. `prefix`: time to first
 token of one prefix with a new end, when it is computed, on the device, in host memory, and on disk for a new process's
 engine. `decode`: milliseconds a step of a batch that decodes at long contexts, beside the bytes it must read over the
-copy bandwidth of the same run. With --vllm-site and --peer-scripts vLLM's scripts run behind ours. Invariant: every
-request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what does not fit into the
-budget is skipped, and the table says so. Needs a GPU.
+copy bandwidth of the same run. `masses`: the same with the policy `a2cr`, when attention is measured on no step, on one
+in so many and on every step, in turns on one engine. With --vllm-site and --peer-scripts vLLM's scripts run behind
+ours. Invariant: every request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what
+does not fit into the budget is skipped, and the table says so. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.kv.peer import RUNS, run_peer
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import resolve_settings
+from wicore_trt.core import engine as core_engine
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.types import GenerateRequest, SamplingParams, TierStats
@@ -52,8 +54,12 @@ ORDERS = ("random", "round-robin", "zipf")
 PREFIXES = (4096, 8192, 32768, 130_000)
 DECODE = ((32, 4096), (16, 8192), (8, 32768), (1, 32768), (1, 130_000))
 STEPS = 65
+MEASURED = {"never": 1 << 62, "one in 32": 32, "every": 1}
+"""By what a table says, steps from one that measures attention to the next."""
+MASS_CASES, MASS_STEPS = ((32, 4096), (8, 32768), (1, 32768)), 321
+PROMPT_TOKENS = range(10, 9999)
 SETTLE_S = 30.0
-TABLES = ("sessions", "prefix", "decode")
+TABLES = ("sessions", "prefix", "decode", "masses")
 
 
 @dataclass
@@ -157,7 +163,7 @@ def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: r
     while waiting or live:
         while waiting and len(live) < AT_ONCE and waiting[-1] not in live.values():
             session = waiting.pop()
-            history[session] += rng.choices(range(10, 9999), k=NEW)
+            history[session] += rng.choices(PROMPT_TOKENS, k=NEW)
             prompt += len(history[session])
             name = engine.add(history[session], OUT)
             live[name], asked[name] = session, time.perf_counter()
@@ -181,7 +187,7 @@ def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[
     if on_disk:
         flags |= {"kv__disk_path": str(disk), "kv__disk_bytes": on_disk * GIB}
     rng, rows = random.Random(3), []
-    history = [rng.choices(range(10, 9999), k=HISTORY) for _ in range(SESSIONS)]
+    history = [rng.choices(PROMPT_TOKENS, k=HISTORY) for _ in range(SESSIONS)]
     longest = HISTORY + (TURNS * (NEW + OUT) if order != "zipf" else SESSIONS * (NEW + OUT)) + 64
     with opened(path, device, AT_ONCE, longest, **flags) as engine:
         for turn, chosen in enumerate(turn_orders(order, rng)):
@@ -204,16 +210,16 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
     """Seconds to the first token by length of the prefix and by where it is. 64 tokens behind it are new each time."""
     rng, longest = random.Random(7), max(lengths) + 128
     tiers = {"kv__host_bytes": 24 * GIB, "kv__disk_path": str(disk), "kv__disk_bytes": 30 * GIB, **flags}
-    prompts = {n: rng.choices(range(10, 9999), k=n) for n in lengths}
+    prompts = {n: rng.choices(PROMPT_TOKENS, k=n) for n in lengths}
     rows: dict[int, dict[str, Any]] = {n: {"tokens": n} for n in lengths}
 
     def asked(engine: Engine, n: int, where: str) -> None:
-        seconds, found = engine.first_token_s(prompts[n] + rng.choices(range(10, 9999), k=64))
+        seconds, found = engine.first_token_s(prompts[n] + rng.choices(PROMPT_TOKENS, k=64))
         rows[n].setdefault(where, []).append((round(seconds, 4), found))
 
     with opened(path, 24, 8, longest, **tiers) as engine:
-        engine.first_token_s(rng.choices(range(10, 9999), k=min(2000, longest - 64)))
-        engine.first_token_s(rng.choices(range(10, 9999), k=min(9000, longest - 64)))
+        engine.first_token_s(rng.choices(PROMPT_TOKENS, k=min(2000, longest - 64)))
+        engine.first_token_s(rng.choices(PROMPT_TOKENS, k=min(9000, longest - 64)))
         for n in lengths:
             asked(engine, n, "computed")
             for _ in range(3):
@@ -226,7 +232,7 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
             say(f"prefix {rows[n]}")
         engine.settle()
     with opened(path, 24, 8, longest, **tiers) as engine:
-        engine.first_token_s(rng.choices(range(10, 9999), k=min(2000, longest - 64)))
+        engine.first_token_s(rng.choices(PROMPT_TOKENS, k=min(2000, longest - 64)))
         for n in lengths:
             asked(engine, n, "disk")
             say(f"prefix {n} from disk: {rows[n]['disk']}")
@@ -238,19 +244,9 @@ def decode(path: Path, cases: Sequence[tuple[int, int]], kv: str, bytes_per_s: f
     config, rows = CONFIGS["fp8kv" if kv == "fp8" else "fp8"], []
     longest = max(n for _, n in cases) + 16 * STEPS
     with opened(path, 64, max(b for b, _ in cases), longest, kv__prefix_cache=False) as engine:
-        engine.first_token_s(random.Random(1).choices(range(10, 9999), k=9000))
+        engine.first_token_s(random.Random(1).choices(PROMPT_TOKENS, k=9000))
         for batch, context in cases:
-            rng, begun, first, ends = random.Random(batch * context), time.perf_counter(), 0.0, list[float]()
-            count = STEPS + batch * div_ceil(context, 8192)
-            have = {engine.add(rng.choices(range(10, 9999), k=context), count): 0 for _ in range(batch)}
-            while engine.core.has_work:
-                for name, tokens, _ in engine.step():
-                    have[name] += len(tokens)
-                if min(have.values()):
-                    first = first or time.perf_counter() - begun
-                    if max(have.values()) < count:
-                        ends.append(time.perf_counter())
-            gaps = [b - a for a, b in itertools.pairwise(ends[2:])]
+            first, gaps = decode_gaps(engine, batch, context, STEPS)
             cost = config.cost()
             bound = (cost.weight_bytes + batch * cost.kv_read_bytes(context)) / bytes_per_s
             rows.append(
@@ -262,6 +258,48 @@ def decode(path: Path, cases: Sequence[tuple[int, int]], kv: str, bytes_per_s: f
                 }
             )
             say(f"decode {rows[-1]}")
+    return rows
+
+
+def decode_gaps(engine: Engine, batch: int, context: int, steps: int) -> tuple[float, list[float]]:
+    """Seconds until all of `batch` sequences decode behind `context` tokens, and of each of about `steps` steps from
+    then on. The same tokens each time."""
+    rng, begun, first, ends = random.Random(batch * context), time.perf_counter(), 0.0, list[float]()
+    count = steps + batch * div_ceil(context, 8192)
+    have = {engine.add(rng.choices(PROMPT_TOKENS, k=context), count): 0 for _ in range(batch)}
+    while engine.core.has_work:
+        for name, tokens, _ in engine.step():
+            have[name] += len(tokens)
+        if min(have.values()):
+            first = first or time.perf_counter() - begun
+            if max(have.values()) < count:
+                ends.append(time.perf_counter())
+    return first, [b - a for a, b in itertools.pairwise(ends[2:])]
+
+
+def masses(path: Path, cases: Sequence[tuple[int, int]], kv: str, steps: int, **flags: Any) -> list[dict[str, Any]]:
+    """Milliseconds a step by how often attention is measured: the mean, because most steps do not, and the median. The
+    share is of the mean without. Two rounds of each, the second the other way around."""
+    rows, kept = [], core_engine.ATTENTION_STEPS
+    longest = max(n for _, n in cases) + 16 * steps
+    given = {"kv__policy": "a2cr", **flags}
+    with opened(path, 64, max(b for b, _ in cases), longest, **given) as engine:
+        for batch, context in cases:
+            decode_gaps(engine, batch, context, 8)  # computes the prompts, which the others find
+            gaps: dict[str, list[float]] = {name: [] for name in MEASURED}
+            for name in (*MEASURED, *reversed(MEASURED)):
+                core_engine.ATTENTION_STEPS = MEASURED[name]
+                gaps[name] += decode_gaps(engine, batch, context, steps)[1]
+            plain = statistics.mean(gaps["never"])
+            for name, found in gaps.items():
+                mean = statistics.mean(found)
+                rows.append(
+                    {"kv": kv, "sequences": batch, "context": context, "measured": name, "steps": len(found)}
+                    | {"mean_ms": round(mean * 1e3, 3), "median_ms": round(statistics.median(found) * 1e3, 3)}
+                    | {"share": f"{mean / plain - 1:+.2%}"}
+                )
+                say(f"masses {rows[-1]}")
+    core_engine.ATTENTION_STEPS = kept
     return rows
 
 
@@ -293,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rates = measure_gpu_rates()
     document: dict[str, Any] = {"machine": describe(), "bytes_per_s": rates.copy_bytes_per_s}
-    document |= {"sessions": [], "ready_s": {}, "decisions": {}, "prefix": [], "decode": [], "skipped": [], "vllm": {}}
+    document |= {name: [] for name in TABLES} | {"ready_s": {}, "decisions": {}, "skipped": [], "vllm": {}}
     with tempfile.TemporaryDirectory() as scratch:
         engines = Engines(document["machine"]["target"], Path(scratch), args.engines, say)
         disk = args.disk or Path(scratch) / "kv"
@@ -313,6 +351,8 @@ def main(argv: list[str] | None = None) -> int:
                 document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, disk / f"prefix-{kv}", {})]
             if "decode" in args.only and ready(f"decode, KV {kv}"):
                 document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s)
+            if "masses" in args.only and ready(f"masses, KV {kv}"):
+                document["masses"] += masses(path, MASS_CASES, kv, MASS_STEPS)
             for number, order in itertools.product(args.arms.split(","), args.orders.split(",")):
                 arm = list(ARMS)[int(number)]
                 if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}"):
@@ -330,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
         ready("")
     for name, found in document["vllm"].items():
         print(f"vLLM {found['version']}, {name} {found['problem']}\n\n{table(found['rows'])}")
-    print(table(document["sessions"]), table(document["prefix"]), table(document["decode"]), sep="\n")
+    print(*(table(document[name]) for name in TABLES), sep="\n")
     print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
     return 0
 

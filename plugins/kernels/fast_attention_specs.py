@@ -1,4 +1,4 @@
-"""Specialisations of the attention kernels made for speed: split decode, its sums, and prefill.
+"""Specialisations of the attention kernels made for speed: split decode, its sums, prefill, and masses of pages.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types, configuration and
 on whether the target has E4M3 instructions.
@@ -11,11 +11,16 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, split_decode
+from wicore_trt.plugins.kernels.page_masses import page_logsums, page_masses
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
 from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
+MASS_TILE = 4096
+"""Elements of keys that `page_logsums` takes at once."""
+MASS_SPAN = 256
+"""Keys of one of its programs, unless a page has more."""
 
 
 def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
@@ -93,3 +98,30 @@ def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: P
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
     return kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+
+
+def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> KernelSpec:
+    """`page_logsums` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for types that differ."""
+    repeat, size = _checked(pool, dtype, heads), pool.page_tokens
+    step = min(size, max(16, MASS_TILE // pool.head_dim))
+    constants = {
+        "D": pool.head_dim,
+        "PAGE_TOKENS": size,
+        "KV_HEADS": pool.kv_heads,
+        "REPEAT": repeat,
+        "ROWS": max(16, 1 << (repeat - 1).bit_length()),
+        "STEP": step,
+        "BLOCK_K": max(16, step),
+        "SPAN": max(1, MASS_SPAN // size),
+        "FP8": _fp8(pool, target),
+    }
+    name = f"logsums_{pool.dtype}_{dtype}_d{pool.head_dim}_p{size}_kv{pool.kv_heads}_r{repeat}"
+    pointers = {"q": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
+    return kernel_spec(name, page_logsums, pointers, constants, num_stages=3)
+
+
+def masses_spec(pool: PoolShape, heads: int) -> KernelSpec:
+    """`page_masses` behind `logsums_spec`."""
+    rows = 1 << (heads - 1).bit_length()
+    constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "ROWS": rows, "BLOCK": max(16, 4096 // rows)}
+    return kernel_spec(f"masses_p{pool.page_tokens}_h{heads}", page_masses, {}, constants)

@@ -25,8 +25,11 @@ _STRIDES = (
 _INDEX_ARRAYS = (
     *("tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions", "kv_lengths", "arrived"),
 )
-_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats")
-_INTEGERS = ("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits")
+_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "logsums", "masses")
+_INTEGERS = (
+    *("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits"),
+    *("first", "singles", "pages"),
+)
 TYPES = {
     **dict.fromkeys(_INDEX_ARRAYS, "*i32"),
     **dict.fromkeys(_FLOAT_ARRAYS, "*fp32"),

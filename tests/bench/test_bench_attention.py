@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from tiny_source import write_tiny_source
 
-from benchmarks.kv import attention_trace
+from benchmarks.kv import attention_trace, on_gpu
 from benchmarks.kv.attention import ablation_table, cost_table
 from benchmarks.kv.attention_trace import PageNames, TouchedChain, _mean_masses, replay_policy
+from wicore_trt.backends.torch.executor import TorchExecutor
+from wicore_trt.core import engine as core_engine
+from wicore_trt.engine.build import build_engine
 from wicore_trt.kv.policy.a2cr import A2CRPolicy, A2CRWeights
+from wicore_trt.runtime.batch import StepBatch, StepResult
 
 
 def request(chain: list[int], signal: list[float] | None = None) -> TouchedChain:
@@ -57,3 +63,25 @@ def test_tables() -> None:
     assert "2 workloads, 120 requests" in table and table.count("\n| ") == 9
     text, worst = cost_table([(1, 100, 0.01, 0.012), (8, 100, 0.02, 0.021)])
     assert worst == pytest.approx(0.2 / 32) and "| 1 | 100 | 10.00 ms | 12.00 ms | 0.62 % |" in text
+
+
+def test_the_gpu_bench_measures_as_often_as_its_rows_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rehearsed with a tiny engine on the CPU."""
+    monkeypatch.setattr(on_gpu, "PROMPT_TOKENS", range(10, 60))
+    execute, kept = TorchExecutor.execute, core_engine.ATTENTION_STEPS
+    seen: dict[int, list[bool]] = {}
+
+    def executed(self: TorchExecutor, batch: StepBatch) -> StepResult:
+        result = execute(self, batch)
+        assert bool(result.attention) is batch.measure_attention
+        seen.setdefault(core_engine.ATTENTION_STEPS, []).append(batch.measure_attention)
+        return result
+
+    monkeypatch.setattr(TorchExecutor, "execute", executed)
+    build_engine(write_tiny_source(tmp_path / "source"), tmp_path / "engine", page_tokens=8)
+    given = {"executor__device": "cpu", "kv__device_bytes": 1 << 20, "scheduler__max_context": 128}
+    rows = on_gpu.masses(tmp_path / "engine", ((2, 40), (1, 17)), "auto", 40, **given)
+    assert [r["measured"] for r in rows] == [*on_gpu.MEASURED] * 2 and {r["sequences"] for r in rows} == {1, 2}
+    assert all(r["steps"] > 70 and r["mean_ms"] > 0 for r in rows) and rows[0]["share"] == "+0.00%"
+    assert kept == core_engine.ATTENTION_STEPS and "| never |" in on_gpu.table(rows)
+    assert all(seen[1]) and not any(seen[1 << 62]) and 4 <= sum(seen[32]) <= len(seen[32]) // 32 + 4

@@ -217,7 +217,7 @@ class EngineCore(Core):
 
     def _start_next(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` before that one has ended, if its tokens make no difference to the schedule."""
-        if self._ahead is None or flight.again or self._measures or not self._ahead.leads(flight.batch):
+        if self._ahead is None or flight.again or not self._ahead.leads(flight.batch):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None

@@ -1,8 +1,9 @@
 """How much attention each KV page of a sequence receives: the measurement behind the A2CR policy.
 
-A probe takes the queries of one global layer from a step's operators; the masses are computed after the step, from
-those queries and the keys in the pages. It must not know policies, requests or which page is which. Invariant: it
-only reads, so a measured step gives the same tokens and KV as one that is not measured.
+A probe takes the queries of one global layer from a step's operators; the masses are computed after the step by torch,
+from those queries and the keys in the pages. `plugins.kernels.page_masses` does the same on a GPU. It must not know
+policies, requests or which page is which. Invariant: it only reads, so a measured step gives the same tokens and KV as
+one that is not measured.
 """
 
 from __future__ import annotations

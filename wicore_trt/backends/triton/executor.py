@@ -5,9 +5,10 @@ which pages hold what. Invariants: a step allocates nothing on the device that a
 device once, for its tokens; a step touches only the KV slots of the batch's own pages.
 
 A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
-of nobody. All other steps, and those that measure attention, are launched kernel by kernel. Tokens are chosen on the
-device, greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties,
-bias, log-probabilities) go through the `Sampler`, on logits that stay on the device.
+of nobody. All other steps are launched kernel by kernel. Attention is measured behind the graph, from queries that it
+leaves, else within the layer; both only read what the step made. Tokens are chosen on the device, greedily within the
+graph, with temperature and filters right behind it. Rows that ask for more (penalties, bias, log-probabilities) go
+through the `Sampler`, on logits that stay on the device.
 
 Nothing waits before `collect`. Sampled tokens lie in `StepMemory.results`, from where the next step's token ids are
 taken on the device when it is submitted before they are read. All of it is on one stream, so no step sees another one's
@@ -25,6 +26,7 @@ from hashlib import blake2b
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from wicore_trt.arithmetic import div_ceil
@@ -33,13 +35,12 @@ from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
-from wicore_trt.backends.triton.table import DECODE_BUCKETS, PAGE_DIGEST, EngineShape, KernelTable
+from wicore_trt.backends.triton.table import DECODE_BUCKETS, PAGE_DIGEST, PAGE_MASSES, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
-from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_device import CudaDevice, Device
 from wicore_trt.runtime.executor import PageCopier
@@ -70,17 +71,30 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """`masses` float32 [sequences, pages] on the host; each sequence has the first `counts` of its row."""
+
+    seq_ids: list[int]
+    counts: list[int]
+    masses: torch.Tensor
+
+    def finite(self) -> dict[int, list[float]]:
+        """By seq_id, those without a NaN or an infinity."""
+        rows = zip(self.seq_ids, self.counts, self.masses.numpy(), strict=True)
+        return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
+
+
+@dataclass(frozen=True)
 class SubmittedStep:
     """A step on the stream: its `slices` that sample and the `rows` of their logits, those whose tokens the host
-    chooses at the indices `left`; `results` on the host are good after `wait()`; what attention is to be measured
-    with."""
+    chooses at the indices `left`; `results` and what was `measured` are good on the host after `wait()`."""
 
     slices: list[SequenceSlice]
     rows: list[int]
     left: list[int]
     results: torch.Tensor
     wait: Callable[[], None]
-    measured: tuple[AttentionProbe, StepInputs, StepBatch] | None
+    measured: Measured | None
 
 
 class TritonExecutor:
@@ -120,7 +134,8 @@ class TritonExecutor:
             self.memory = StepMemory(loading.shape, loading.table, limits, device.empty, invariant=invariant)
             groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
-            self._host_results = [device.staging((2, rows)) for _ in range(2)]
+            # Of each step under way: results, and masses.
+            self._hosts = [(device.staging((2, rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
             self.model = TritonModel(
                 loading.shape,
                 loading.table,
@@ -135,7 +150,8 @@ class TritonExecutor:
             )
             self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
-        self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
+        self._measurable = self.spec.layers_of(GLOBAL) if loading.table.entries(PAGE_MASSES) else ()
+        self._measured_layers = cycle(self._measurable)
         self._steps: deque[SubmittedStep] = deque()
         self._rows: dict[int, int] = {}
         """Of the last step: row of the logits by seq_id."""
@@ -190,23 +206,23 @@ class TritonExecutor:
         assert len(self._steps) < 2, "two steps are under way"
         order = ordered(batch.slices)
         moved = StepBatch([batch.slices[i] for i in order])
-        layer = next(self._probed_layers, None) if batch.measure_attention else None
+        layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(moved)
             inputs = self.inputs(moved.slices)
-            probe = None if layer is None else AttentionProbe.of(layer, inputs)
-            rows = self._enqueue(moved, inputs, probe)
+            rows = self._enqueue(moved, inputs, layer)
             self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
-            self._host_results.reverse()
-            self._host_results[0].copy_(self.memory.results, non_blocking=True)
+            self._hosts.reverse()
+            results, masses = self._hosts[0]
+            results.copy_(self.memory.results, non_blocking=True)
+            measured = None if layer is None else self._fetch(moved.slices, inputs, masses.view(torch.float32))
             sampled = [s for s in batch.slices if s.sample]
-            measured = None if probe is None else (probe, inputs, moved)
             self._steps.append(
                 SubmittedStep(
                     sampled,
                     [self._rows[s.seq_id] for s in sampled],
                     [n for n, s in enumerate(sampled) if not self._chooses(s)],
-                    self._host_results[0],
+                    results,
                     self.device.record(),
                     measured,
                 )
@@ -218,16 +234,11 @@ class TritonExecutor:
         step.wait()
         with self.device.active(), torch.inference_mode():
             result = self._chosen(step)
-            if step.measured is None:
-                return result
-            probe, inputs, moved = step.measured
-            pool = self.pools[GLOBAL][:, self.spec.layers_of(GLOBAL).index(probe.layer)]
-            scale = self.spec.query_pre_attn_scalar**-0.5
-            return replace(result, attention=probe.masses(pool, inputs, moved, scale))
+        return result if step.measured is None else replace(result, attention=step.measured.finite())
 
     def leads(self, batch: StepBatch) -> bool:
         """Whether the device chooses all tokens of a step."""
-        return not batch.measure_attention and bool(self._steps) and not self._steps[-1].left
+        return bool(self._steps) and not self._steps[-1].left
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -243,28 +254,40 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, inputs: StepInputs, probe: AttentionProbe | None) -> list[int]:
-        """Put a step on the stream; singles come first in `batch`. Row of the logits per slice, -1 for none."""
+    def _enqueue(self, batch: StepBatch, inputs: StepInputs, measured: int | None) -> list[int]:
+        """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Row of the logits
+        per slice, -1 for none."""
         singles = len([s for s in batch.slices if len(s.token_ids) == 1])
         unread = None
         if batch.slices[0].token_ids[0] == UNREAD:
             assert all(s.token_ids[0] == UNREAD for s in batch.slices), "tokens are read, or they are not"
             unread = Unread(self.memory.results[0], [self._rows[s.seq_id] for s in batch.slices])
         bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
-        if bucket is not None and singles == len(batch.slices) and probe is None:
+        if bucket is not None and singles == len(batch.slices):
             rows, count = list(range(singles)), singles
             self.block.upload_padded(inputs, bucket, unread)
             self.graphs[bucket]()
+            if measured is not None:
+                pages = inputs.page_tables[GLOBAL].shape[1]
+                TritonOps(self.model, self.block.padded(bucket)).page_masses(measured, singles, pages)
         else:
             rows, count = [], 0
             for piece in batch.slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(inputs, singles, unread), probe)
+            self.run(self.block.upload(inputs, singles, unread), measured)
         drawn = {r: s for r, s in zip(rows, batch.slices, strict=True) if s.sample and self._draws(s)}
         if drawn:
             self._device_sampler.enqueue(count, drawn)
         return rows
+
+    def _fetch(self, slices: list[SequenceSlice], inputs: StepInputs, host: torch.Tensor) -> Measured:
+        """Start the transfer of the masses of a step's slices to `host`."""
+        shape = inputs.page_tables[GLOBAL].shape
+        found = host[: shape.numel()]
+        found.copy_(self.memory.masses[: shape.numel()], non_blocking=True)
+        counts = [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
+        return Measured([s.seq_id for s in slices], counts, found.view(shape))
 
     def _draws(self, piece: SequenceSlice) -> bool:
         """Whether a slice's token is drawn on the device."""
@@ -276,9 +299,9 @@ class TritonExecutor:
         assert piece.params is not None
         return on_device(piece) and (piece.params.greedy or self._draws(piece))
 
-    def run(self, arrays: StepArrays, probe: AttentionProbe | None = None) -> None:
-        """Put all kernels of a step on the stream, greedy tokens included."""
-        ops = TritonOps(self.model, arrays, probe)
+    def run(self, arrays: StepArrays, measured: int | None = None) -> None:
+        """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
+        ops = TritonOps(self.model, arrays, measured)
         logits: Value = forward(ops, self.spec)
         if arrays.rows:
             ops.greedy(logits)
@@ -317,7 +340,7 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), self.inputs(slices), None)
+                self._enqueue(StepBatch(slices), self.inputs(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
             for bucket in self._buckets:
                 arrays = self.block.padded(bucket)

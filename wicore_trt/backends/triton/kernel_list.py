@@ -18,6 +18,8 @@ from wicore_trt.backends.triton.table import (
     INVARIANT,
     LINEARS,
     PAGE_DIGEST,
+    PAGE_LOGSUMS,
+    PAGE_MASSES,
     R16,
     SAMPLED,
     X8,
@@ -28,7 +30,13 @@ from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
 from wicore_trt.plugins.dependent import ALONE, mode_of
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
-from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec
+from wicore_trt.plugins.kernels.fast_attention_specs import (
+    combine_spec,
+    decode_spec,
+    logsums_spec,
+    masses_spec,
+    prefill_spec,
+)
 from wicore_trt.plugins.kernels.geglu import geglu_rows_spec, geglu_spec
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec
 from wicore_trt.plugins.kernels.page_digest import page_digest_spec
@@ -172,6 +180,8 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     prefill = prefill_config(target, pool)
     listed = _merged("decode", lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
     listed.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
+    listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):
         listed += _merged("combine", lambda rows: combine_spec(pool, dtype, chosen_for(rows)), chosen_for)
     return listed

@@ -25,10 +25,13 @@ from wicore_trt.backends.triton.table import (
     EngineShape,
     KernelTable,
 )
-from wicore_trt.model.spec import GROUPS
+from wicore_trt.model.spec import GLOBAL, GROUPS
 from wicore_trt.plugins.decode_layout import workspace_elements
 from wicore_trt.plugins.linear_layout import partials_bytes
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
+
+LOGSUMS = 1 << 22
+"""float32 elements of `StepMemory.logsums`, unless one sequence needs more or all of them fewer."""
 
 
 class Allocator(Protocol):
@@ -49,7 +52,8 @@ class StepMemory:
     with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
     those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `sampled_residual`
     [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
-    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are."""
+    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are. `queries` [global layers, rows, Q]
+    outlive their layer; `masses` float32 [rows * pages of a sequence] are measured from them by way of `logsums`."""
 
     def __init__(
         self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
@@ -72,6 +76,12 @@ class StepMemory:
         self.results = empty((2, limits.rows), torch.int32)
         self.sampled_residual = empty((limits.rows, spec.hidden_size), torch.float32)
         self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
+        layers = len(spec.layers_of(GLOBAL))
+        each = div_ceil(limits.positions, shape.page_tokens) if layers else 0
+        self.queries = empty((layers, limits.rows, spec.q_size), dtype)
+        self.masses = empty((limits.rows * each,), torch.float32)
+        heads = spec.num_heads * each
+        self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
         self._scratch(shape, table, empty, suffix=INVARIANT if invariant else "")
 
     def wide(self, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:

@@ -39,6 +39,8 @@ from wicore_trt.backends.triton.table import (
     KERNEL8,
     LINEAR_ROLES,
     MM16,
+    PAGE_LOGSUMS,
+    PAGE_MASSES,
     R16,
     SCALED_MM,
     X8,
@@ -48,8 +50,16 @@ from wicore_trt.backends.triton.table import (
 )
 from wicore_trt.checkpoint.names import kv_scale_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
-from wicore_trt.model.spec import LOCAL
-from wicore_trt.plugins.decode_layout import DecodeRows, Workspace, combine_launch, decode_launch, prefill_launch
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.plugins.decode_layout import (
+    DecodeRows,
+    LastQueries,
+    Workspace,
+    combine_launch,
+    decode_launch,
+    page_masses_launches,
+    prefill_launch,
+)
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 from wicore_trt.plugins.linear_layout import LinearArrays, linear_launch, quantize_launch
@@ -66,7 +76,6 @@ from wicore_trt.plugins.step_layout import (
     qk_rope_launch,
     sample_launches,
 )
-from wicore_trt.runtime.attention_mass import AttentionProbe
 
 
 class Value(NamedTuple):
@@ -142,10 +151,11 @@ class TritonModel:
 
 
 class TritonOps:
-    """`Ops` of one step; T is a `Value` in the step's memory, valid until the operation that writes there again."""
+    """`Ops` of one step; T is a `Value` in the step's memory, valid until the operation that writes there again.
+    Attention is measured at layer `measured`, if any."""
 
-    def __init__(self, model: TritonModel, step: StepArrays, probe: AttentionProbe | None = None) -> None:
-        self._model, self._step, self._probe, self._spec = model, step, probe, model.shape.spec
+    def __init__(self, model: TritonModel, step: StepArrays, measured: int | None = None) -> None:
+        self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
         self._memory, self._n = model.memory, step.tokens
         self._product = model.product("qkv", step.tokens)
         self._residual, self._gather = model.memory.residual, step.sample_rows
@@ -198,7 +208,7 @@ class TritonOps:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
         entry = model.find(self._role("qk_rope"), step.tokens)
-        q, (cos, sin) = self._memory.q[: step.tokens], model.rope[group]
+        q, (cos, sin) = self._queries(layer), model.rope[group]
         q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         call = qk_rope_launch(
             entry.kernel.constants,
@@ -219,10 +229,8 @@ class TritonOps:
         group = spec.layer_groups[layer]
         scale, window = spec.query_pre_attn_scalar**-0.5, spec.sliding_window if group == LOCAL else 0
         out = self._memory.attended[: step.tokens]
-        if self._probe is not None and self._probe.layer == layer:
-            queries = q.rows[self._probe.rows.to(q.rows.device)]
-            self._probe.queries = queries.view(len(queries), spec.num_heads, spec.head_dim)
-            self._probe.key_scale = self._key_scale(layer)
+        if layer == self._measured:
+            self.page_masses(layer, step.singles + step.chunks, step.tables[group][1])
         if step.singles and self._model.invariant:
             slices = Slices(self._memory.counting.data_ptr(), step.positions, step.singles)
             self._prefill(q.rows, out, layer, slices, self._tables(group, 0, step.singles))
@@ -235,6 +243,23 @@ class TritonOps:
         if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
             return Value(self._narrowed(out, step.sampled))
         return Value(out)
+
+    def page_masses(self, layer: int, sequences: int, pages: int) -> None:
+        """What the last query of each of the first `sequences` sequences gives to its pages at a global layer, as
+        `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
+
+        `pages`: of a sequence at most. The queries must be there still: until the next layer, or the next step if no
+        sequence has several tokens, as in graphs."""
+        model, step, memory = self._model, self._step, self._memory
+        entries = [model.find(role, sequences) for role in (PAGE_LOGSUMS, PAGE_MASSES)]
+        heads, scale = self._spec.num_heads, self._spec.query_pre_attn_scalar**-0.5
+        q = self._queries(layer).data_ptr()
+        rows = LastQueries(q, step.positions, step.cu_seqlens, sequences, step.singles, heads, scale)
+        tables, to = self._tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
+        constants, room = entries[0].kernel.constants, len(memory.logsums)
+        for calls in page_masses_launches(constants, rows, self._pool(layer), tables, pages, (*to, room)):
+            for entry, call in zip(entries, calls, strict=True):
+                model.launch(entry, call)
 
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
         """Behind the last layer only the sampled rows go on, if they are not alone already. The residual is the one
@@ -297,6 +322,13 @@ class TritonOps:
         calls = sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch(entry, calls[role])
+
+    def _queries(self, layer: int) -> torch.Tensor:
+        """Where a layer's queries go."""
+        step, memory = self._step, self._memory
+        if step.chunks or self._spec.layer_groups[layer] == LOCAL:
+            return memory.q[: step.tokens]
+        return memory.queries[self._index[layer], : step.tokens]
 
     def _narrowed(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Go on with the sampled rows alone: what is left of the last layer is a step of that many rows."""
@@ -389,10 +421,6 @@ class TritonOps:
         return Pool(
             pool.data_ptr() + shape.layer_offset(self._index[layer]), shape, 0 if scale is None else scale.data_ptr()
         )
-
-    def _key_scale(self, layer: int) -> float:
-        scale = self._model.weights.get(kv_scale_name(layer))
-        return 1.0 if scale is None else float(scale)
 
     def _tables(self, group: str, first: int, rows: int) -> Tables:
         address, length = self._step.tables[group]

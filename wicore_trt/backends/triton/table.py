@@ -11,7 +11,8 @@ Roles: "embed_norm", "add_norm", "final_norm", "qk_rope"; linears "qkv", "o", "g
 Triton's own products of E4M3 rows "add_norm.x8", "quantize_act" and linears ".x8"; and ".r16" of those that take the
 bfloat16 results of cuBLAS.
 Linears have one more each, ".invariant", for any number of rows. "page_digest" runs beside steps, on KV pages that
-leave the device or came to it; engines built before it have none, and the CPU checks their pages.
+leave the device or came to it; engines built before it have none, and the CPU checks their pages. "page_logsums" and
+"page_masses" measure attention; engines built before them do not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "
 INVARIANT, SAMPLED = ".invariant", ".sampled"
 FP8, X8, R16 = ".fp8", ".x8", ".r16"
 PAGE_DIGEST = "page_digest"
+PAGE_LOGSUMS, PAGE_MASSES = "page_logsums", "page_masses"
 
 KERNEL, KERNEL8, MM, MM16, SCALED_MM = "kernel", "kernel8", "mm", "mm16", "scaled_mm"
 """How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS) with
