@@ -30,7 +30,7 @@ from tiny_source import CONFIG, write_tiny_source
 
 from wicore_trt.engine.build import build_engine
 
-PAGE, CONTEXT, SEQUENCES, WAITING = 8, 4096, 2, 1
+PAGE, CONTEXT, SEQUENCES, WAITING = 8, 4096, 2, 2
 QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100),
          ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
 LIMIT_S = 60.0
@@ -224,7 +224,7 @@ async def begin(router: Router, count: int, max_tokens: int) -> tuple[list[async
 
 async def test_tokens_are_those_of_one_worker(workers):
     async with routing(workers) as router:
-        prompts = [new_prompt(random.randint(1, 60)) for _ in range(6)]
+        prompts = [new_prompt(random.randint(1, 60)) for _ in range(2 * WAITING)]
         answers = await asyncio.gather(*(router.ask(p, 24, f"r{i}") for i, p in enumerate(prompts)))
         assert {answer.backend for answer in answers} == {*router.backends}
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -290,8 +290,8 @@ def retry_ms(error: grpc.aio.AioRpcError) -> int:
     return details_of(status_pb2.Status.FromString(packed))["RetryInfo"].retry_delay.ToMilliseconds()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-async def test_a_worker_that_is_killed_ends_its_streams_alone_and_comes_back_with_its_share(workers, victim):
+async def test_a_worker_that_is_killed_ends_its_streams_alone_and_comes_back_with_its_share(workers):
+    victim = random.randrange(2)
     async with routing(workers) as router:
         dead, alive = router.backends[victim], router.backends[1 - victim]
         known = new_prompt(4 * PAGE + 1)
@@ -307,7 +307,8 @@ async def test_a_worker_that_is_killed_ends_its_streams_alone_and_comes_back_wit
             else:
                 assert answer.error is None and len(answer.tokens) == 600
         await until(lambda: not dead.healthy)
-        assert all((await router.ask(known, 5, f"on{i}")).backend is alive for i in range(2))
+        elsewhere = await router.ask(known, 5, "elsewhere")
+        assert elsewhere.backend is alive and elsewhere.error is None
         before = dead.snapshots
         workers[victim].start()
         await asyncio.to_thread(workers[victim].wait)

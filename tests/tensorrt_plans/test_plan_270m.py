@@ -1,4 +1,4 @@
-"""Gemma 3 270M with its real weights: the networks of an engine against transformers, a prompt and some decode steps."""
+"""Gemma 3 270M with its real weights: the networks of an engine against transformers, a prompt and decode steps."""
 
 from __future__ import annotations
 
