@@ -106,7 +106,7 @@ def test_a_worker_that_drains_loses_nothing(fleet):
 
 
 def test_workers_that_are_killed(fleet):
-    """With SMG a killed worker's streams end with an error event, and no other; Dynamo goes on with them elsewhere, to the
+    """With SMG a killed worker's streams end with an error event, and no other; Dynamo goes on elsewhere, to the
     same text. Requests that follow are served at once, and a worker that comes back has its share again."""
     truth = [answer.text for answer in asyncio.run(_ask_worker(fleet.workers[0], STORIES, 60))]
     lost = held = kept = 0
