@@ -21,7 +21,7 @@ format: setup
 	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
 test: setup  ## the whole suite, minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes
 	$(PY) -m pytest -m long tests/engine/test_triton_backend.py

@@ -31,6 +31,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # before anything is imported that 
     os.environ["RUSTUP_HOME"] = f"{CACHES}/rustup"  # pip asks rustc for its version, and rustup's writes its settings
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of the real model come first: they take longest, and no process of pytest-xdist is to end with one."""
+    items.sort(key=lambda item: "model" not in item.keywords)
+
+
 @contextmanager
 def one_process(name: str) -> Iterator[Path]:
     """The others wait. Gives the path `name` in the run's folder."""

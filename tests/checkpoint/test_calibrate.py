@@ -318,9 +318,8 @@ def test_the_command_to_repeat_it(source: Path, text: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("kv_dtype", "tokens", "within"), [("fp8", 120, 0.03), pytest.param("auto", 1000, 0.02, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kv_dtype", "tokens", "within"), [("fp8", 120, 0.03), ("auto", 1000, 0.02)])
 def test_the_real_model_keeps_its_predictions(
     kv_dtype: str,
     tokens: int,
@@ -330,7 +329,7 @@ def test_the_real_model_keeps_its_predictions(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calibrated on one part of a text, scored on another."""
+    """Calibrated on one part of a text, scored on another. `test_through_an_engine` is its short form."""
     monkeypatch.setattr(module, "PIECE", 256)
     words = default_text()
     (tmp_path / "text.txt").write_text(words[-40_000:])

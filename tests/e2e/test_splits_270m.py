@@ -167,7 +167,7 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Cou
 
 @pytest.mark.timeout(600)
 def test_splits_give_the_tokens_of_no_tiers(engine_270m, tmp_path):
-    counts = compare(engine_270m, tmp_path / "kv", 8, seed=1)
+    counts = compare(engine_270m, tmp_path / "kv", 4, seed=1)
     print(dict(counts))
     assert counts["split"] and counts["jump"]
 

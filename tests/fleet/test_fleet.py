@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import Iterator
 
@@ -105,15 +106,19 @@ def test_a_worker_that_drains_loses_nothing(fleet):
 
 
 def test_workers_that_are_killed(fleet):
-    """With SMG a killed worker's streams end with an error, and no other; Dynamo goes on with them elsewhere, to the
-    same text. Requests that follow are served at once, and a worker that comes back is used again."""
-    truth = [answer.text for answer in asyncio.run(_ask_worker(fleet.workers[0], STORIES, 60))]
-    lost = held = 0
+    """With SMG a killed worker's streams end with an error event, and no other; Dynamo goes on elsewhere, to the
+    same text. Requests that follow are served at once, and a worker that comes back has its share again."""
+    lost = held = kept = 0
+    shares = []
     for kill in range(KILLS):
-        answers, victim, running = asyncio.run(_kill_amid(fleet, both=kill % 2 == 0))
+        prompts = [f"{random.random()} {story}" for story in STORIES]  # new ones, or all go where the first went
+        answers, victim, running = asyncio.run(_kill_amid(fleet, prompts, both=kill % 2 == 0))
+        [survivor] = [worker for worker in fleet.workers if worker is not victim]
+        truth = [answer.text for answer in asyncio.run(_ask_worker(survivor, prompts, 60))]
         ended = [answer for answer in answers if answer.lost]
-        lost, held = lost + len(ended), held + running
-        assert len(ended) <= (running if fleet.kind == "smg" else 0), [answer.lost for answer in ended]
+        lost, held, kept = lost + len(ended), held + running[0], kept + running[1]
+        assert len(ended) <= (running[0] if fleet.kind == "smg" else 0), [answer.lost for answer in ended]
+        assert all(answer.lost.startswith("{'error'") for answer in ended), [answer.lost for answer in ended]
         for answer, text in zip(answers, truth, strict=True):
             assert text.startswith(answer.text) if answer.lost else answer.text == text
         assert not any(answer.lost for answer in asyncio.run(fleet.ask(STORIES[:2], 4)))
@@ -121,18 +126,31 @@ def test_workers_that_are_killed(fleet):
         victim.start()
         victim.wait()
         fleet.until_used(victim)
-    print(f"{fleet.kind}: {KILLS} kills, {held} streams on the killed workers, {lost} lost")
-    assert held and (fleet.kind == "dynamo" or lost)
+        shares.append(share_of(fleet, victim))
+    share = sum(shares) / KILLS
+    print(f"{fleet.kind}: {KILLS} kills, {held} streams on the killed workers, {lost} lost, {kept} on the others")
+    print(f"{fleet.kind}: those that came back had {share:.2f} of new prompts")
+    assert held and kept and (fleet.kind == "dynamo" or lost) and share > 0.05
 
 
-async def _kill_amid(fleet: Fleet, *, both: bool) -> tuple[list, Worker, int]:
-    """The answers, the busier worker, which was killed, and how many it was at; with `both` what is beside it dies."""
+def share_of(fleet: Fleet, worker: Worker) -> float:
+    """Of the tokens of new prompts, several at a time."""
+    before, own = counts(fleet.workers)[0], counts([worker])[0]
+    asyncio.run(fleet.ask([f"{random.random()} {story}" for story in STORIES], 8))
+    return (counts([worker])[0] - own) / (counts(fleet.workers)[0] - before)
+
+
+async def _kill_amid(fleet: Fleet, prompts: list[str], *, both: bool) -> tuple[list, Worker, tuple[int, int]]:
+    """The answers, the busier worker, which was killed, and how many it and the other were at; with `both` what is
+    beside it dies."""
     began = asyncio.Semaphore(0)
-    task = asyncio.ensure_future(fleet.ask(STORIES, 60, first=began.release))
-    for _ in STORIES:
+    task = asyncio.ensure_future(fleet.ask(prompts, 60, first=began.release))
+    for _ in prompts:
         await asyncio.wait_for(began.acquire(), LIMIT_S)
-    running, victim = max(((w.stats()["requests_running"], w) for w in fleet.workers), key=lambda entry: entry[0])
+    (others, _), (running, victim) = sorted(
+        ((worker.stats()["requests_running"], worker) for worker in fleet.workers), key=lambda entry: entry[0]
+    )
     if both and victim.side is not None:
         victim.side.end()
     victim.server.end()
-    return await task, victim, running
+    return await task, victim, (running, others)

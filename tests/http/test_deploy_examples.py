@@ -6,15 +6,18 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer
 import yaml
 from test_observability_examples import told
 
 from wicore_trt.cli import serve
+from wicore_trt.config import ServerSettings
 from wicore_trt.http.table import served_path
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +125,53 @@ def test_manifests_name_one_another():
         selector = found["spec"].get("selector") or found["spec"].get("podSelector")
         wanted = selector.get("matchLabels", selector)
         assert any(wanted.items() <= label.items() for label in labels), found["metadata"]
+
+
+def test_kubernetes_knows_every_field():
+    """Of its own kinds; InferencePool is the gateway API's."""
+    own = [found for found in manifests() if found["kind"] != "InferencePool"]
+    for found in own:
+        kubernetes_validate.validate(found, "1.34", strict=True)
+    own[0]["spec"]["nothingLikeIt"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(own[0], "1.34", strict=True)
+    assert len(own) == len(manifests()) - 1
+
+
+def test_the_image_has_what_its_commands_need():
+    """Instructions that exist, extras of the package, users and folders that were made before, the server's ports."""
+    lines = [line for line in text("Dockerfile").replace("\\\n", " ").splitlines() if line and line[0] != "#"]
+    words = [line.split(maxsplit=1)[0] for line in lines]
+    known = "FROM ARG RUN COPY USER ENV VOLUME EXPOSE STOPSIGNAL HEALTHCHECK ENTRYPOINT CMD"
+    assert words[0] == "FROM" and set(words) <= set(known.split())
+    assert words.count("ENTRYPOINT") == words.count("CMD") == 1
+    content = "\n".join(lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = re.findall(r"EXTRAS=([\w,]+)", content + text("README.md"))
+    assert len(asked) == 2 and all(set(extras.split(",")) <= {*project["optional-dependencies"]} for extras in asked)
+    entry = yaml.safe_load(re.findall(r"^ENTRYPOINT (\[.*\])", content, re.MULTILINE)[0])
+    assert entry == ["wicore", "serve"] and entry[0] in project["scripts"]
+    [user] = re.findall(r"^USER (\w+)", content, re.MULTILINE)
+    [volumes] = re.findall(r"^VOLUME (\[.*\])", content, re.MULTILINE)
+    assert f"{user} /var/cache/wicore" in content[: content.index("USER")] and "/engines" in yaml.safe_load(volumes)
+    [exposed] = re.findall(r"^EXPOSE (\d+) (\d+)$", content, re.MULTILINE)
+    assert exposed == (str(ServerSettings().port), str(ServerSettings().http_port))
+    assert re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", content) == [(exposed[1], served_path("/ready"))]
+
+
+def test_compose_names_what_it_has():
+    """Networks, volumes and the build's files; every variable is set or must be."""
+    compose = yaml.safe_load(text("compose.yaml"))
+    known = {"image", "build", "command", "networks", "stop_grace_period", "restart", "volumes", "environment", "ports"}
+    used: set[str] = set()
+    for service in compose["services"].values():
+        assert set(service) <= known and {*service["networks"]} <= {*compose["networks"]}
+        used |= {volume.split(":")[0] for volume in service.get("volumes", []) if volume[0] not in "$./"}
+    assert used == {*compose["volumes"]}
+    build = compose["x-worker"]["build"]
+    assert (FOLDER / build["context"] / build["dockerfile"]).resolve() == FOLDER / "Dockerfile"
+    variables = re.findall(r"(?<!\$)\$\{(\w+)(:.)?", text("compose.yaml"))
+    assert variables and all(kind in (":-", ":?") for _, kind in variables)
 
 
 def test_what_pickers_read_is_told():

@@ -30,7 +30,7 @@ async def test_generated_requests_find_no_fault_of_ours(tmp_path):
         runner = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()",
             "run", f"{running.url}/openapi.json", "--checks", checks, "--phases", "coverage,fuzzing",
-            "--max-examples", "8", "--seed", "1", "--generation-database", "none", "--no-color",
+            "--max-examples", "3", "--seed", "1", "--generation-database", "none", "--no-color",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             cwd=tmp_path,
         )  # fmt: skip

@@ -32,7 +32,7 @@ def test_random_traffic(tmp_path, monkeypatch, policy, disk):
     )
     path, slots = tmp_path if disk else None, rng.choice((24, 60, 120))
     stack = Stack(path, seed=seed, shape=shape, host_slots=slots, write_policy=policy)
-    for _ in range(500):
+    for _ in range(250):
         if len(stack.expected) < 12 and rng.random() < 0.4:
             deadline = stack.now + rng.randint(1, 60) if rng.random() < 0.1 else None
             stack.add(answer=rng.randint(1, 40), n=rng.choice((1, 1, 1, 2, 3)), deadline=deadline)

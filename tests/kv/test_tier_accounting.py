@@ -30,7 +30,12 @@ AT_LEAST = {
     "12b": {1: 1.0, 4: 2.3, 32: 5.0, 128: 5.7},
     "27b": {1: 0.88, 4: 2.2, 32: 5.0, 128: 5.8},
 }
-CASES = [(size, kilo, least) for size, row in AT_LEAST.items() for kilo, least in row.items()]
+LARGE = 128
+CASES = [
+    pytest.param(size, kilo, least, marks=[pytest.mark.long] * (kilo == LARGE and size != "27b"))
+    for size, row in AT_LEAST.items()
+    for kilo, least in row.items()
+]
 
 
 def spec_of(size: str) -> Gemma3Spec:

@@ -32,7 +32,7 @@ def run(*options: str, timeout_s: float = 1500) -> None:
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_in_virtual_time() -> None:
-    run("--lives", "120", "--seed", "1")
+    run("--lives", "60", "--seed", "1")
 
 
 @pytest.mark.timeout(1600)
@@ -42,7 +42,7 @@ def test_every_token_is_right_with_threads() -> None:
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_after_kill_9() -> None:
-    run("--kills", "24", "--seed", "1")
+    run("--kills", "12", "--seed", "1")
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])

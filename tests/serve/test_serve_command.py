@@ -123,7 +123,7 @@ async def test_the_streaming_example_prints_the_completion():
 
 
 async def test_the_streaming_example_waits_for_a_server_that_is_loading():
-    async with process(load_s=2.5) as server:
+    async with process(load_s=1.5) as server:
         command = [sys.executable, str(EXAMPLE), "hello", "--address", server.address, "--max-tokens", "5"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and done.stdout.startswith(expected("hello", 5)[0]), done.stderr

@@ -20,7 +20,7 @@ from network_evaluator import TORCH_TYPES, Evaluator, Step
 
 from wicore_trt.backends.tensorrt import plan_build
 
-sys.path.append(str(Path(__file__).parents[1] / "plugins"))  # the product's package has the same name
+sys.path.append(str(Path(__file__).parents[1] / "gpu_kernels"))  # the product's package has the same name
 from interpreted import AddressLauncher, uncompiled
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
