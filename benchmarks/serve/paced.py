@@ -18,6 +18,7 @@ from typing import Any
 
 from wicore_trt.config import Settings
 from wicore_trt.core.engine import EngineCore
+from wicore_trt.core.limits import Limits
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
@@ -30,7 +31,8 @@ PIECES = 8
 PAGE_TOKENS, MAX_CONTEXT, MAX_SEQUENCES = 32, 4096, 2048
 VOCAB = 97
 OPTIONS = "WICORE_PACED"
-"""Environment variable of JSON: `step_s`, and `report`, a file that gets the waits of each step in milliseconds."""
+"""Environment variable of JSON: `step_s`; `report`, a file that gets the waits of each step in milliseconds;
+`sequences` that run at once, and `target_ttft_s`."""
 _SLEEP = """
 #include <time.h>
 long long sleep_until(long long ns) {
@@ -130,8 +132,10 @@ def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo
     manager = KVCacheManager(
         executor.layout.num_pages, 1024, KeyChain("paced", PAGE_TOKENS), options=CacheOptions(prefix_cache=False)
     )
-    scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=MAX_SEQUENCES, slice_tokens=32)
+    sequences = given.get("sequences", MAX_SEQUENCES)
+    scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=sequences, slice_tokens=32)
     core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=MAX_CONTEXT)
+    core.limits = Limits(target_ttft_s=given.get("target_ttft_s"))
     info = ModelInfo(
         model_id="paced", backend="none", kernels="paced", dtype="float32", kv_dtype="float32", quantization=None,
         max_context_tokens=MAX_CONTEXT, vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1,

@@ -1,0 +1,150 @@
+"""Requests that come all at once, most of which cannot be met: how soon are they told?
+
+    python -m benchmarks.serve.burst [--requests 500] [--over http,grpc] [--step-ms 20] [--sequences 32] [--ttft-ms 450]
+
+`wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
+at once and promises a first token within `--ttft-ms`. Clients in processes of their own open their connections, wait
+for each other and send everything at once. Prints, for each surface, how many were served with their first token in time,
+how many later, how many were refused and how long after sending they knew, and that no other end came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from benchmarks.common import say
+from benchmarks.serve.paced import OPTIONS, serve
+from benchmarks.serve.step_wait import child, stop
+
+CLIENTS = 2
+TOKENS = 64
+PROMPT = "p" * 600
+REFUSED = {"429", "RESOURCE_EXHAUSTED"}
+
+
+async def over_http(port: int, start: asyncio.Event, ready: asyncio.Semaphore) -> tuple[str, float]:
+    """(status, seconds to the answer's first event, or to the refusal)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
+    ready.release()
+    await start.wait()
+    sent = time.monotonic()
+    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + raw)
+    status = (await reader.readline()).split()[1].decode()
+    while status == "200" and not (line := await reader.readline()).startswith(b"data: "):
+        assert line, "the stream ended before its first event"
+    taken = time.monotonic() - sent
+    await reader.read()
+    writer.close()
+    return ("ok" if status == "200" else status), taken
+
+
+async def over_grpc(channel: Any, start: asyncio.Event, ready: asyncio.Semaphore) -> tuple[str, float]:
+    """The same over a channel that others share."""
+    import grpc
+
+    from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+    from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+    sampling = pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+    ready.release()
+    await start.wait()
+    sent, taken = time.monotonic(), 0.0
+    try:
+        async for message in stub.Generate(pb2.GenerateRequest(text=PROMPT, sampling=sampling)):
+            if not taken and message.delta.text:
+                taken = time.monotonic() - sent
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name), time.monotonic() - sent
+    return "ok", taken
+
+
+async def clients(how: str, target: str, requests: int) -> None:
+    """One request first, so that the engine knows its steps; then all at once when a line comes."""
+    import grpc
+
+    loop, ready = asyncio.get_running_loop(), asyncio.Semaphore(0)
+    channels = [grpc.aio.insecure_channel(target, options=[("wicore.n", n)]) for n in range(4)] if how == "grpc" else []
+    port = int(target.rpartition(":")[2])
+
+    def one(number: int, start: asyncio.Event) -> Any:
+        return over_grpc(channels[number % 4], start, ready) if channels else over_http(port, start, ready)
+
+    at_once, start = asyncio.Event(), asyncio.Event()
+    at_once.set()
+    await asyncio.gather(*(one(n, at_once) for n in range(4)))
+    tasks = [asyncio.ensure_future(one(n, start)) for n in range(requests)]
+    for _ in range(requests + 4):
+        await ready.acquire()
+    print("ready", flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    start.set()
+    print(json.dumps(await asyncio.gather(*tasks)), flush=True)
+
+
+def measure(how: str, given: argparse.Namespace) -> bool:
+    """One burst; whether every request was served or refused."""
+    limits = {"sequences": given.sequences, "target_ttft_s": given.ttft_ms / 1e3}
+    os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
+    server = child("--serve", module=__spec__.name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert server.stdout is not None
+    address, url = server.stdout.readline().split()
+    share = str(given.requests // CLIENTS)
+    others = [
+        child("--client", how, "--target", url if how == "http" else address, "--requests", share,
+              module=__spec__.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(CLIENTS)
+    ]  # fmt: skip
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline().strip() == "ready"
+        for other in others:
+            assert other.stdin is not None
+            other.stdin.write("\n")
+            other.stdin.flush()
+        found = [tuple(end) for other in others if other.stdout for end in json.loads(other.stdout.readline())]
+    finally:
+        stop(server, others)
+    refused = sorted(seconds for end, seconds in found if end in REFUSED)
+    served = [seconds for end, seconds in found if end == "ok"]
+    late = sum(seconds > given.ttft_ms / 1e3 for seconds in served)
+    rest = Counter(end for end, _ in found if end not in (*REFUSED, "ok"))
+    told = [f"{1e3 * refused[int(part * (len(refused) - 1))]:.0f}" for part in (0.5, 0.99, 1)] if refused else []
+    say(f"{how}: {len(served) - late} served in time, {late} late, {len(refused)} refused; other ends: {dict(rest)}")
+    say(f"{how}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}")
+    return not rest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--ttft-ms", type=float, default=450.0)
+    parser.add_argument("--over", default="http,grpc")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--target", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(0)
+    elif given.client:
+        asyncio.run(clients(given.client, given.target, given.requests))
+    else:
+        results = [measure(how, given) for how in given.over.split(",")]
+        sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()
