@@ -4,8 +4,8 @@
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
 at once and promises a first token within `--ttft-ms`. Clients in processes of their own open their connections, wait
-for each other and send everything at once. Prints, for each surface, how many were served with their first token in time,
-how many later, how many were refused and how long after sending they knew, and that no other end came.
+for each other and send everything at once. Prints, for each surface, how many were served with their first token in
+time, how many later, how many were refused and how long after sending they knew, and that no other end came.
 """
 
 from __future__ import annotations
