@@ -307,6 +307,9 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_pa
                     await asyncio.sleep(0.02)
                 await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
         allow(1024)
+        async with asyncio.timeout(30):
+            while server.alive(killed) in ([], before):  # before that the front may not have seen the end
+                await asyncio.sleep(0.02)
         await server.until_serving()
         async with server.stub() as stub:
             assert await answer(stub, "back", 20) == expected("back", 20)[0]
