@@ -5,7 +5,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13
 export PYTHONDONTWRITEBYTECODE :=  # where an environment sets it, each of hundreds of processes compiles all modules
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu proto clean
+.PHONY: setup lint format test test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu bench-serve-gpu proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
@@ -20,8 +20,9 @@ lint: setup  ## style, imports, types
 format: setup
 	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
-test: setup  ## the whole suite, minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+WORKERS ?= 2
+test: setup  ## the whole suite, minutes; WORKERS: how many processes share it
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes
 	$(PY) -m pytest -m long tests/engine/test_triton_backend.py
@@ -72,6 +73,9 @@ bench-kv: setup
 
 bench-kv-gpu: setup  ## needs a GPU of 80 GiB or more; ARGS="--vllm-site DIR --peer-scripts DIR" runs vLLM too
 	$(PY) -m benchmarks.kv.on_gpu $(ARGS)
+
+bench-serve-gpu: setup  ## needs a GPU; ARGS="ENGINE --vllm-site DIR --peer-scripts DIR" runs vLLM too
+	$(PY) -m benchmarks.serve.on_gpu $(ARGS)
 
 proto: setup  ## generated gRPC code from the .proto file
 	$(PY) -m wicore_trt.serve.proto.generate

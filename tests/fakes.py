@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import lcm
 
 from copiers import PlainCopier
+from msgspec import structs
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
@@ -203,7 +204,7 @@ class AheadFakeExecutor(FakeExecutor):
         """The batch as it is now, whatever becomes of its sequences."""
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
         pieces = [
-            replace(
+            structs.replace(
                 s, token_ids=[*s.token_ids], history=[*s.history], pages={g: [*t] for g, t in s.pages.items()}
             )
             for s in batch.slices

@@ -184,7 +184,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-class Usage(Struct, frozen=True, array_like=True, omit_defaults=True):
+class Usage(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Token counts of one request. `cached_tokens` of the prompt came from the KV cache."""
 
     prompt_tokens: int
@@ -262,7 +262,7 @@ class GenerateRequest:
             check_finite("deadline", self.deadline, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
 
-class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
+class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one sequence of one request gained in one or more steps; the engine loop's only output.
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on

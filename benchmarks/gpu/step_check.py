@@ -22,7 +22,6 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import fuse
 from wicore_trt.backends.triton.compile import compiled_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
-from wicore_trt.backends.triton.inputs import ordered
 from wicore_trt.backends.triton.table import EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
@@ -185,10 +184,13 @@ class _Comparison:
         self._say(f"  {self._case.name}: largest relative error of logits {self._worst:.2e}")
         kernels = overlapping(self._mine)
         if kernels:
-            found = replay_problems(self._mine, [self._slice(i, [0], done[i], pages[i]) for i in range(3)], REPLAYS)
-            said = "; ".join(found) or "bit-identical to one kernel after the other"
-            self._say(f"  {self._case.name}: {REPLAYS} replays, launches of {kernels} kernels overlap: {said}")
-            self._problems += [f"{self._case.name}: {problem}" for problem in found]
+            for what, counts in (("decode", (1, 1, 1)), ("prompt", (1, 1, 40))):
+                slices = [self._slice(i, [0] * counts[i], done[i], pages[i]) for i in range(3)]
+                found = replay_problems(self._mine, slices, REPLAYS)
+                said = "; ".join(found) or "bit-identical to one kernel after the other"
+                where = f"{self._case.name}, {what} steps"
+                self._say(f"  {where}: {REPLAYS} replays, launches of {kernels} kernels overlap: {said}")
+                self._problems += [f"{where}: {problem}" for problem in found]
         return self._problems
 
     def _slice(self, seq: int, token_ids: list[int], start: int, pages: list[int]) -> SequenceSlice:
@@ -200,9 +202,7 @@ class _Comparison:
         ends = torch.tensor([len(s.token_ids) for s in slices]).cumsum(0) - 1
         expected = self._oracle.logits(StepBatch(slices), ends).clone()
         result = self._mine.execute(StepBatch(slices, measure_attention=measure))
-        order = ordered(slices)
-        rows = [order.index(i) for i in range(len(slices))]
-        actual = self._mine.memory.logits[rows].float().cpu()
+        actual = self._mine.memory.logits[self._mine.rows_of(slices)].float().cpu()
         error = float((actual - expected).abs().max() / expected.abs().max())
         self._worst = max(self._worst, error if error == error else float("inf"))
         name = f"{self._case.name}, {where}"

@@ -1,4 +1,4 @@
-"""What overlapping launches do to a decode step of the triton backend: the same results, in which time.
+"""What overlapping launches do to a step in a graph of the triton backend: the same results, in which time.
 
 Used by `benchmarks.gpu.step_time` and `benchmarks.gpu.step_check`. The kernels of a chain (`plugins.dependent`) can be
 launched ordinarily too; a graph of such launches is the reference. Invariant: `replay_problems` compares every bit of
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from wicore_trt.backends.triton.executor import TritonExecutor
+from wicore_trt.backends.triton.inputs import StepSizes, decode_size
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
@@ -43,15 +45,15 @@ def overlapping(executor: TritonExecutor) -> int:
     return len({entry.kernel.name for entry in executor.model.table.all() if entry.kernel.dependent})
 
 
-def captured(executor: TritonExecutor, rows: int, launcher: Launcher | None = None) -> Callable[[], None]:
-    """The decode graph of `rows` rows as `launcher` makes it; None: one kernel after the other. All kernels were
+def captured(executor: TritonExecutor, size: StepSizes, launcher: Launcher | None = None) -> Callable[[], None]:
+    """The graph of padded steps of `size` as `launcher` makes it; None: one kernel after the other. All kernels were
     launched before, and the graph's geometry is on the device."""
     model = replace(executor.model, launcher=launcher or OneByOne(executor.model.launcher))
 
     def work() -> None:
         kept, executor.model = executor.model, model
         try:
-            executor.run(executor.block.padded(rows))
+            executor.run(executor.block.padded(size))
         finally:
             executor.model = kept
 
@@ -60,17 +62,19 @@ def captured(executor: TritonExecutor, rows: int, launcher: Launcher | None = No
 
 
 def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count: int) -> list[str]:
-    """Take `count` decode steps, of other tokens each, with overlapping launches and then one kernel after the other;
-    what differs, in sentences.
+    """Take `count` steps, of other tokens each, with overlapping launches and then one kernel after the other; what
+    differs, in sentences.
 
-    `slices` have one token each. Positions rise from theirs to the end of their pages and begin anew, so a step reads
-    what steps of the same pass wrote; the KV of those positions is overwritten.
+    Those of one token come first in `slices`. Positions rise from theirs to the end of their pages and begin anew, so a
+    step reads what steps of the same pass wrote; the KV of those positions is overwritten.
     """
-    rows = next(b for b in executor.graphs if b >= len(slices))
+    tokens, singles = sum(len(s.token_ids) for s in slices), [len(s.token_ids) for s in slices].count(1)
+    graphs = {decode_size(rows): graph for rows, graph in executor.graphs.items()} | executor.prompt_graphs
+    size, graph = next(each for each in graphs.items() if each[0].holds(tokens, singles, len(slices) - singles))
     steps = _steps(executor, slices, count)
-    plain = captured(executor, rows)
-    overlapped = _pass(executor, steps, rows, executor.graphs[rows])
-    ordered = _pass(executor, steps, rows, plain)
+    plain = captured(executor, size)
+    overlapped = _pass(executor, steps, singles, size, graph)
+    ordered = _pass(executor, steps, singles, size, plain)
     wrong = [n for n in range(count) if not torch.equal(overlapped[n], ordered[n])]
     problems = []
     if wrong:
@@ -85,20 +89,25 @@ def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count
 def _steps(executor: TritonExecutor, slices: list[SequenceSlice], count: int) -> list[list[SequenceSlice]]:
     rng, vocab = random.Random(), executor.spec.vocab_size
     steps: list[list[SequenceSlice]] = []
-    tokens = [0] * len(slices)
+    firsts = [0] * len(slices)
     for number in range(count):
         step = []
-        tokens = [(token + rng.randrange(1, vocab)) % vocab for token in tokens]  # never the step before's
-        for piece, token in zip(slices, tokens, strict=True):
+        firsts = [(token + rng.randrange(1, vocab)) % vocab for token in firsts]  # never the step before's
+        for piece, token in zip(slices, firsts, strict=True):
+            tokens = [token] + [rng.randrange(vocab) for _ in piece.token_ids[1:]]
             end = min(len(pages) for pages in piece.pages.values()) * executor.layout.page_tokens
-            start = piece.start + number % (end - piece.start)
-            step.append(replace(piece, token_ids=[token], start=start))
+            start = piece.start + number % (end - piece.start - len(tokens) + 1)
+            step.append(structs.replace(piece, token_ids=tokens, start=start))
         steps.append(step)
     return steps
 
 
 def _pass(
-    executor: TritonExecutor, steps: list[list[SequenceSlice]], rows: int, graph: Callable[[], None]
+    executor: TritonExecutor,
+    steps: list[list[SequenceSlice]],
+    singles: int,
+    size: StepSizes,
+    graph: Callable[[], None],
 ) -> list[torch.Tensor]:
     """Per step int64 [3, sequences]: token, status and a sum over the logits' bits, which one wrong logit changes
     whatever it is, because its factor is odd."""
@@ -109,10 +118,10 @@ def _pass(
             if number % 2:  # every other step finds NaN where it must not read, the others what the last one left
                 for name in ACTIVATIONS:
                     getattr(memory, name).view(torch.uint8).fill_(0xFF)
-            executor.block.upload_padded(executor.inputs(slices), rows)
+            executor.block.upload_padded(executor.inputs(slices), singles, size)
             graph()
-            live = len(slices)
-            bits = memory.logits[:live].view(torch.int32).long()
-            found.append(torch.cat([memory.results[:, :live].long(), (bits * factors).sum(1)[None]]))
+            rows = [*range(singles), *range(size.singles, size.singles + len(slices) - singles)]
+            bits = memory.logits[rows].view(torch.int32).long()
+            found.append(torch.cat([memory.results[:, rows].long(), (bits * factors).sum(1)[None]]))
             executor.device.synchronize()
     return [values.cpu() for values in found]

@@ -33,6 +33,7 @@ from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.executor import Loading, TritonExecutor, open_device
+from wicore_trt.backends.triton.inputs import decode_size
 from wicore_trt.backends.triton.table import DECODE_BUCKETS, EngineShape, KernelTable
 from wicore_trt.backends.triton.weights import dummy_weights, finished
 from wicore_trt.kv.sizing import MODELS, builtin_spec
@@ -243,16 +244,16 @@ class Measurement:
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
-            row["roles"] = role_times(executor, executor.block.padded(bucket), args.repeats, say)
+            row["roles"] = role_times(executor, executor.block.padded(decode_size(bucket)), args.repeats, say)
         return row
 
     def overlap(self, executor: TritonExecutor, batch: StepBatch, bucket: int) -> dict[str, Any]:
         """Times of the decode graph with other launches, and whether its results are theirs."""
         args, found = self.args, dict[str, Any]()
-        found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, bucket), args.repeats)
+        found["ordered_ms"] = events(executor, gpu_step_overlap.captured(executor, decode_size(bucket)), args.repeats)
         for pattern in args.ordered.split(",") if args.ordered else ():
             launcher = gpu_step_overlap.OneByOne(executor.model.launcher, pattern)
-            times = events(executor, gpu_step_overlap.captured(executor, bucket, launcher), args.repeats)
+            times = events(executor, gpu_step_overlap.captured(executor, decode_size(bucket), launcher), args.repeats)
             found[f"ordered_ms {pattern}"] = times
             say(f"  B={bucket} {times:.3f} ms with {pattern} one by one")
         found["problems"] = []

@@ -1,11 +1,14 @@
 """Requests that come all at once, most of which cannot be met: how soon are they told?
 
-    python -m benchmarks.serve.burst [--requests 500] [--over http,grpc] [--step-ms 20] [--sequences 32] [--ttft-ms 450]
+    python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc] [--step-ms 20] [--sequences 32]
+                                     [--ttft-ms 450]
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
 at once and promises a first token within `--ttft-ms`. Clients in processes of their own open their connections, wait
 for each other and send everything at once. Prints, for each surface, how many were served with their first token in
-time, how many later, how many were refused and how long after sending they knew, and that no other end came.
+time, how many later, how many were refused and how long after sending they knew, and that no other end came. The floor
+is the same burst on a server that looks at nothing and refuses everything, in one process: what this machine, these
+clients and, over gRPC, the library take. CPU is the front's alone, or that server's.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import say
@@ -30,12 +34,15 @@ PROMPT = "p" * 600
 REFUSED = {"429", "RESOURCE_EXHAUSTED"}
 
 
-async def over_http(port: int, start: asyncio.Event, ready: asyncio.Semaphore) -> tuple[str, float]:
+async def over_http(how: str, port: int, start: asyncio.Event, ready: asyncio.Semaphore) -> tuple[str, float]:
     """(status, seconds to the answer's first event, or to the refusal)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    path, said = "completions", dict[str, Any](prompt=PROMPT)
+    if how == "chat":
+        path, said = "chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}
+    body = {**said, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
     ready.release()
     await start.wait()
     sent = time.monotonic()
@@ -70,6 +77,47 @@ async def over_grpc(channel: Any, start: asyncio.Event, ready: asyncio.Semaphore
     return "ok", taken
 
 
+class RefusesAll(asyncio.Protocol):
+    """One connection of the floor over HTTP."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self._transport.close()
+
+
+async def refuse_all() -> None:
+    """The floor: prints its two addresses, as `serve` does."""
+    import grpc
+
+    async def refuse(_: object, context: Any) -> None:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "")
+
+    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, call: object) -> Any:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    web = await asyncio.get_running_loop().create_server(RefusesAll, "127.0.0.1", 0, backlog=2048)
+    print(f"127.0.0.1:{port} http://127.0.0.1:{web.sockets[0].getsockname()[1]}", flush=True)
+    await server.wait_for_termination()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process took so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def clients(how: str, target: str, requests: int) -> None:
     """One request first, so that the engine knows its steps; then all at once when a line comes."""
     import grpc
@@ -79,7 +127,7 @@ async def clients(how: str, target: str, requests: int) -> None:
     port = int(target.rpartition(":")[2])
 
     def one(number: int, start: asyncio.Event) -> Any:
-        return over_grpc(channels[number % 4], start, ready) if channels else over_http(port, start, ready)
+        return over_grpc(channels[number % 4], start, ready) if channels else over_http(how, port, start, ready)
 
     at_once, start = asyncio.Event(), asyncio.Event()
     at_once.set()
@@ -93,27 +141,32 @@ async def clients(how: str, target: str, requests: int) -> None:
     print(json.dumps(await asyncio.gather(*tasks)), flush=True)
 
 
-def measure(how: str, given: argparse.Namespace) -> bool:
+def measure(how: str, given: argparse.Namespace, *, floor: bool = False) -> bool:
     """One burst; whether every request was served or refused."""
     limits = {"sequences": given.sequences, "target_ttft_s": given.ttft_ms / 1e3}
     os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
-    server = child("--serve", module=__spec__.name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    server = child(
+        "--floor" if floor else "--serve", module=__spec__.name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert server.stdout is not None
     address, url = server.stdout.readline().split()
+    front = server.pid if floor else next(pid for middle in children(server.pid) for pid in children(middle))
     share = str(given.requests // CLIENTS)
     others = [
-        child("--client", how, "--target", url if how == "http" else address, "--requests", share,
+        child("--client", how, "--target", address if how == "grpc" else url, "--requests", share,
               module=__spec__.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(CLIENTS)
     ]  # fmt: skip
     try:
         for other in others:
             assert other.stdout is not None and other.stdout.readline().strip() == "ready"
+        begun = cpu_s(front)
         for other in others:
             assert other.stdin is not None
             other.stdin.write("\n")
             other.stdin.flush()
         found = [tuple(end) for other in others if other.stdout for end in json.loads(other.stdout.readline())]
+        cpu_us = 1e6 * (cpu_s(front) - begun) / len(found)
     finally:
         stop(server, others)
     refused = sorted(seconds for end, seconds in found if end in REFUSED)
@@ -121,8 +174,12 @@ def measure(how: str, given: argparse.Namespace) -> bool:
     late = sum(seconds > given.ttft_ms / 1e3 for seconds in served)
     rest = Counter(end for end, _ in found if end not in (*REFUSED, "ok"))
     told = [f"{1e3 * refused[int(part * (len(refused) - 1))]:.0f}" for part in (0.5, 0.99, 1)] if refused else []
-    say(f"{how}: {len(served) - late} served in time, {late} late, {len(refused)} refused; other ends: {dict(rest)}")
-    say(f"{how}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}")
+    name = f"{how}, floor" if floor else how
+    if not floor:
+        say(
+            f"{how}: {len(served) - late} served in time, {late} late, {len(refused)} refused; other ends: {dict(rest)}"
+        )
+    say(f"{name}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}; {cpu_us:.0f} us of CPU a request")
     return not rest
 
 
@@ -134,15 +191,20 @@ def main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=450.0)
     parser.add_argument("--over", default="http,grpc")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         serve(0)
+    elif given.floor:
+        import uvloop
+
+        uvloop.run(refuse_all())
     elif given.client:
         asyncio.run(clients(given.client, given.target, given.requests))
     else:
-        results = [measure(how, given) for how in given.over.split(",")]
+        results = [measure(how, given, floor=floor) for how in given.over.split(",") for floor in (True, False)]
         sys.exit(0 if all(results) else 1)
 
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,9 @@ class PlainTokenizer:
 
     def encode(self, text: str, *, add_bos: bool = True, max_tokens: int | None = None) -> list[int]:
         return [(ord(c) - 32) % 95 + 2 for c in text]
+
+    def apply_chat(self, messages: Iterable[Mapping[str, object]], **_: object) -> list[int]:
+        return self.encode("".join(str(message["content"]) for message in messages))
 
     def token_text(self, token: int) -> str:
         return chr(32 + token)

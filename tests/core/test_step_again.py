@@ -111,6 +111,18 @@ def test_a_broken_device_ends_the_engine_after_two_tries(count):
     assert broken == [count, 1] + [1] * (count > 1)
 
 
+def test_a_sequence_without_finite_logits_is_no_sign_of_a_broken_device():
+    core = make_core(max_batch_tokens=64)
+    for i in range(3):
+        core.add(request(str(i), [i + 3, 4, 5]))
+    core.step()
+    core.executor.poison.add(0)
+    assert break_on(core, {1}) == []
+    tokens: dict[str, list[int]] = {}
+    ended = finish(core, tokens)
+    assert ended == {"0": FinishReason.ERROR, "1": FinishReason.ERROR, "2": FinishReason.LENGTH}
+
+
 def run_ahead(core, names: str) -> dict[str, list[int]]:
     """The requests' prompts, of sequences that have run ahead for a while."""
     core.executor.leads = lambda batch: True

@@ -55,7 +55,7 @@ def run_together(llm: LLM, requests: dict[str, tuple[int, ...]], arrivals: dict[
     return tokens
 
 
-@pytest.mark.parametrize(("count", "orders"), [(8, 1), pytest.param(32, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("count", "orders"), [(5, 1), pytest.param(32, 2, marks=pytest.mark.long)])
 def test_tokens_do_not_depend_on_the_batch(llm, count, orders):
     """Requests alone, together, and in random arrival order (which also changes chunks, hits and preemptions)."""
     requests = {f"r{i}": ids for i, ids in enumerate(prompts(llm, count))}

@@ -24,6 +24,8 @@ SMG = ROOT / ".venv-fleet-smg" / "bin" / "smg"
 DYNAMO = ROOT / ".venv-fleet-dynamo" / "bin" / "python"
 TEXT = " ".join(topics[name] for name in sorted(topics))
 MODEL = "gemma"
+PLACES, WAITING = 4, 8
+"""Of a worker: requests that run, and that wait."""
 LIMIT_S = 240.0
 
 
@@ -82,7 +84,7 @@ class Worker:
         self.address, self.url = f"127.0.0.1:{port}", f"http://127.0.0.1:{http}"
         command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--name", MODEL]
         command += ["--port", str(port), "--http-port", str(http), "--kv-bytes", "256MiB", "--kv-host-bytes", "64MiB"]
-        command += ["--max-sequences", "4", "--max-waiting", "8"]
+        command += ["--max-sequences", str(PLACES), "--max-waiting", str(WAITING)]
         self.server = Part(f"server{number}", command, folder)
         self.side = side(number, port)
 
@@ -116,7 +118,14 @@ class Fleet:
             self.workers = [Worker(number, engine, folder, lambda number, port: None) for number in range(2)]
             urls = [f"grpc://{worker.address}" for worker in self.workers]
             command = [str(SMG), "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-            command += ["--policy", "cache_aware", "--prometheus-port", str(free_port())]
+            command += [
+                "--policy",
+                "cache_aware",
+                "--load-monitor-interval",
+                "1",
+                "--prometheus-port",
+                str(free_port()),
+            ]
             self.router = Part("router", command, folder, {"HF_HUB_OFFLINE": "1"})
         else:
             env = {"DYN_FILE_KV": str(folder / "discovery"), "XDG_CACHE_HOME": str(folder)}
@@ -194,6 +203,12 @@ async def stream(
         answer.lost = f"no finish reason, status {answer.status}"
     answer.seconds = time.monotonic() - begun
     return answer
+
+
+def new_prompts(count: int) -> list[str]:
+    """Some 150 tokens each, with nothing in common but the kind of text."""
+    starts = [random.randrange(len(TEXT) - 500) for _ in range(count)]
+    return [f"{random.random()} {TEXT[start : start + 500]}" for start in starts]
 
 
 async def converse(url: str, seed: int, conversations: int = 10, turns: int = 4) -> None:

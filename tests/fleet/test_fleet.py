@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from fleet import DYNAMO, LIMIT_S, SMG, Fleet, Worker, converse, stream, wait_until
+from fleet import (
+    DYNAMO,
+    LIMIT_S,
+    PLACES,
+    SMG,
+    Answer,
+    Fleet,
+    Worker,
+    converse,
+    new_prompts,
+    stream,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(3600)]
-KILLS = 20
+KILLS = int(os.environ.get("FLEET_KILLS", "20"))
+TOKENS = 40
 STORIES = [f"Story number {i * 37} begins in a town of {i + 3} houses:" for i in range(6)]
 
 
@@ -53,9 +67,15 @@ def test_streams_are_the_same_as_a_workers_own(fleet):
     assert [a.text for a in answers] == [a.text for a in alone] and not any(a.lost for a in answers)
 
 
-async def _ask_worker(worker: Worker, prompts: list[str], max_tokens: int) -> list:
+async def _ask_worker(worker: Worker, prompts: list[str], max_tokens: int, at_once: int = 1) -> list[Answer]:
+    room = asyncio.Semaphore(at_once)
+
+    async def ask(prompt: str) -> Answer:
+        async with room:
+            return await stream(client, prompt, max_tokens)
+
     async with httpx.AsyncClient(base_url=worker.url, timeout=LIMIT_S) as client:
-        return [await stream(client, prompt, max_tokens) for prompt in prompts]
+        return await asyncio.gather(*map(ask, prompts))
 
 
 def idle(fleet: Fleet) -> bool:
@@ -106,51 +126,68 @@ def test_a_worker_that_drains_loses_nothing(fleet):
 
 
 def test_workers_that_are_killed(fleet):
-    """With SMG a killed worker's streams end with an error event, and no other; Dynamo goes on elsewhere, to the
-    same text. Requests that follow are served at once, and a worker that comes back has its share again."""
-    lost = held = kept = 0
-    shares = []
+    """Streams are on both workers when one is killed. With SMG those on it end with an error event, and no other;
+    Dynamo goes on elsewhere, to the same text. Requests that follow are served at once, and a worker that comes back
+    gets its part of the new prompts."""
+    lost, held, kept, shares = 0, 0, 0, list[float]()
     for kill in range(KILLS):
-        prompts = [f"{random.random()} {story}" for story in STORIES]  # new ones, or all go where the first went
-        answers, victim, running = asyncio.run(_kill_amid(fleet, prompts, both=kill % 2 == 0))
+        prompts, answers, victim, (had, others) = asyncio.run(_kill_amid(fleet, both=kill % 2 == 0))
         [survivor] = [worker for worker in fleet.workers if worker is not victim]
-        truth = [answer.text for answer in asyncio.run(_ask_worker(survivor, prompts, 60))]
+        truth = asyncio.run(_ask_worker(survivor, prompts, TOKENS, at_once=PLACES))
         ended = [answer for answer in answers if answer.lost]
-        lost, held, kept = lost + len(ended), held + running[0], kept + running[1]
-        assert len(ended) <= (running[0] if fleet.kind == "smg" else 0), [answer.lost for answer in ended]
+        lost, held, kept = lost + len(ended), held + had, kept + others
+        assert 0 < len(ended) <= had if fleet.kind == "smg" else not ended, [answer.lost for answer in ended]
         assert all(answer.lost.startswith("{'error'") for answer in ended), [answer.lost for answer in ended]
-        for answer, text in zip(answers, truth, strict=True):
-            assert text.startswith(answer.text) if answer.lost else answer.text == text
+        for answer, undisturbed in zip(answers, truth, strict=True):
+            assert undisturbed.lost is None
+            same = undisturbed.text.startswith if answer.lost else undisturbed.text.__eq__
+            assert same(answer.text), (answer.text, undisturbed.text)
         assert not any(answer.lost for answer in asyncio.run(fleet.ask(STORIES[:2], 4)))
         victim.end()
         victim.start()
         victim.wait()
         fleet.until_used(victim)
         shares.append(share_of(fleet, victim))
+        print(f"{fleet.kind}: kill {kill + 1}, {had} and {others} streams, {len(ended)} lost, share {shares[-1]:.2f}")
     share = sum(shares) / KILLS
     print(f"{fleet.kind}: {KILLS} kills, {held} streams on the killed workers, {lost} lost, {kept} on the others")
-    print(f"{fleet.kind}: those that came back had {share:.2f} of new prompts")
-    assert held and (fleet.kind == "dynamo" or lost) and share > 0
+    print(f"{fleet.kind}: those that came back had {share:.2f} of new prompts, {min(shares):.2f} at least")
+    assert share >= 0.3
 
 
 def share_of(fleet: Fleet, worker: Worker) -> float:
     """Of the tokens of new prompts, several at a time."""
     before, own = counts(fleet.workers)[0], counts([worker])[0]
-    asyncio.run(fleet.ask([f"{random.random()} {story}" for story in STORIES], 8))
+    answers = asyncio.run(fleet.ask(new_prompts(2 * PLACES), 8))
+    assert not any(answer.lost for answer in answers)
     return (counts([worker])[0] - own) / (counts(fleet.workers)[0] - before)
 
 
-async def _kill_amid(fleet: Fleet, prompts: list[str], *, both: bool) -> tuple[list, Worker, tuple[int, int]]:
-    """The answers, the busier worker, which was killed, and how many it and the other were at; with `both` what is
-    beside it dies."""
-    began = asyncio.Semaphore(0)
-    task = asyncio.ensure_future(fleet.ask(prompts, 60, first=began.release))
-    for _ in prompts:
-        await asyncio.wait_for(began.acquire(), LIMIT_S)
-    (others, _), (running, victim) = sorted(
-        ((worker.stats()["requests_running"], worker) for worker in fleet.workers), key=lambda entry: entry[0]
-    )
+async def _kill_amid(fleet: Fleet, *, both: bool) -> tuple[list[str], list[Answer], Worker, tuple[int, int]]:
+    """Prompts, their answers, the worker that was killed while both were at streams whose text had begun, and how many
+    requests it had and the other one ran; with `both` what is beside it dies."""
+    prompts, tasks, begun = list[str](), list[asyncio.Future](), set[str]()
+
+    def ask(count: int) -> None:
+        for prompt in new_prompts(count):
+            prompts.append(prompt)
+            asked = fleet.ask([prompt], TOKENS, first=lambda prompt=prompt: begun.add(prompt))
+            tasks.append(asyncio.ensure_future(asked))
+
+    ask(PLACES + 2)
+    victim, survivor = random.sample(fleet.workers, 2)
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            found = [await asyncio.to_thread(worker.stats) for worker in (victim, survivor)]
+            running = [stats["requests_running"] for stats in found]
+            known = [stats["requests_running"] + stats["requests_waiting"] for stats in found]
+            under_way = [prompt for prompt, task in zip(prompts, tasks, strict=True) if not task.done()]
+            if all(running) and sum(running) <= len(begun.intersection(under_way)):
+                break
+            if not all(known) and len(under_way) <= sum(known) < 2 * PLACES:
+                ask(2)  # all are with one of them; below the room of one, as routers hear of its load late
+            await asyncio.sleep(0.05)
     if both and victim.side is not None:
         victim.side.end()
     victim.server.end()
-    return await task, victim, (running, others)
+    return prompts, [answer for [answer] in await asyncio.gather(*tasks)], victim, (known[0], running[1])

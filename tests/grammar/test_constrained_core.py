@@ -170,7 +170,8 @@ def test_others_in_the_batch_get_the_same_tokens() -> None:
     assert together["c", 0] == finish(core_of(), [mixed])["c", 0]
 
 
-def test_a_broken_matcher_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["allowed", "take"])
+def test_a_broken_matcher_ends_its_sequence_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of()
     constraint = Constraint(ConstraintKind.REGEX, "[ab]{30}")
     good = GenerateRequest("good", (40, 41, 42, 43, 44), SamplingParams(max_tokens=9, constraint=constraint))
@@ -181,15 +182,17 @@ def test_a_broken_matcher_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatc
         core.add(request)
     matcher = core._matchers[core._sequences["bad"][0].seq_id]
 
-    def fail(held=()) -> bytes:
+    def fail(_=()) -> bytes:
         matcher.broken = True
         raise MatcherError("too many states")
 
-    core.step()
-    monkeypatch.setattr(matcher, "allowed", fail)
-    last = {}
+    outputs = core.step()
+    monkeypatch.setattr(matcher, where, fail)
     while core.has_work:
-        last |= {output.request_id: output for output in core.step()}
+        outputs += core.step()
+    last = {output.request_id: output for output in outputs}
+    tokens = {name: sum(len(o.token_ids) for o in outputs if o.request_id == name) for name in last}
+    assert {name: output.usage.completion_tokens for name, output in last.items()} == tokens
     assert last["bad"].finish_reason is FinishReason.ERROR and last["bad"].error == "too many states"
     assert last["good"].finish_reason is FinishReason.LENGTH and not condemned
 

@@ -65,7 +65,8 @@ RENDERED = [
 
 @pytest.fixture
 def claude(running):
-    return anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0)
+    plain = anthropic.DefaultAsyncHttpxClient(verify=False)  # as `client` of conftest.py
+    return anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0, http_client=plain)
 
 
 async def test_a_text_is_answered_as_by_chat(claude, running):
@@ -222,11 +223,11 @@ async def test_errors_reach_the_client_as_its_own(claude, running):
 
 async def test_the_key_may_be_in_its_own_header(tmp_path):
     async with serving(make_engine(), api_key="a" * 20) as running:
-        good = anthropic.AsyncAnthropic(base_url=running.url, api_key="a" * 20, max_retries=0)
-        assert (await good.messages.create(**{**ASKED, "max_tokens": 3})).content
-        bad = anthropic.AsyncAnthropic(base_url=running.url, api_key="b" * 20, max_retries=0)
-        with pytest.raises(anthropic.AuthenticationError) as caught:
-            await bad.messages.create(**ASKED)
+        async with anthropic.AsyncAnthropic(base_url=running.url, api_key="a" * 20, max_retries=0) as good:
+            assert (await good.messages.create(**{**ASKED, "max_tokens": 3})).content
+        async with anthropic.AsyncAnthropic(base_url=running.url, api_key="b" * 20, max_retries=0) as bad:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await bad.messages.create(**ASKED)
         assert caught.value.body["error"]["type"] == "authentication_error"
 
 
@@ -288,9 +289,9 @@ async def test_a_stream_that_breaks_says_so():
     engine = make_engine()
     async with serving(engine) as running:
         engine.engine._loop._core.executor.fail_at = 6
-        client = anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.APIStatusError, match="device lost") as caught:
-            async with client.messages.stream(**ASKED, **QUIET) as stream:
-                async for _ in stream:
-                    pass
+        async with anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(anthropic.APIStatusError, match="device lost") as caught:
+                async with client.messages.stream(**ASKED, **QUIET) as stream:
+                    async for _ in stream:
+                        pass
         assert caught.value.body["error"]["type"] == "overloaded_error"

@@ -10,10 +10,13 @@ from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
+from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.prefix.planner import TierRate
 from wicore_trt.kv.prefix.rates import PrefillMeter, TierMeter
+from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import tiers as lower_tiers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.moves import Fetch
@@ -332,10 +335,10 @@ def test_nothing_arrives_behind_a_step_under_way_while_a_sequence_loads():
     schedule = scheduler.schedule()
     polled, poll = [], tiers.poll
     tiers.poll = lambda: polled.append(True) or poll()
-    assert scheduler.follow(schedule, lambda sequence: True) is not None and polled
+    assert scheduler.follow(schedule) is not None and polled
     scheduler.running[0].pages.load = PrefixLoad(8, 2, [])
     polled.clear()
-    assert scheduler.follow(schedule, lambda sequence: True) is None and not polled
+    assert scheduler.follow(schedule) is None and not polled
 
 
 def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
@@ -351,3 +354,76 @@ def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
     assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
     for copy in copies:
         transfers.host.index.release(copy)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_is_committed_the_short_way_as_it_is_the_long_way(seed):
+    """Two managers see the same life, with failed steps and gaps; one of them never takes the short way."""
+    rng = random.Random(seed)
+    window, cached, short = rng.choice([5, 8, 30]), rng.random() < 0.8, 0
+    managers = [
+        KVCacheManager(
+            {GLOBAL: 40, LOCAL: 40}, window, KeyChain("e", 4, secret=bytes(32)), options=CacheOptions(cached)
+        )
+        for _ in range(2)
+    ]
+    every = [[SequencePages(m.names("", "")) for _ in range(3)] for m in managers]
+    lives = [[rng.randrange(5, 90) for _ in range(100)] for _ in range(3)]
+    ends = [0, 0, 0]
+    for _ in range(60):
+        which = rng.randrange(3)
+        begin, count, finite = ends[which], rng.choice([1, 1, 1, 1, 1, rng.randint(1, 9)]), rng.random() < 0.95
+        gap, condemned = rng.random() < 0.02, not finite and rng.random() < 0.5
+        end = ends[which] = begin + count
+        if end > 90:
+            break
+        raised = []
+        for number, (manager, three) in enumerate(zip(managers, every, strict=True)):
+            pages = three[which]
+            assert manager.reserve(pages, end + gap)
+            try:
+                if number == 0 and count == 1 and finite and manager.commit_token(pages, begin + gap):
+                    short += 1
+                else:
+                    manager.commit(pages, lives[which], begin + gap, end + gap, which, finite=finite)
+            except UnwrittenPageError:
+                raised.append(number)
+            if condemned:
+                manager.condemn(pages)
+        assert raised in ([], [0, 1])
+        if raised:
+            break
+        for pages, plain in zip(*every, strict=True):
+            for name in ("tables", "keys", "published", "trusted", "first_local", "left", "failures"):
+                assert getattr(pages, name) == getattr(plain, name), name
+        for group in (GLOBAL, LOCAL):
+            pool, plain_pool = (manager.pools[group] for manager in managers)
+            assert pool.written == plain_pool.written and pool.pages() == plain_pool.pages()
+            assert pool.doubtful() == plain_pool.doubtful()
+        managers[0].check_integrity()
+    assert short or not cached
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_room_for_the_next_tokens_of_all_or_of_none(seed, shared):
+    rng, slab = random.Random(seed), {GLOBAL: 5, LOCAL: 2}
+    counts = {group: 4 * count for group, count in slab.items()} if shared else {GLOBAL: 14, LOCAL: 14}
+    manager = KVCacheManager(counts, 8, KeyChain("e", 4), options=CacheOptions(slab_pages=slab if shared else None))
+    every = [SequencePages(manager.names("", "")) for _ in range(4)]
+    sizes, refused = [0] * 4, False
+    while not refused:
+        wanted = {i: sizes[i] + rng.randrange(9) for i in rng.sample(range(4), rng.randint(0, 4))}
+        before = [{group: [*table] for group, table in pages.tables.items()} for pages in every]
+        room = manager.memory.room
+        if manager.reserve_all([(every[i], tokens) for i, tokens in wanted.items()]):
+            sizes = [wanted.get(i, size) for i, size in enumerate(sizes)]
+        else:
+            refused = True
+            assert manager.memory.room == room
+            assert before == [{group: [*table] for group, table in pages.tables.items()} for pages in every]
+        for group, pool in manager.pools.items():
+            held = [slot for pages in every for slot in pages.tables[group]]
+            assert len(held) == len(set(held)) == pool.used
+            assert [len(pages.tables[group]) for pages in every] == [-(-size // 4) for size in sizes]
+        manager.check_integrity()

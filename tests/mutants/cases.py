@@ -253,8 +253,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/scheduler.py",
-        "self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following",
-        "self.manager.reserve(s.pages, len(s.tokens)) for s in following",
+        "short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]",
+        "short = [(s.pages, len(s.tokens)) for s in following if not len(s.tokens) % size]",
     ),
     Mutant(
         "schedule/scheduler.py",
@@ -313,8 +313,8 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "if len(flight.result.failed) == number == min(2, len(flight.batch.slices)):",
-        "if len(flight.result.failed) == number:",
+        "if raised == number == min(2, len(flight.batch.slices)):",
+        "if raised == number:",
         "tests/core/test_step_again.py",
     ),
     Mutant(
@@ -325,8 +325,8 @@ MUTANTS = (
     ),
     Mutant(
         "core/engine.py",
-        "length - sequence.prompt_len + ahead < params.min_tokens",
-        "sequence.output_len < sequence.params.min_tokens",
+        "length - prompt_len + ahead < params.min_tokens",
+        "length - prompt_len < params.min_tokens",
     ),
     Mutant(
         "core/engine.py",

@@ -58,9 +58,8 @@ def check_idle(stack: Stack) -> None:
     require(not stack.loader._begun and not stack.tiers._loads, "leak", "a load of nobody")
     require(not transfers.outstanding and not transfers.up.waiting, "leak", under_way(stack))
     require(not transfers.up.reading_bytes and not transfers.down.saving_slots, "leak", "bytes that move for ever")
-    refused = set(transfers.down.no_space)
     for name, index in stack.tiers.indexes.items():
-        require(index._lost <= refused, "leak", name, "slots that never came back")
+        require(not index._lost, "leak", name, "slots that never came back")
         for copy in index.copies():
             require(copy.state is CopyState.READY and not copy.readers, "leak", name, "a copy is held", copy)
             require(copy.page.parent is not None or copy.page.index == 0, "leak", name, "a private page was left")

@@ -10,9 +10,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
+
+from msgspec.structs import replace
 
 from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
 from wicore_trt.model.spec import GLOBAL, LOCAL

@@ -333,8 +333,8 @@ class Stack:
             counts[f"page {cause}"] += 1
             return drop(key, cause)
 
-        def followed(plan, goes_on):
-            found = follow(plan, goes_on)
+        def followed(plan):
+            found = follow(plan)
             counts["step ahead"] += found is not None
             return found
 

@@ -74,7 +74,8 @@ def test_a_jump_over_a_hole_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_that_change_on_the_way_and_are_not_looked_for_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without digests on the device the host takes the digest of what came, wrong or not."""
     monkeypatch.setattr(plan, "draw_checks", lambda rng: {"checks": False, "lies": 0.3})
-    assert any(failure.kind == "wrong token" for failure in campaign(30, seed=3).failed)
+    lives = (campaign(1, seed=seed, first_only=True) for seed in range(30))
+    assert any(failure.kind == "wrong token" for life in lives for failure in life.failed)
 
 
 @pytest.mark.long

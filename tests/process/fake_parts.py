@@ -2,10 +2,11 @@
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
-after which the engine cuts off a front), `chat` (the model has a chat template or not, and any text has tokens),
-`host_bytes` of a host tier, and `pids`, a folder where each process leaves its number. With `heir` processes that lose
-their parent become children of this one, as of the first process of a container. `recipe` names a file of settings that
-the server reads, and reads again.
+after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
+has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
+process leaves its number. With `heir` processes that lose their parent become children of this one, as of the first
+process of a container. `recipe` names a file of settings that the
+server reads, and reads again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def options() -> dict:
 def leave_number(name: str) -> None:
     if "pids" in options():
         (Path(options()["pids"]) / f"{name}-{os.getpid()}").touch()
+    if options().get("dies") == name:
+        os._exit(3)
 
 
 def load_engine(settings: Settings):

@@ -22,6 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 
+from wicore_trt.errors import EngineDeadError
 from wicore_trt.serve.front import FIRST_TO_GO
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
@@ -109,6 +110,17 @@ async def serving(server: Server) -> None:
 
 async def answer(stub, prompt: str, count: int) -> str:
     return "".join([r.delta.text or r.finish.delta.text async for r in stub.Generate(request(prompt, count))])
+
+
+@pytest.mark.parametrize("name", ["engine", "template", "front"])
+async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name):
+    async with supervised(tmp_path, dies=name) as server:
+        code, log = await server.end()
+        what = "template of fronts" if name == "template" else name
+        assert code == EngineDeadError.exit_code
+        assert log.splitlines()[-1].startswith(f"error: The {what} ended 4 times before it was ready (")
+        assert len(list(tmp_path.glob(f"{name}-*"))) == 4
+        await server.all_gone()
 
 
 async def test_where_memory_runs_out_the_front_goes_before_the_engine(tmp_path):

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model.gemma3": ("model.ops", "model.spec"),
     "model": ("errors", "model"),
     "plugins": ("errors", "plugins"),
-    "text": ("errors", "checks", "files", "types", "text"),
+    "text": ("collector", "errors", "checks", "files", "types", "text"),
     "grammar": ("errors", "types", "text", "grammar"),
     "checkpoint.tokenizer_check": ("errors", "checkpoint", "text"),  # loads it as an engine will
     "checkpoint": ("errors", "files", "progress", "scratch", "model", "checkpoint"),
@@ -177,9 +177,9 @@ def test_circles_are_seen() -> None:
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
-@pytest.mark.parametrize("path", python_sources())
-def test_imports_follow_the_rules(path: str) -> None:
-    assert not violations(path, (ROOT / path).read_text(encoding="utf-8"))
+def test_imports_follow_the_rules() -> None:
+    found = {path: violations(path, (ROOT / path).read_text(encoding="utf-8")) for path in python_sources()}
+    assert len(found) > 300 and not any(found.values()), {path: what for path, what in found.items() if what}
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def _call(name: str, words: dict[str | None, ast.expr], args: list[ast.expr]) ->
     return found
 
 
-@pytest.mark.parametrize("path", python_sources())
-def test_no_pickle(path: str) -> None:
-    assert not unsafe((ROOT / path).read_text(encoding="utf-8"))
+def test_no_pickle() -> None:
+    found = {path: unsafe((ROOT / path).read_text(encoding="utf-8")) for path in python_sources()}
+    assert len(found) > 300 and not any(found.values()), {path: what for path, what in found.items() if what}
 
 
 @pytest.mark.parametrize(

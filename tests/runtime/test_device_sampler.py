@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
@@ -67,7 +68,7 @@ def test_draws_are_the_samplers(executor: Any) -> None:
     executor.memory.results.fill_(-7)
     executor._device_sampler.enqueue(6, drawn)
     assert tokens(executor, 6) == want
-    unread = {r: replace(s, token_ids=[UNREAD], history=s.history[:-1]) for r, s in drawn.items()}
+    unread = {r: structs.replace(s, token_ids=[UNREAD], history=s.history[:-1]) for r, s in drawn.items()}
     executor._device_sampler.enqueue(6, unread)
     assert tokens(executor, 6) == want
     row, piece = random.choice(list(drawn.items()))
@@ -96,7 +97,7 @@ def test_rows_of_a_step_go_where_they_can_be_chosen(executor: Any) -> None:
     assert [t.seq_id for t in result.tokens] == [s.seq_id for s in batch]
     assert [t.token_id for t in result.tokens] == [t.token_id for t in want.tokens]
     assert [t.logprob is None for t in result.tokens] == [t.logprob is None for t in want.tokens]
-    bad = replace(batch[2], token_ids=[5], start=3, pages=dict.fromkeys(GROUPS, [20, 21]))
+    bad = structs.replace(batch[2], token_ids=[5], start=3, pages=dict.fromkeys(GROUPS, [20, 21]))
     result = executor.execute(StepBatch([batch[0], bad, batch[1]]))
     assert set(result.failed) == {bad.seq_id} and len(result.tokens) == 2
 

@@ -62,7 +62,7 @@ def answers(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list
 def test_unread_tokens_are_those_of_the_step_before(graphs):
     rng = random.Random()
     model = small_model(rng.randrange(1 << 30))
-    executor = executor_of(model, graphs=graphs)
+    executor = executor_of(model, graphs=graphs, max_batch_tokens=12)
     assert isinstance(executor, AheadExecutor)
     params = [
         SamplingParams(temperature=0.0, max_tokens=4),
@@ -92,7 +92,7 @@ ANYTHING = Constraint(ConstraintKind.REGEX, "[A-z]*")
 
 def test_constrained_sequences_are_masked_and_others_are_not():
     model = small_model(11)
-    executor = executor_of(model, graphs=True)
+    executor = executor_of(model, graphs=True, max_batch_tokens=12)
     plain = [
         GenerateRequest("greedy", (3, 4), SamplingParams(temperature=0.0, max_tokens=4)),
         GenerateRequest("drawn", (5, 6), SamplingParams(temperature=0.9, max_tokens=4, seed=3)),
@@ -133,4 +133,18 @@ def test_what_does_not_lead():
             core.step()
         executor.leads = leads
         assert said[0] is expected, name
+    executor.close()
+
+
+def test_a_step_that_raises_when_half_of_it_is_on_the_stream_is_over():
+    """Else it would read what later steps write for theirs."""
+    executor = executor_of(small_model(1))
+    core, waited = core_of(executor, 1), []
+    executor.device.synchronize = lambda: waited.append(len(executor._steps))
+    enqueue, executor._device_sampler.enqueue = executor._device_sampler.enqueue, lambda *_: 1 // 0
+    core.add(GenerateRequest("a", (5, 6, 7), SamplingParams(max_tokens=2)))
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert waited == [0, 0], "in the batch and alone"
+    executor._device_sampler.enqueue = enqueue
     executor.close()

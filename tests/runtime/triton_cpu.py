@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.table import EngineShape, Entry, KernelTable, config_of
 from wicore_trt.backends.triton.weights import placed_constants
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
+from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
@@ -30,6 +32,7 @@ POINTED = {
     **{"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16},
     **{"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8, "*fp8e4nv": E4M3},
 }
+CONTEXT = 256
 LOGITS_TOO = SamplingParams(temperature=0.0, logprobs=0)
 """Greedy, but through the executor's sampler, where a `RecordingSampler` sees the logits."""
 
@@ -108,8 +111,16 @@ def specs_of(shape: EngineShape, target: str) -> tuple[KernelTable, dict[str, Ke
     planned = list_kernels(shape, target)
     specs = {p.spec.name: p.spec for p in planned}
     kernels = {name: interpreted.uncompiled(spec) for name, spec in specs.items()}
-    entries = [Entry(p.role, p.bucket, kernels[p.spec.name], config_of(p.role, p.config)) for p in planned]
+    entries = [Entry(p.role, p.bucket, kernels[p.spec.name], _used(config_of(p.role, p.config))) for p in planned]
     return KernelTable(target, entries), specs
+
+
+def _used(config: Any) -> Any:
+    """Without the programs that find no block of keys in any context: the interpreter runs one after the other, and a
+    small batch has 33 splits of which `CONTEXT` tokens use 4."""
+    if isinstance(config, DecodeConfig):
+        return replace(config, splits=min(config.splits, CONTEXT // config.block_k))
+    return config
 
 
 def small_model(seed: int, **overrides: Any) -> TinyModel:
@@ -145,7 +156,7 @@ def executor_of(
         return found
 
     plan = Loading(shape, table, 512, constants)
-    return TritonExecutor(plan, ExecutorOptions(max_context=256, **values), device, launcher, graphs=graphs)
+    return TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
 
 
 def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:

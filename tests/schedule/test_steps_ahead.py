@@ -158,9 +158,9 @@ def test_a_sequence_that_loads_is_not_left_behind():
     core.step()
     (sequence,) = core.scheduler.running
     plan = core._flight.schedule
-    assert core.scheduler.follow(plan, core._goes_on) is not None
+    assert core.scheduler.follow(plan) is not None
     sequence.pages.load = object()
-    assert core.scheduler.follow(plan, core._goes_on) is None
+    assert core.scheduler.follow(plan) is None
     sequence.pages.load = None
     run(core)
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import time
+from contextlib import nullcontext
 
 import grpc
 import psutil
@@ -153,6 +154,9 @@ class FloodEngine:
 
     async def close(self) -> None:
         self.task.cancel()
+
+    def turn(self, tenant: str, priority: int, size: int | None):
+        return nullcontext()
 
     async def encode(self, message: TextRequest) -> TextRequest:
         return message

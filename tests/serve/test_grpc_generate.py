@@ -160,7 +160,7 @@ async def test_a_full_queue_says_when_to_come_back():
         assert 3 <= len(done) <= 4
         for code, _, details in (task.result() for task in done):
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert details["RetryInfo"].retry_delay.ToMilliseconds() == 1000
+            assert 1000 <= details["RetryInfo"].retry_delay.ToMilliseconds() <= 10_000
         for call in calls:
             call.cancel()
         await asyncio.gather(*pending, return_exceptions=True)

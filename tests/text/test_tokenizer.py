@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic_tokenizer import BOS, END_OF_TURN, EOS, TURN, synthetic, write
 
@@ -48,6 +48,8 @@ def test_model_without_bos(tmp_path: Path) -> None:
 @given(st.text())
 def test_text_survives(text: str) -> None:
     tokenizer = synthetic()
+    for special in ("<bos>", "<eos>", "<end_of_turn>", "<start_of_turn>", "<pad>", "<unk>"):
+        assume(special not in text)  # they are tokens of their own, which decoding leaves out
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
 
 
@@ -304,12 +306,12 @@ def test_a_token_stands_for_no_more_characters_than_the_tokenizer_says() -> None
 def test_where_a_tokenizer_may_lose_characters_no_text_is_refused_by_its_length() -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    assert longest_token(backend) is None
+    assert longest_token(backend, backend.get_vocab()) is None
     stripping = tokenizers.Tokenizer.from_str(synthetic()._backend.to_str())
-    assert longest_token(stripping) is not None
+    assert longest_token(stripping, stripping.get_vocab()) is not None
     stripping.add_tokens([tokenizers.AddedToken("<greedy>", lstrip=True)])
-    assert longest_token(stripping) is None
+    assert longest_token(stripping, stripping.get_vocab()) is None
     for normalizer in (tokenizers.normalizers.NFC(), tokenizers.normalizers.Replace("ab", "c")):
         losing = tokenizers.Tokenizer.from_str(synthetic()._backend.to_str())
         losing.normalizer = normalizer
-        assert longest_token(losing) is None
+        assert longest_token(losing, losing.get_vocab()) is None

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 
 from wicore_trt.core.engine_stats import engine_stats
 from wicore_trt.core.loop import Core
@@ -99,8 +98,8 @@ class EngineCore(Core):
         return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
 
     def load(self) -> tuple[Counter[str], Counter[str]]:
-        running = [s.request for s in self.scheduler.running if s.finish_reason is None]
-        return Counter(map(attrgetter("tenant"), running)), Counter(self.scheduler.waiting.counts())
+        running = [s.request.tenant for s in self.scheduler.running if s.finish_reason is None]
+        return Counter(running), Counter(self.scheduler.waiting.counts())
 
     def validate(self, request: GenerateRequest) -> None:
         check_tokens(request, self.max_context, self.executor.spec.vocab_size)
@@ -196,19 +195,21 @@ class EngineCore(Core):
     def _run_again(self, flight: Flight, failure: Exception) -> None:
         """Run the sequences of a step that failed each alone, while no other step is under way, and let those fail that
         fail alone. What they kept on the device is forgotten before, so that nothing of the failed step counts. Raises
-        `failure` where the first two fail, or the only one: then it is not a request that is at fault."""
+        `failure` where the first two raise, or the only one: then it is not a request that is at fault."""
         log.exception("a step failed; its sequences run again, each alone")
         flight.again, flight.result = True, StepResult([])
         flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
         flight.batch = self._batch(flight.schedule, ahead=False)
         for piece in flight.batch.slices:
             self.executor.release(piece.seq_id)
+        raised = 0
         for number, piece in enumerate(flight.batch.slices, 1):
             try:
                 found = self.executor.execute(StepBatch([piece]))
             except Exception as cause:
+                raised += 1
                 flight.result.failed[piece.seq_id] = f"The step failed: {type(cause).__name__}: {cause}"
-                if len(flight.result.failed) == number == min(2, len(flight.batch.slices)):
+                if raised == number == min(2, len(flight.batch.slices)):
                     raise failure from None
                 continue
             flight.result.tokens.extend(found.tokens)
@@ -221,7 +222,7 @@ class EngineCore(Core):
             return None
         if self._matchers and any(s.seq_id in self._matchers for s, _ in flight.schedule.slices):
             return None
-        schedule = self.scheduler.follow(flight.schedule, self._goes_on)
+        schedule = self.scheduler.follow(flight.schedule)
         try:
             return None if schedule is None else self._start(schedule, ahead=True)
         except Exception:  # then it is tried again when this one has landed, with its sequences alone if need be
@@ -242,10 +243,6 @@ class EngineCore(Core):
         for sequence in following.ended:
             self._release(sequence)
 
-    def _goes_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence needs a token after the one that is being sampled, unless that one ends it."""
-        return sequence.finish_reason is None and len(sequence.tokens) + 1 < sequence.longest
-
     def _land(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""
         manager = self.scheduler.manager
@@ -264,17 +261,16 @@ class EngineCore(Core):
         if not flight.again:
             self.scheduler.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
         tokens = {token.seq_id: token for token in result.tokens}
-        outputs, attention = [], result.attention
+        outputs, failed, attention, computed = [], result.failed, result.attention, self.scheduler.computed
         for (sequence, count), piece in zip(flight.schedule.slices, flight.batch.slices, strict=True):
             if sequence.finish_reason is not None:
                 continue  # it ended while this step ran
-            error = result.failed.get(sequence.seq_id)
-            if error is not None:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=error))
+            if failed and sequence.seq_id in failed:
+                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
                 continue
             token = tokens.get(sequence.seq_id)
             try:
-                self.scheduler.computed(sequence, count, finite=token is not None)
+                computed(sequence, count, finite=token is not None)
             except UnwrittenPageError as unwritten:
                 log.exception("a sequence read pages that nobody wrote")
                 outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
@@ -292,7 +288,8 @@ class EngineCore(Core):
         return outputs
 
     def outlook(self) -> Outlook:
-        return replace(self.scheduler.outlook(), turnover_s=self._turnover_s(len(self.scheduler.running)))
+        outlook = self.scheduler.outlook()
+        return replace(outlook, turnover_s=self._turnover_s(len(self.scheduler.running) + max(0, outlook.free)))
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
@@ -340,17 +337,18 @@ class EngineCore(Core):
             tokens, params = sequence.tokens, sequence.params
             if sequence.begun is None:
                 sequence.begun = self._clock()
-            length, start = len(tokens), len(tokens) if ahead else sequence.computed
+            length, prompt_len = len(tokens), sequence.prompt_len
+            start = length if ahead else sequence.computed
             ids = [UNREAD] if ahead else tokens[start : start + count]
-            piece = SequenceSlice(sequence.seq_id, ids, start, sequence.pages.tables, params=params)
+            sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
+            piece = SequenceSlice(
+                sequence.seq_id, ids, start, sequence.pages.tables, sample, params, tokens, prompt_len, sequence.seed,
+                suppress_eos, sequence.stop_ids,
+            )  # fmt: skip
             if sequence.scoring:
-                piece.targets = tokens[start + 1 : min(start + count + 1, sequence.prompt_len)]
-            if ahead or start + count == length:
-                piece.sample, piece.history, piece.prompt_len = True, tokens, sequence.prompt_len
-                piece.seed, piece.stop_ids = sequence.seed, sequence.stop_ids
-                piece.suppress_eos = length - sequence.prompt_len + ahead < params.min_tokens
-                if matchers and sequence.seq_id in matchers:
-                    self._constrain(piece)
+                piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
+            if matchers and sample and sequence.seq_id in matchers:
+                self._constrain(piece)
             slices.append(piece)
         return StepBatch(slices, measure_attention=self._measures)
 
@@ -387,6 +385,7 @@ class EngineCore(Core):
             try:
                 matcher.take(found)
             except MatcherError as error:
+                tokens.pop()  # it is not put out, so it does not count
                 return self._finish(sequence, FinishReason.ERROR, error=str(error))
         return self._output(sequence, (found,), logprobs)
 
@@ -434,14 +433,13 @@ class EngineCore(Core):
         field: str | None = None,
         retry_s: float | None = None,
     ) -> TokenOutput:
-        prompt_len, request_id = sequence.prompt_len, sequence.request.request_id
-        length = len(sequence.tokens) - prompt_len
-        usage, reason = Usage(prompt_len, length, sequence.cached or 0), sequence.finish_reason
-        first = bool(token_ids) and length == len(token_ids) and sequence.begun is not None
-        prefill_s = self._clock() - (sequence.begun or 0.0) if first else None
+        prompt_len, length, prefill_s = sequence.prompt_len, sequence.output_len, None
+        if 0 < length == len(token_ids) and sequence.begun is not None:
+            prefill_s = self._clock() - sequence.begun
         return TokenOutput(
-            request_id, sequence.index, token_ids, logprobs, reason, sequence.stop_reason, usage, error,
-            prompt_logprobs, prefill_s, field, retry_s,
+            sequence.request.request_id, sequence.index, token_ids, logprobs, sequence.finish_reason,
+            sequence.stop_reason, Usage(prompt_len, length, sequence.cached or 0), error, prompt_logprobs, prefill_s,
+            field, retry_s,
         )  # fmt: skip
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

@@ -7,12 +7,19 @@ when to ask again.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 from wicore_trt.errors import UNAVAILABLE_RETRY_S, QueueFullError
 
 MARGIN = 0.75
 """Part of a target that a wait may be expected to take: estimates are not exact, and the way here takes its time."""
+LATEST_S = 60.0
+"""The longest time to retry that is told because many were refused; OpenAI's clients take a longer one for none."""
+LONGEST_S = 3600.0
+"""The longest time to retry that is told because others have so much to do, before it is spread."""
+SPREAD = 0.25
+"""By what part of itself a time to retry is longer at random."""
 HOLD_RATE = 0.1
 """Weight of the last sequence in the mean time that one runs."""
 
@@ -38,6 +45,15 @@ class Limits:
         if self.target_ttft_s is not None:
             least = min(least, max(MARGIN * self.target_ttft_s - prompt_s, prompt_s))
         return max(0.0, least)
+
+    def barred_tokens(self, wait_s: float, token_s: float) -> float:
+        """Up to how many tokens a prompt may have, whatever its request's deadline, and yet not wait for `wait_s`; a
+        token takes `token_s`."""
+        if self.max_queue_s is not None and wait_s > self.max_queue_s:
+            return math.inf
+        if self.target_ttft_s is None or wait_s <= MARGIN * self.target_ttft_s:
+            return 0.0
+        return wait_s / token_s - 1 if token_s else math.inf  # of who may wait just so long, rounding decides
 
 
 class Alarms(dict[str, float]):
@@ -66,3 +82,24 @@ def too_long(wait_s: float, limit_s: float) -> QueueFullError:
         "The server is too busy to begin this request in time.",
         retry_after_s=max(UNAVAILABLE_RETRY_S, wait_s - limit_s),
     )
+
+
+class Hints:
+    """When those whom the queue has no room for should ask again. Each of a tenant is told a later time than the one
+    before, by the pace at which places become free: so they do not come back all at once, however long they are
+    refused, and the more of them there are the later. Who cannot be given such a time gets one at random."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}  # when the last one was told to come, by tenant
+        self._pace_s = 0.0
+
+    def retry_s(self, tenant: str, now: float, least_s: float, pace_s: float | None = None) -> float:
+        """Seconds, `least_s` at least, up to LONGEST_S. `pace_s` between two places that become free; None: as it was
+        last."""
+        self._pace_s, least_s = pace_s or self._pace_s, min(least_s, LONGEST_S)
+        at = max(now + least_s, self._last.get(tenant, 0.0) + self._pace_s)
+        if (at - now) * (1 + SPREAD) > LATEST_S:
+            least_s = max(least_s, LATEST_S / 2)
+            return random.uniform(least_s, max(LATEST_S, least_s * (1 + SPREAD)))
+        self._last[tenant] = at
+        return (at - now) * random.uniform(1.0, 1 + SPREAD)

@@ -24,6 +24,7 @@ from typing import Any
 from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, too_long
 from wicore_trt.core.shares import fits
 from wicore_trt.errors import (
+    Bar,
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
@@ -31,9 +32,9 @@ from wicore_trt.errors import (
     WicoreError,
 )
 from wicore_trt.kv.events import EventFeed, KVEventLog
-from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.outlook import Newcomers, Outlook
 from wicore_trt.schedule.queue import AGEING_S
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
+from wicore_trt.types import MAX_PRIORITY, EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +188,9 @@ class Core(ABC):
             held = self._clock() - sequence.begun
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
-    def _turnover_s(self, running: int) -> float:
-        """Seconds from one place that becomes free to the next, 0 where that is not known."""
-        return self._hold_s / running if running else 0.0
+    def _turnover_s(self, places: int) -> float:
+        """Seconds from one of so many places that becomes free to the next, 0 where that is not known."""
+        return self._hold_s / places if places else 0.0
 
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""
@@ -210,20 +211,21 @@ class Core(ABC):
 
 
 class EngineLoop:
-    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step.
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, once per step, and `looked` each time
+    the queue was looked at, from when on no bar of an earlier look holds (`errors.Bar`).
 
     `max_waiting` bounds the sequences that wait for their first step. A named tenant may have as many waiting as there
     is room left: one that floods gets half of the queue, and the next one finds room.
     """
 
-    def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
+    def __init__(self, core: Core, sink: Sink, *, max_waiting: int, looked: Callable[[], None] = lambda: None) -> None:
         self._core = core
+        self._looked, self.looks = looked, 0
         self._sink = sink
         self._max_waiting = max_waiting
         self._wake = threading.Condition()
         self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
-        self._inbox_sequences: Counter[str] = Counter()  # by tenant
-        self._inbox_tokens: Counter[str] = Counter()  # of prompts, by tenant
+        self._newcomers, self._taken = Newcomers(), Newcomers()  # in the inbox, and taken from it since the last look
         self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # and the aborts that came meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
@@ -285,15 +287,17 @@ class EngineLoop:
             total, own = queued.total(), queued[tenant]
             # One text for both: that the others have filled the queue is none of a tenant's business.
             if total + n > self._max_waiting or (tenant and not fits(self._max_waiting, total - own, own, n)):
-                raise QueueFullError("There is no room in the queue for this request now.")
+                full = QueueFullError("There is no room in the queue for this request now.")
+                if n == 1:  # else a smaller one may find room
+                    full.bar = Bar(tenant, -MAX_PRIORITY, math.inf, self._outlook.turnover_s, self.looks)
+                raise full
             self._check_wait(request)
             self._live.add(request.request_id)
             if request.params.constraint is not None:
                 self._begin_preparing(request)
                 return
             self._inbox.append(request)
-            self._inbox_sequences[tenant] += n
-            self._inbox_tokens[tenant] += len(request.prompt_token_ids)
+            self._newcomers.add(request)
             self._wake.notify()
 
     def _check_wait(self, request: GenerateRequest) -> None:
@@ -307,14 +311,18 @@ class EngineLoop:
         left_s = None if request.deadline is None else request.deadline - now
         own_s = len(request.prompt_token_ids) * outlook.token_s / outlook.share
         limit = max(limits.patience_s(0.0, left_s), limits.patience_s(own_s, left_s))
-        more, more_s = self._inbox_sequences[tenant], self._inbox_tokens[tenant] * outlook.token_s
-        wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, more_s)
+        more, tokens = map(sum, zip(self._newcomers.before(request), self._taken.before(request), strict=True))
+        wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
-            raise too_long(wait, limit)
+            refusal = too_long(wait, limit)
+            most = limits.barred_tokens(wait, outlook.token_s / outlook.share)
+            if most:
+                refusal.bar = Bar(tenant, request.priority, most, outlook.turnover_s, self.looks)
+            raise refusal
 
     def _queued(self) -> Counter[str]:
         """Sequences that wait for their first step, by tenant; with the lock held."""
-        queued = self._waiting + self._inbox_sequences
+        queued = self._waiting + self._newcomers.counts()
         for request, _ in self._preparing.values():
             queued[request.tenant] += request.params.n
         return queued
@@ -339,7 +347,7 @@ class EngineLoop:
                 found = self._preparing.pop(request.request_id, None)
                 if found is not None:  # the loop has not ended
                     self._inbox += [item, *found[1]]
-                    self._inbox_sequences[request.tenant] += request.params.n
+                    self._newcomers.add(request)
                     self._wake.notify()
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -417,9 +425,8 @@ class EngineLoop:
                 self._turns, self._rests = self._turns + 1, False
                 self._look()
             inbox, self._inbox = self._inbox, []
-            self._waiting += self._inbox_sequences
-            self._inbox_sequences.clear()
-            self._inbox_tokens.clear()
+            self._waiting += self._newcomers.counts()
+            self._newcomers, self._taken = self._taken, self._newcomers
             keep_on = self._open
         outputs = []
         for item in inbox:
@@ -446,6 +453,9 @@ class EngineLoop:
         self._running, self._waiting = self._core.load()
         self._stats, self._stats_time = self._core.stats(), time.monotonic()
         self._outlook = self._core.outlook()
+        self._taken.clear()
+        self.looks += 1
+        self._looked()
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:

@@ -112,7 +112,9 @@ class RequestCore(Core):
 
     def outlook(self) -> Outlook:
         free = self.executor.max_sequences - self._running
-        return Outlook(queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self._running))
+        return Outlook(
+            queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self.executor.max_sequences)
+        )
 
     def _waits(self, sequence: RequestSequence) -> bool:
         return sequence.turn is None

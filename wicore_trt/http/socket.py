@@ -33,7 +33,7 @@ from wicore_trt.http.context import Context
 from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, status_of
 from wicore_trt.http.fields import Fields
 from wicore_trt.http.generation import Generation
-from wicore_trt.http.intake import decoded, validated
+from wicore_trt.http.intake import decoded, prompt_bytes, validated
 from wicore_trt.http.shapes import ChatShape, encode
 from wicore_trt.http.tools import Calls, tools_of
 from wicore_trt.text.tools import Tools
@@ -101,7 +101,7 @@ class StreamSocket:
             connection = Connection(self._context, call, send)
             try:
                 while (message := await receive())["type"] != "websocket.disconnect":
-                    await connection.take(message.get("text") or message.get("bytes") or b"")
+                    await connection.take((message.get("text") or "").encode() or message.get("bytes") or b"")
                     await asyncio.sleep(0)  # frames that came together do not hold up other connections
             finally:
                 await connection.close()
@@ -114,7 +114,7 @@ class Connection:
         self._context, self._call, self._send = context, call, send
         self._open: dict[str, asyncio.Task[None]] = {}
 
-    async def take(self, raw: str | bytes) -> None:
+    async def take(self, raw: bytes) -> None:
         """Do what a frame says. Faults go to the client."""
         frame_id: str | None = None
         try:
@@ -126,7 +126,7 @@ class Connection:
                     raise NotFoundError("No generation has this id.")
                 self._open[frame_id].cancel()
             elif kind == "generate":
-                self._begin(frame_id, frame, len(raw))
+                self._begin(frame_id, frame, raw)
                 await asyncio.sleep(0)  # let it begin: a task that is cancelled before says nothing
             else:
                 raise InvalidRequestError("type is generate or cancel.", field="type")
@@ -138,17 +138,14 @@ class Connection:
             raise InvalidRequestError(f"id is a text of 1 to {MAX_ID} characters.", field="id")
         return value
 
-    def _begin(self, frame_id: str, frame: dict[str, Any], size: int) -> None:
+    def _begin(self, frame_id: str, frame: dict[str, Any], raw: bytes) -> None:
         if frame_id in self._open:
             raise InvalidRequestError("A generation with this id is open.", field="id")
         if len(self._open) >= MAX_OPEN:
             raise InvalidRequestError(f"A connection has at most {MAX_OPEN} generations.", field="id")
-        kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
-        body = validated(kind, FIELDS[kind], frame)
-        task = asyncio.ensure_future(self._generate(frame_id, body, size))
-        self._open[frame_id] = task
+        self._open[frame_id] = asyncio.ensure_future(self._generate(frame_id, frame, len(raw), prompt_bytes(raw)))
 
-    async def _generate(self, frame_id: str, body: ChatBody | CompletionBody, size: int) -> None:
+    async def _generate(self, frame_id: str, frame: dict[str, Any], size: int, prompt: int | None) -> None:
         call = Call.begin(f"STREAM {PATH}", self._call.who, {REQUEST_ID_HEADER: self._call.call_id}.get)
         call.parent = self._call.parent
         CURRENT.set(call)  # of this task
@@ -157,7 +154,9 @@ class Connection:
         try:
             with context.admission.calls.place(tenant), context.room.hold(tenant) as hold:
                 hold.grow(size)
-                await self._relay(frame_id, body, call)
+                async with context.turn(tenant, frame.get("priority"), prompt):
+                    kind: type[ChatBody | CompletionBody] = CompletionBody if "prompt" in frame else ChatBody
+                    await self._relay(frame_id, validated(kind, FIELDS[kind], frame), call)
             status = 200
         except asyncio.CancelledError:
             await self._fail(frame_id, RequestCancelledError("The request was cancelled."))

@@ -12,6 +12,7 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,12 +145,9 @@ class KVCacheManager:
         if GLOBAL in self.pools:
             found = self.pools[GLOBAL].find
             reachable = next((i for i in range(limit) if found(pages.keys[i]) is None), limit)
-        best = self.longest_window(pages.keys, reachable, self._on_device)
+        best = self.longest_window(pages.keys, reachable, lambda key: self.pools[LOCAL].find(key) is not None)
         in_flight = best < limit and pages.keys[best] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
-
-    def _on_device(self, key: bytes) -> bool:
-        return self.pools[LOCAL].find(key) is not None
 
     def longest_window(self, keys: list[bytes], reachable: int, found: Callable[[bytes], bool]) -> int:
         """Largest n <= reachable such that `found` holds for every local page of the window before it."""
@@ -240,37 +238,39 @@ class KVCacheManager:
             self._computing.setdefault(key, owner)
 
     def reserve(self, pages: SequencePages, tokens: int, *, total: int = 0, spare: int = 0) -> bool:
-        """Extend the tables to hold positions below `tokens`, the global one below `total` if that is more.
-
-        False, and no change, when that would leave a pool with fewer than `spare` available slots.
-        """
+        """Extend the tables to hold positions below `tokens`, the global one below `total` if that is more. False, and
+        no change, when that would leave a pool with fewer than `spare` available slots."""
         count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
-        counts = {GLOBAL: whole, LOCAL: count}
-        missing = {g: n for g in self.pools if (n := counts[g] - len(tables[g])) > 0}
-        if not missing:
-            return True
-        fits = not spare or self.memory.fits({group: n + spare for group, n in missing.items()})
-        found = self.memory.allocate(missing) if fits else None
+        lacking = {g: [tables[g]] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
+        fits = not spare or self.memory.fits({group: len(short) + spare for group, short in lacking.items() if short})
+        return fits and self._extend(lacking)
+
+    def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
+        """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
+        lacking: dict[str, list[array[int]]] = {group: [] for group in self.pools}
+        for pages, tokens in wanted:
+            for group, short in lacking.items():
+                short += [pages.tables[group]] * (self.pages_for(tokens) - len(pages.tables[group]))
+        return self._extend(lacking)
+
+    def _extend(self, lacking: dict[str, list[array[int]]]) -> bool:
+        """Put a slot more at the end of each of these tables, as often as it is there, or of none: False."""
+        found = self.memory.allocate({group: len(short) for group, short in lacking.items() if short})
         for group, slots in (found or {}).items():
-            pages.tables[group].extend(slots)
+            for table, slot in zip(lacking[group], slots, strict=True):
+                table.append(slot)
         return found is not None
 
     def commit(
         self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, owner: int, *, finite: bool
     ) -> None:
         """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: it
-        had logits, and they were finite, which vouches for all pages that it read.
-
-        Raises UnwrittenPageError when positions before `begin` were never written.
-        """
-        self.wrote(pages, begin, end)
+        had logits, and they were finite, which vouches for all pages that it read. Raises UnwrittenPageError when
+        positions before `begin` were never written."""
+        self.memory.wrote(pages.tables, begin, end)
         full = end // self.page_tokens
-        said = full == pages.published == pages.trusted and not pages.left and pages.load is None
-        if finite and said and begin == end - 1 >= full * self.page_tokens:  # nearly always: a token amid a page
-            pages.failures = self.failures
-            return
         if finite:
             pages.failures = self.failures
         # since another's step failed, what this one computes may come from a page that was condemned then
@@ -291,14 +291,14 @@ class KVCacheManager:
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
 
-    def wrote(self, pages: SequencePages, begin: int, end: int) -> None:
-        """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
-        size = self.page_tokens
-        for i in range(begin // size, (end - 1) // size + 1):
-            start, stop = max(begin - i * size, 0), min(end - i * size, size)
-            for group, pool in self.pools.items():
-                if (slot := pages.tables[group][i]) >= 0:
-                    pool.wrote(slot, start, stop)
+    def commit_token(self, pages: SequencePages, position: int) -> bool:
+        """`commit` of one position by a step with finite logits where nearly nothing is to be done: the token fills no
+        page, and what came before it is published and trusted. Else False, and `commit` is to be called."""
+        index, place = divmod(position, self.page_tokens)
+        said = index == pages.published == pages.trusted and not pages.left and pages.load is None
+        done = said and place + 1 < self.page_tokens and self.memory.wrote_token(pages.tables, index, place)
+        pages.failures = self.failures if done else pages.failures
+        return done
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
         """Make a full page findable, unless another slot holds it already. `saved`: a lower tier has it. Raises
@@ -432,7 +432,7 @@ class KVCacheManager:
     def finished(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
         """A request ended, its pages still held: the next one of its conversation starts at its end. The first
         `found_tokens` of its prompt had been cached."""
-        indexes = list(self.tiers.indexes.values()) if self.tiers is not None else []
+        indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.finished(keys, pages.hints, pages.names.scope, indexes, found=found)
         answer = max(0, pages.published * self.page_tokens - prompt_tokens)  # known to the page

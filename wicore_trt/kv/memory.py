@@ -6,6 +6,7 @@ sequences or tiers. Invariant: `allocate` gives all groups what they ask for or 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
 from wicore_trt.kv.pool import PagePool
@@ -16,7 +17,8 @@ class Memory:
     """Pools that share nothing."""
 
     def __init__(self, pools: Mapping[str, PagePool]) -> None:
-        self._pools = pools
+        self._pools, self._page_tokens = pools, next(iter(pools.values())).page_tokens
+        self._written = [(group, pool.written) for group, pool in pools.items()]
 
     @property
     def room(self) -> list[int]:
@@ -38,6 +40,24 @@ class Memory:
         if not self.fits(need):
             return None
         return {group: self._pools[group].allocate(count) or [] for group, count in need.items()}
+
+    def wrote(self, tables: Mapping[str, array[int]], begin: int, end: int) -> None:
+        """Positions [begin, end) are written in all pages of the tables that hold them. Raises UnwrittenPageError."""
+        size = self._page_tokens
+        for i in range(begin // size, (end - 1) // size + 1):
+            start, stop = max(begin - i * size, 0), min(end - i * size, size)
+            for group, pool in self._pools.items():
+                if (slot := tables[group][i]) >= 0:
+                    pool.wrote(slot, start, stop)
+
+    def wrote_token(self, tables: Mapping[str, array[int]], index: int, place: int) -> bool:
+        """`wrote` of one token of page `index`, where it is the next one in each group: False, and `wrote` decides."""
+        for group, written in self._written:
+            slot = tables[group][index]
+            if slot < 0 or written[slot] != place:
+                return False
+            written[slot] = place + 1
+        return True
 
     def start_afresh(self) -> bool:
         """Have all cached pages leave, when a sequence that has the memory alone gets no slots because the pages that

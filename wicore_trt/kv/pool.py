@@ -49,8 +49,9 @@ class PagePool:
         self.evictions = 0
         self.policy = policy
         self._on_evict = on_evict
+        self.written = array("i", [0]) * num_pages
+        """How many tokens of its page the holder of a slot has written; see `wrote`."""
         self._references = [0] * num_pages
-        self._written = array("i", [0]) * num_pages
         self._trusted = bytearray(num_pages)
         self._page_of: list[Page | None] = [None] * num_pages
         self._slot_of: dict[bytes, int] = {}
@@ -92,7 +93,7 @@ class PagePool:
         slots = self._slabs.take(self._group, count)
         for slot in slots:
             self._references[slot] = 1
-            self._written[slot] = self._trusted[slot] = 0
+            self.written[slot] = self._trusted[slot] = 0
         return slots
 
     def acquire(self, slot: int) -> None:
@@ -115,16 +116,16 @@ class PagePool:
         Raises UnwrittenPageError, and changes nothing, when tokens before `begin` were never written or the page is
         published, so that others may read it.
         """
-        written = self._written[slot]
+        written = self.written[slot]
         if begin > written or self._page_of[slot] is not None:
             state = f"has {written} tokens" if self._page_of[slot] is None else "is published"
             raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
         if end > written:
-            self._written[slot] = end
+            self.written[slot] = end
 
     def full(self, slot: int) -> bool:
         """Whether all tokens of the slot's page are written."""
-        return self._written[slot] == self.page_tokens
+        return self.written[slot] == self.page_tokens
 
     def trust(self, slot: int) -> None:
         """A step that read this page had finite logits."""
@@ -151,9 +152,7 @@ class PagePool:
         before. Raises UnwrittenPageError, and changes nothing, unless all its tokens are written."""
         assert self._references[slot] > 0, "only a used page can be published"
         if not self.full(slot):
-            raise UnwrittenPageError(
-                f"Page {page.index} was to be published with {self._written[slot]} tokens written."
-            )
+            raise UnwrittenPageError(f"Page {page.index} was to be published with {self.written[slot]} tokens written.")
         if page.key in self._slot_of or self._page_of[slot] is not None:
             return False
         self._slot_of[page.key] = slot

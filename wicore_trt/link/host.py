@@ -27,6 +27,7 @@ from wicore_trt.link.messages import (
     Done,
     Down,
     Follow,
+    Looked,
     More,
     Outputs,
     Refused,
@@ -51,7 +52,7 @@ class EngineHost:
         self.core = core
         self.loop = asyncio.new_event_loop()  # the link thread's
         self._info = info
-        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting)
+        self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting, looked=self._looked)
         self._links: dict[str, _Link] = {}
         self._numbers = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="wicore-link", daemon=True)
@@ -103,14 +104,17 @@ class EngineHost:
         if self.engine.dead is not None:
             for link in list(self._links.values()):
                 link.send(Down(self.engine.dead))
-        batches: dict[str, list[TokenOutput]] = {}
-        for output in outputs:
-            prefix = output.request_id[: output.request_id.index("/") + 1]
-            batches.setdefault(prefix, []).append(output)
-        for prefix, batch in batches.items():
-            leaving = self._links.get(prefix)  # the link thread takes it out at any time
-            if leaving is not None:
-                leaving.send(Outputs(batch))
+        for prefix, link in list(self._links.items()):  # the link thread takes one out at any time
+            batch = [output for output in outputs if output.request_id.startswith(prefix)]
+            if batch:
+                link.send(Outputs(batch))
+
+    def _looked(self) -> None:
+        """On the engine's thread."""
+        for link in list(self._links.values()):
+            if link.barred:
+                link.barred = False
+                link.send(Looked())
 
     def left(self, prefix: str) -> None:
         """A front has gone; on the link thread."""
@@ -133,6 +137,7 @@ class _Link:
         self._host, self._prefix = host, prefix
         self.channel = Channel(sock, host.loop, self._received, self._closed)
         self._followers: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self.barred = False  # it was told of a bar since it was told of a look
 
     def send(self, message: object) -> None:
         self.channel.post(encode(message))
@@ -160,7 +165,11 @@ class _Link:
         try:
             self._host.add(self._prefix, message)
         except WicoreError as error:
-            self.send(Refused.of(message.call, error))
+            refused = Refused.of(message.call, error)
+            self.barred = self.barred or refused.bar is not None
+            self.send(refused)
+            if refused.bar is not None and refused.bar.look != self._host.engine.looks:
+                self.send(Looked())  # it did so before the front knew of the bar
         except Exception:
             log.exception("a request could not be taken")
             broken = WicoreError("The engine could not take the request; its log says why.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
+from wicore_trt.errors import Bar, InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.types import (
@@ -128,15 +128,20 @@ class Refused(Struct, tag=3, array_like=True):
     fix: str | None = None
     field: str | None = None
     retry_after_s: float | None = None
+    bar: Bar | None = None
 
     @classmethod
     def of(cls, call: int, error: WicoreError) -> Refused:
         field = error.field if isinstance(error, InvalidRequestError) else None
-        retry = error.retry_after_s if isinstance(error, QueueFullError) else None
-        return cls(call, type(error).__name__, error.message, error.fix, field, retry)
+        full = error if isinstance(error, QueueFullError) else None
+        retry, bar = (full.retry_after_s, full.bar) if full is not None else (None, None)
+        return cls(call, type(error).__name__, error.message, error.fix, field, retry, bar)
 
     def error(self) -> WicoreError:
-        return error_named(self.kind, self.message, fix=self.fix, field=self.field, retry_after_s=self.retry_after_s)
+        made = error_named(self.kind, self.message, fix=self.fix, field=self.field, retry_after_s=self.retry_after_s)
+        if isinstance(made, QueueFullError):
+            made.bar = self.bar
+        return made
 
 
 class KVChange(Struct, array_like=True):
@@ -186,7 +191,11 @@ class Down(Struct, tag=5, array_like=True):
     why: str
 
 
-FromEngine = Welcome | Outputs | Done | Refused | Changes | Down
+class Looked(Struct, tag=6, array_like=True):
+    """The engine has looked at its queue: no bar of an earlier look holds any more."""
+
+
+FromEngine = Welcome | Outputs | Done | Refused | Changes | Down | Looked
 
 
 def change_parts(call: int, epoch: int, found: Snapshot | list[Event]) -> Iterator[Changes]:

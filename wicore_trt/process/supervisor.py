@@ -263,8 +263,7 @@ class Supervisor:
         if said is not None and not was_ready:
             self._finish(said)  # it cannot be loaded, and will not next time
             return
-        log.error("the engine ended (%s); starting it again", said or how_it_ended(code))
-        self._later(self._engine.pause(code), self._start_engine)
+        self._again("engine", self._engine, said or how_it_ended(code), code, self._start_engine)
 
     def _front_ended(self, code: int) -> None:
         if self._stopping:
@@ -273,8 +272,7 @@ class Supervisor:
         if said is not None and not self._announced:
             self._finish(said)
             return
-        log.error("the front ended (%s); starting it again", said or how_it_ended(code))
-        self._later(self._front.pause(code), self._start_front)
+        self._again("front", self._front, said or how_it_ended(code), code, self._start_front)
 
     def _template_ended(self, code: int) -> None:
         front = self._front.process
@@ -282,8 +280,16 @@ class Supervisor:
             front.code.set_result(code)  # fronts end with their template
         if self._stopping:
             return
-        log.error("the template of fronts ended (%s); starting it again", how_it_ended(code))
-        self._later(self._template.pause(code), self._start_template)
+        self._again("template of fronts", self._template, how_it_ended(code), code, self._start_template)
+
+    def _again(self, what: str, place: _Place, why: object, code: int, start: Callable[[], None]) -> None:
+        """Start it again, unless it keeps ending and never served: it will not next time."""
+        pause = place.pause(code)
+        if pause and not self._announced:
+            self._finish(EngineDeadError(f"The {what} ended {PATIENCE + 1} times before it was ready ({why})."))
+            return
+        log.error("the %s ended (%s); starting it again", what, why)
+        self._later(pause, start)
 
     def _later(self, seconds: float, start: Callable[[], None]) -> None:
         def begin() -> None:

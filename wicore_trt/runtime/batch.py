@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from wicore_trt.types import SamplingParams, TokenLogprob
 
@@ -16,8 +17,7 @@ UNREAD = -1
 """As a token id: what the step before sampled for this sequence, which nobody has read yet."""
 
 
-@dataclass(slots=True)
-class SequenceSlice:
+class SequenceSlice(msgspec.Struct):
     """Consecutive tokens of one sequence to compute in this step.
 
     `start` is the position of `token_ids[0]`; positions before it are already in the KV pages. `pages[group][j]`
@@ -32,6 +32,7 @@ class SequenceSlice:
     `targets` are tokens of the prompt that follow the slice's first tokens: their log-probabilities are reported, with
     `params.prompt_logprobs` alternatives each.
     For an executor that runs ahead `token_ids` may be [UNREAD]; `history` then ends before that token.
+    A step makes one for each sequence, so it is what is made fastest.
     """
 
     seq_id: int
@@ -40,7 +41,7 @@ class SequenceSlice:
     pages: Mapping[str, Sequence[int]]
     sample: bool = False
     params: SamplingParams | None = None
-    history: list[int] = field(default_factory=list)
+    history: list[int] = []
     prompt_len: int = 0
     seed: int = 0
     suppress_eos: bool = False
@@ -61,10 +62,10 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.slices)
+        return sum([len(s.token_ids) for s in self.slices])
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The token sampled for `seq_id`."""
 
     seq_id: int

@@ -6,6 +6,7 @@ which it was asked for.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -71,6 +72,9 @@ class CudaDevice:
         self.target = f"sm{major}{minor}"
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
+        self._last: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
+        """The graph that was captured last, if it is still wanted: the next one's temporaries lie where its are, since
+        graphs run one after the other."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(
@@ -109,7 +113,8 @@ class CudaDevice:
         return event.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        graph, last = torch.cuda.CUDAGraph(), self._last()
+        with torch.cuda.graph(graph, stream=self._stream, pool=None if last is None else last.pool()):
             work()
+        self._last = weakref.ref(graph)
         return graph.replay

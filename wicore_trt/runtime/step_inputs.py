@@ -9,12 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
-from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.executor import KVLayout
 
 ABSENT = -1
@@ -43,41 +42,45 @@ class StepInputs:
         A constant number of tensor operations and one list copy per slice: cheap enough for every decode step.
         """
         slices = batch.slices
-        lengths = np.array([len(s.token_ids) for s in slices], np.int32)
+        counts = [len(s.token_ids) for s in slices]
+        lengths = np.array(counts, np.int32)
         starts = np.array([s.start for s in slices], np.int32)
         assert len(slices) and lengths.min() > 0 and starts.min() >= 0, "a step has slices and they have tokens"
         cu_seqlens = np.zeros(len(slices) + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
-        total = int(cu_seqlens[-1])
-        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in slices), np.int64, total)
-        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
-        samples = np.array([s.sample for s in slices], bool)
-        sample_rows = (cu_seqlens[1:][samples] - 1).astype(np.int64)
-        scored = [np.arange(len(s.targets)) + begin for s, begin in zip(slices, cu_seqlens, strict=False) if s.targets]
-        if scored:
+        total = sum(counts)
+        token_ids = np.array([token for s in slices for token in s.token_ids], np.int64)
+        positions = starts
+        if total > len(slices):
+            positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
+        sample_rows = cu_seqlens[1:][np.array([s.sample for s in slices])] - np.int64(1)
+        if any(targets := [s.targets for s in slices]):
+            scored = [np.arange(len(t)) + begin for t, begin in zip(targets, cu_seqlens, strict=False)]
             sample_rows = np.sort(np.concatenate([sample_rows, *scored]))
         used = (starts + lengths + layout.page_tokens - 1) // layout.page_tokens
+        inside = np.arange(used.max()) < used[:, None]
         return cls(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             cu_seqlens=torch.from_numpy(cu_seqlens),
-            page_tables={g: torch.from_numpy(_page_table(slices, g, used, layout.num_pages[g])) for g in groups},
+            page_tables={
+                g: torch.from_numpy(_page_table([s.pages[g] for s in slices], used, inside, layout.num_pages[g]))
+                for g in groups
+            },
             sample_rows=torch.from_numpy(sample_rows),
         )
 
 
-def _page_table(slices: list[SequenceSlice], group: str, used: np.ndarray, num_pages: int) -> np.ndarray:
-    """int32[S, max(used)]: the first used[s] pages of each slice, padded with ABSENT."""
-    tables = [s.pages[group] for s in slices]
-    lengths = np.array([len(pages) for pages in tables], np.int32)
-    assert (lengths >= used).all(), f"a sequence lacks {group} pages"
+def _page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
+    """int32[S, max(used)]: the first used[s] pages of each table, where `inside` is set, and ABSENT."""
+    lengths = np.array([len(table) for table in tables])
+    if (lengths != used).any():  # some were reserved ahead
+        assert (lengths >= used).all(), "a sequence lacks pages"
+        tables = [table[:count] for table, count in zip(tables, used, strict=True)]
     # one copy for all rows: arrays give their memory as it is
     flat = np.frombuffer(b"".join([t if isinstance(t, array) else array("i", t) for t in tables]), np.int32)
     # Kernels index the pool with these unchecked, so a bad page must stop here.
-    assert flat.min() >= ABSENT and flat.max() < num_pages, f"page of group {group} outside its pool"
-    columns, width = np.arange(lengths.max(), dtype=np.int32), int(used.max())
-    whole = np.full((len(tables), len(columns)), ABSENT, np.int32)
-    whole[columns < lengths[:, None]] = flat
-    table = np.ascontiguousarray(whole[:, :width])
-    table[columns[:width] >= used[:, None]] = ABSENT
+    assert flat.min() >= ABSENT and flat.max() < num_pages, "a page is outside its pool"
+    table = np.full(inside.shape, ABSENT, np.int32)
+    table[inside] = flat
     return table

@@ -6,11 +6,41 @@ is expected to wait no time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from wicore_trt.schedule.queue import Entry
+from wicore_trt.types import MAX_PRIORITY, GenerateRequest
+
+
+class Newcomers:
+    """What has come since the outlook was made: sequences and tokens of prompts, by tenant and priority."""
+
+    def __init__(self) -> None:
+        self._sequences, self._tokens = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+
+    def add(self, request: GenerateRequest) -> None:
+        name = request.tenant, request.priority
+        self._sequences[name] += request.params.n
+        self._tokens[name] += len(request.prompt_token_ids)
+
+    def before(self, request: GenerateRequest) -> tuple[int, int]:
+        """Sequences of its tenant that came before a request and have a priority no less urgent, and their tokens."""
+        names = [(request.tenant, priority) for priority in range(-MAX_PRIORITY, request.priority + 1)]
+        return sum(self._sequences[name] for name in names), sum(self._tokens[name] for name in names)
+
+    def counts(self) -> Counter[str]:
+        """Sequences by tenant."""
+        found = Counter[str]()
+        for (tenant, _), count in self._sequences.items():
+            found[tenant] += count
+        return found
+
+    def clear(self) -> None:
+        self._sequences.clear()
+        self._tokens.clear()
 
 
 @dataclass(frozen=True, slots=True)

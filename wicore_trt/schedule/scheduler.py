@@ -13,7 +13,6 @@ pages are reserved, and if any sequence lives, the schedule is empty only while 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from operator import le
 
@@ -213,17 +212,17 @@ class Scheduler:
     def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
         return self._turns.of(sequence.request.tenant), order_key(sequence)
 
-    def follow(self, schedule: StepSchedule, goes_on: Callable[[Sequence], bool]) -> StepSchedule | None:
-        """Make up the step after `schedule` while that one still runs: a token more for each sequence that `goes_on`
-        whatever is sampled now. None when the next step should wait for this one: a sequence loads or is not decoding,
-        one could be admitted or would have to be preempted, or none goes on."""
+    def follow(self, schedule: StepSchedule) -> StepSchedule | None:
+        """Make up the step after `schedule` while that one still runs: a token more for each sequence that needs one
+        unless what is sampled now ends it. None when the next step should wait for this one: a sequence loads or is not
+        decoding, one could be admitted or would have to be preempted, or none goes on."""
         # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
-        if any(s.pages.load is not None for s in self.running):
+        if self.loading:
             return None
         self.manager.housekeep()
-        decoding = {s.seq_id for s, count in schedule.slices if count == len(s.tokens) - s.computed}
-        following = [s for s, _ in schedule.slices if goes_on(s)]
-        if any(s.seq_id not in decoding for s in self.running if s.finish_reason is None):
+        decoding = [s for s, count in schedule.slices if s.finish_reason is None and count == s.remaining]
+        following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
+        if len(decoding) < len([s for s in self.running if s.finish_reason is None]):
             return None
         if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
             return None
@@ -232,7 +231,8 @@ class Scheduler:
         if not following or len(following) > self.max_batch_tokens:
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
-        if not all(self.manager.reserve(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size):
+        short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]
+        if short and not self.manager.reserve_all(short):
             return None
         return StepSchedule([(s, 1) for s in following])
 
@@ -480,11 +480,11 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int, *, finite: bool) -> None:
         """Record that a step computed `count` more tokens of a running sequence; `finite`: it had logits, and they were
         finite. Raises UnwrittenPageError when the tokens before them are in no page."""
-        begin = sequence.computed
-        sequence.computed += count
+        begin, pages, manager = sequence.computed, sequence.pages, self.manager
+        sequence.computed = end = begin + count
         sequence.ran += 1
-        pages, end = sequence.pages, sequence.computed
-        self.manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
+        if not (count == 1 and finite and manager.commit_token(pages, begin)):
+            manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""

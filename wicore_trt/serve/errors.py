@@ -45,7 +45,7 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     retry_s = UNAVAILABLE_RETRY_S if error.grpc_code == "UNAVAILABLE" else getattr(error, "retry_after_s", None)
     if retry_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(retry_s * 1000))
+        delay.FromMilliseconds(max(1, round(retry_s * 1000)))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
     for detail in details:

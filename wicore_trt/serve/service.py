@@ -86,9 +86,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = current_call()
-        own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-        timeout_s = min((limit for limit in (own_s, time_left(context)) if limit is not None), default=None)
-        with self.generating(call) as (engine, meter):
+        async with self.generating(call, convert.prompt_bytes(request), request.priority) as (engine, meter):
+            own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
+            timeout_s = min((limit for limit in (own_s, time_left(context)) if limit is not None), default=None)
             made, finders = self._request(engine, request, call, timeout_s)
             with _named(request):  # also a constraint that could not be kept to the end
 
@@ -100,18 +100,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
-    @contextmanager
-    def generating(self, call: Call) -> Iterator[tuple[TextEngine, Meter]]:
-        """The engine, and what counts a generation against its tenant's rates. Raises UnavailableError where none is
-        taken."""
+    @asynccontextmanager
+    async def generating(
+        self, call: Call, size: int | None, priority: int = 0
+    ) -> AsyncIterator[tuple[TextEngine, Meter]]:
+        """The engine, and what counts a generation against its tenant's rates; `size` is as in `TextEngine.turn`.
+        Raises UnavailableError where none is taken, and QueueFullError for one that the engine would refuse now."""
         engine = self.ready()
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
         self._open[call.who.tenant] += 1
         self.idle.clear()
         try:
-            with self._admission.metered(call.who) as meter:
-                yield engine, meter
+            async with engine.turn(call.who.tenant, priority, size):
+                with self._admission.metered(call.who) as meter:
+                    yield engine, meter
         finally:
             self._open[call.who.tenant] -= 1
             if not self._open.total():

@@ -96,9 +96,8 @@ class WorkerService:
 
     async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = current_call()
-        timeout_s = time_left(context)
-        with self._service.generating(call) as (engine, meter):
-            made = _text_request(engine, request, call.who.tenant, timeout_s)
+        async with self._service.generating(call, request.ByteSize()) as (engine, meter):
+            made = _text_request(engine, request, call.who.tenant, time_left(context))
             answers = _Answers(made, request.stream, frozenset(engine.info.eos_token_ids))
             reasons = await relay(engine, made, meter, call, context, answers)
         if FinishReason.DEADLINE in reasons:
@@ -194,7 +193,8 @@ async def _stats(engine: TextEngine) -> EngineStats:
 
 def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     """Pages that nobody uses, with what they have cached, count as free: they are taken before anybody waits. Tokens
-    are those of full attention."""
+    are those of full attention. No throughput is told: what a server made so far says what it was asked, not what it
+    can do, and routers that divide a queue by it send little to one that has just started."""
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)
     return pb2.SchedulerLoad(
@@ -204,7 +204,6 @@ def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
         num_used_tokens=whole.used_pages * page_tokens if whole is not None else 0,
         max_total_num_tokens=whole.total_pages * page_tokens if whole is not None else 0,
         token_usage=max((pool.used_pages / max(pool.total_pages, 1) for pool in stats.pools), default=0.0),
-        gen_throughput=stats.generated_tokens / stats.step_seconds if stats.step_seconds else 0.0,
         cache_hit_rate=stats.cached_prompt_tokens / max(stats.prompt_tokens, 1),
     )
 

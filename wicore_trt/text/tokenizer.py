@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ class Tokenizer:
         self._chat = chat
         self.bos_id = bos_id
         self.eos_ids = eos_ids
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.model_size: int = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)  # a copy of all, so taken once
+        self.model_size: int = max(vocabulary.values(), default=-1) + 1
+        self.vocab_size: int = max(self.model_size - 1, *backend.get_added_tokens_decoder(), -1) + 1
         self.byte_ids = frozenset(_byte_ids(backend))
-        self.longest_token = longest_token(backend)
+        self.longest_token = longest_token(backend, vocabulary)
         joining = _JOINING.fullmatch(str(backend.decoder))
         self._joins = joining is not None
         self._replaced = (joining[1], joining[2]) if joining is not None and joining[1] else None
@@ -226,8 +228,9 @@ def check_rows(token_ids: Sequence[int], vocab_size: int, text: object) -> None:
         )
 
 
-def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+def longest_token(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int | None:
     """Characters of text that one token stands for at most, None where the parts of the tokenizer do not say.
+    `vocabulary` has the texts of the tokens that are not added ones.
 
     Exact for what Gemma has. The normalizer, if any, replaces a string by one that is no shorter, and the
     pre-tokenizer, if any, splits and drops nothing, so no character is lost on the way. BPE cuts that text into pieces
@@ -246,7 +249,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
         r"Split\(.*behavior=(MergedWithPrevious|MergedWithNext|Isolated|Contiguous).*\)", str(backend.pre_tokenizer)
     ):
         return None
-    return max(map(len, backend.get_vocab(with_added_tokens=True)))
+    return max(map(len, chain(vocabulary, (token.content for token in added))))
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> Iterable[int]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import tokenizers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from wicore_trt.collector import collection_paused
 from wicore_trt.errors import EngineFormatError, first_fault, shown
 from wicore_trt.files import Door
 
@@ -151,6 +152,7 @@ class _File(_Part):
     model: Annotated[_Bpe | _WordLevel, Field(discriminator="type")]
 
 
+@collection_paused()  # a million values are made and stay until the file has been checked
 def read_tokenizer(data: bytes, path: Path, fix: str) -> tokenizers.Tokenizer:
     """The tokenizer in the bytes of the file `path`, without padding and truncation. Raises EngineFormatError with
     `fix`, naming the key, for what is not Gemma's kind or does not fit together."""

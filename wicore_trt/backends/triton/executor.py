@@ -1,14 +1,14 @@
-"""Executor of the triton backend: kernels that were compiled ahead of time, decode steps in CUDA graphs.
+"""Executor of the triton backend: kernels that were compiled ahead of time, decode and small steps in CUDA graphs.
 
 Owns the weights, the page pools, the working memory and the sampler of one engine. It must not know requests, queues or
 which pages hold what. Invariants: a step allocates nothing on the device that a warm-up did not, and waits for the
 device once, for its tokens; a step touches only the KV slots of the batch's own pages.
 
-A step whose sequences all have one token runs in the CUDA graph of the smallest bucket that holds them, padded by rows
-of nobody. All other steps are launched kernel by kernel. Attention is measured behind the graph, from queries that it
-leaves, else within the layer; both only read what the step made. Tokens are chosen on the device, greedily within the
-graph, with temperature and filters right behind it. Rows that ask for more (penalties, bias, log-probabilities) go
-through the `Sampler`, on logits that stay on the device.
+A step whose sequences all have one token, or that has few prompts and few tokens, runs in the smallest CUDA graph that
+holds it, padded by rows of nobody. All others are launched kernel by kernel. Attention is measured behind the graph,
+from queries that it leaves, else within the layer; both only read what the step made. Tokens are chosen on the device,
+greedily within the graph, with temperature and filters right behind it. Rows that ask for more (penalties, bias,
+log-probabilities) go through the `Sampler`, on logits that stay on the device.
 
 Nothing waits before `collect`. Sampled tokens lie in `StepMemory.results`, from where the next step's token ids are
 taken on the device when it is submitted before they are read. All of it is on one stream, so no step sees another one's
@@ -28,14 +28,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.index import load_table
-from wicore_trt.backends.triton.inputs import StepBlock, Unread, ordered
+from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size, ordered
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
-from wicore_trt.backends.triton.table import DECODE_BUCKETS, PAGE_DIGEST, PAGE_MASSES, EngineShape, KernelTable
+from wicore_trt.backends.triton.table import (
+    DECODE_BUCKETS,
+    PAGE_DIGEST,
+    PAGE_MASSES,
+    PROMPT_BUCKETS,
+    PROMPT_CHUNKS,
+    PROMPT_SINGLES,
+    EngineShape,
+    KernelTable,
+)
 from wicore_trt.backends.triton.weights import Constants, engine_shape, load_constants
 from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
@@ -72,15 +82,16 @@ class Loading:
 
 @dataclass(frozen=True)
 class Measured:
-    """`masses` float32 [sequences, pages] on the host; each sequence has the first `counts` of its row."""
+    """`masses` float32 [rows, pages] on the host; each sequence has the first of its `counts` of its one of `rows`."""
 
     seq_ids: list[int]
+    rows: list[int]
     counts: list[int]
     masses: torch.Tensor
 
     def finite(self) -> dict[int, list[float]]:
         """By seq_id, those without a NaN or an infinity."""
-        rows = zip(self.seq_ids, self.counts, self.masses.numpy(), strict=True)
+        rows = zip(self.seq_ids, self.counts, self.masses.numpy()[self.rows], strict=True)
         return {seq_id: row[:count].tolist() for seq_id, count, row in rows if np.isfinite(row[:count]).all()}
 
 
@@ -100,7 +111,8 @@ class SubmittedStep:
 class TritonExecutor:
     """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, shaped as in KVLayout,
     the page first. `kernels` names target, kernels and mode, because all of them move KV values by rounding. `model`,
-    `memory`, `block` and `graphs` (by rows) are what a step is made of, for measurements."""
+    `memory`, `block` and `graphs` (of decode steps by rows) and `prompt_graphs` are what a step is made of, for
+    measurements."""
 
     def __init__(
         self,
@@ -121,21 +133,31 @@ class TritonExecutor:
         self.kernels = _name(loading, settings)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
+        self._prompt_sizes = [
+            StepSizes(tokens, singles + PROMPT_CHUNKS, singles, PROMPT_CHUNKS, 0)
+            for tokens in PROMPT_BUCKETS
+            for singles in PROMPT_SINGLES
+            if graphs and 2 * singles <= tokens <= settings.max_batch_tokens and singles <= largest
+        ]
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
-        limits, invariant = StepLimits(tokens, rows, positions), settings.batch_invariant
+        limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant
         measured = settings.kv_pages is None and settings.kv_bytes is None
         cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
         self.layout = sized_layout(*cache, lambda group: 1) if measured else layout_of(*cache, positions, settings)
         self.pools: dict[str, torch.Tensor] = {}
         self.graphs: dict[int, Callable[[], None]] = {}
+        self.prompt_graphs: dict[StepSizes, Callable[[], None]] = {}
+        """Those of the fewest tokens first."""
         with device.active(), _must_fit():
             constants = loading.constants(positions)
             self.memory = StepMemory(loading.shape, loading.table, limits, device.empty, invariant=invariant)
-            groups, padded = tuple(self.layout.num_pages), (self._buckets or [0])[-1]
+            groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             # Of each step under way: results, and masses.
-            self._hosts = [(device.staging((2, rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
+            self._hosts = [
+                (device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)
+            ]
             self.model = TritonModel(
                 loading.shape,
                 loading.table,
@@ -182,8 +204,8 @@ class TritonExecutor:
         self.device.free_bytes()  # what loading kept goes back
         self._allocate()
         with _must_fit():
-            self._prepare()
-            slices = [replace(self._nobody(i, 1), params=MOST) for i in range(self.memory.limits.rows)]
+            self._prepare(sizing=True)
+            slices = [structs.replace(self._nobody(i, 1), params=MOST) for i in range(self.max_sequences or 1)]
             with self.device.active(), torch.inference_mode():
                 self.memory.logits.zero_()[:, 0] = 1e3
                 self._on_host(slices, list(reversed(range(len(slices)))))
@@ -204,18 +226,27 @@ class TritonExecutor:
         assert not self._closed, "a step after close()"
         assert batch.num_tokens <= self.max_batch_tokens, "the scheduler exceeded the step's token budget"
         assert len(self._steps) < 2, "two steps are under way"
-        order = ordered(batch.slices)
-        moved = StepBatch([batch.slices[i] for i in order])
+        try:
+            self._begin(batch)
+        except Exception:
+            self.device.synchronize()  # what was begun reads the host's memory, which later steps write, and pages
+            raise
+
+    def _begin(self, batch: StepBatch) -> None:
+        """Put all of a step on the stream."""
+        moved = batch
+        if batch.num_tokens > len(batch.slices):
+            moved = StepBatch([batch.slices[i] for i in ordered(batch.slices)])
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(moved)
             inputs = self.inputs(moved.slices)
-            rows = self._enqueue(moved, inputs, layer)
+            rows, places = self._enqueue(moved, inputs, layer)
             self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
             self._hosts.reverse()
             results, masses = self._hosts[0]
             results.copy_(self.memory.results, non_blocking=True)
-            measured = None if layer is None else self._fetch(moved.slices, inputs, masses.view(torch.float32))
+            measured = None if layer is None else self._fetch(moved.slices, places, inputs, masses)
             sampled = [s for s in batch.slices if s.sample]
             self._steps.append(
                 SubmittedStep(
@@ -240,6 +271,10 @@ class TritonExecutor:
         """Whether the device chooses all tokens of a step."""
         return bool(self._steps) and not self._steps[-1].left
 
+    def rows_of(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Rows of `memory.logits` that the last step has for sampled slices of it."""
+        return [self._rows[s.seq_id] for s in slices]
+
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
 
@@ -251,43 +286,61 @@ class TritonExecutor:
         self.device.synchronize()
         self._page_copies.close()
         self.graphs.clear()
+        self.prompt_graphs.clear()
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, inputs: StepInputs, measured: int | None) -> list[int]:
-        """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Row of the logits
-        per slice, -1 for none."""
-        singles = len([s for s in batch.slices if len(s.token_ids) == 1])
-        unread = None
-        if batch.slices[0].token_ids[0] == UNREAD:
-            assert all(s.token_ids[0] == UNREAD for s in batch.slices), "tokens are read, or they are not"
-            unread = Unread(self.memory.results[0], [self._rows[s.seq_id] for s in batch.slices])
-        bucket = next((b for b in self.graphs if b >= len(batch.slices)), None)
-        if bucket is not None and singles == len(batch.slices):
-            rows, count = list(range(singles)), singles
-            self.block.upload_padded(inputs, bucket, unread)
-            self.graphs[bucket]()
+    def _enqueue(self, batch: StepBatch, inputs: StepInputs, measured: int | None) -> tuple[list[int], list[int]]:
+        """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Per slice the row
+        of its logits, if it samples, and that of its masses."""
+        singles = [len(s.token_ids) for s in batch.slices].count(1)
+        unread, ids = None, inputs.token_ids.numpy()
+        if ids[0] == UNREAD:
+            assert (ids == UNREAD).all(), "tokens are read, or they are not"
+            unread = Unread(self.memory.results[0], self.rows_of(batch.slices))
+        padded = self._graph(batch, singles)
+        if padded is not None:
+            (size, graph), chunks = padded, len(batch.slices) - singles
+            count = size.singles + chunks if chunks else singles
+            rows = places = [*range(singles), *range(size.singles, size.singles + chunks)]
+            self.block.upload_padded(inputs, singles, size, unread)
+            graph()
             if measured is not None:
                 pages = inputs.page_tables[GLOBAL].shape[1]
-                TritonOps(self.model, self.block.padded(bucket)).page_masses(measured, singles, pages)
+                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, pages)
         else:
-            rows, count = [], 0
+            rows, places, count = [], [*range(len(batch.slices))], 0
             for piece in batch.slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
             self.run(self.block.upload(inputs, singles, unread), measured)
-        drawn = {r: s for r, s in zip(rows, batch.slices, strict=True) if s.sample and self._draws(s)}
+        drawn = {
+            row: piece
+            for row, piece in zip(rows, batch.slices, strict=True)
+            if piece.sample and piece.params is not None and piece.params.temperature and self._draws(piece)
+        }
         if drawn:
             self._device_sampler.enqueue(count, drawn)
-        return rows
+        return rows, places
 
-    def _fetch(self, slices: list[SequenceSlice], inputs: StepInputs, host: torch.Tensor) -> Measured:
-        """Start the transfer of the masses of a step's slices to `host`."""
-        shape = inputs.page_tables[GLOBAL].shape
-        found = host[: shape.numel()]
-        found.copy_(self.memory.masses[: shape.numel()], non_blocking=True)
+    def _graph(self, batch: StepBatch, singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
+        """What runs a step, and the size that it is to be padded to; None where there is no graph for it."""
+        chunks, tokens = len(batch.slices) - singles, batch.num_tokens
+        if not chunks:
+            return next(((decode_size(rows), graph) for rows, graph in self.graphs.items() if rows >= singles), None)
+        if any(s.targets for s in batch.slices):
+            return None
+        return next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
+
+    def _fetch(
+        self, slices: list[SequenceSlice], places: list[int], inputs: StepInputs, host: torch.Tensor
+    ) -> Measured:
+        """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""
+        count, pages = places[-1] + 1, inputs.page_tables[GLOBAL].shape[1]
+        found = host.view(torch.float32)[: count * pages]
+        found.copy_(self.memory.masses[: count * pages], non_blocking=True)
         counts = [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
-        return Measured([s.seq_id for s in slices], counts, found.view(shape))
+        return Measured([s.seq_id for s in slices], places, counts, found.view(count, pages))
 
     def _draws(self, piece: SequenceSlice) -> bool:
         """Whether a slice's token is drawn on the device."""
@@ -310,17 +363,16 @@ class TritonExecutor:
         """The tokens of a step that is over."""
         slices, rows, left, (tokens, status) = step.slices, step.rows, step.left, step.results.tolist()
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        chosen = [(s.seq_id, row) for s, row in zip(slices, rows, strict=True)]
         if not left and not any(map(status.__getitem__, rows)):
-            return StepResult([SampledToken(seq_id, tokens[row]) for seq_id, row in chosen])
+            return StepResult([SampledToken(s.seq_id, tokens[row]) for s, row in zip(slices, rows, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
         found, failed = {token.seq_id: token for token in hosts.tokens}, dict(hosts.failed)
         here = {*left}
-        for n, (seq_id, row) in enumerate(chosen):
+        for n, (piece, row) in enumerate(zip(slices, rows, strict=True)):
             if n not in here and status[row]:
-                failed[seq_id] = NOT_FINITE
+                failed[piece.seq_id] = NOT_FINITE
             elif n not in here:
-                found[seq_id] = SampledToken(seq_id, tokens[row])
+                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[row])
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
     def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
@@ -331,7 +383,7 @@ class TritonExecutor:
             logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
         return self._sampler.sample(logits, slices)
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, sizing: bool = False) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
         the graphs. All rows are of nobody and all pages absent, so no page is written."""
         with self.device.active(), torch.inference_mode():
@@ -342,13 +394,19 @@ class TritonExecutor:
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
                 self._enqueue(StepBatch(slices), self.inputs(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
-            for bucket in self._buckets:
-                arrays = self.block.padded(bucket)
-                self.block.upload_padded(self.inputs([self._nobody(0, 1)]), bucket)
-                self.run(arrays)
-                self.device.synchronize()
-                self.graphs[bucket] = self.device.capture(lambda arrays=arrays: self.run(arrays))  # type: ignore[misc]
+            for rows in self._buckets:
+                self.graphs[rows] = self._captured(decode_size(rows))
+            if not sizing:  # small beside what is left free
+                self.prompt_graphs = {size: self._captured(size) for size in self._prompt_sizes}
             self.device.synchronize()
+
+    def _captured(self, size: StepSizes) -> Callable[[], None]:
+        """The graph of padded steps of this size."""
+        arrays, singles = self.block.padded(size), int(size.singles > 0)
+        self.block.upload_padded(self.inputs([self._nobody(0, 2 - singles)]), singles, size)
+        self.run(arrays)
+        self.device.synchronize()
+        return self.device.capture(lambda: self.run(arrays))
 
     def inputs(self, slices: list[SequenceSlice]) -> StepInputs:
         """The geometry of a step of these slices."""

@@ -1,8 +1,8 @@
 """A step's geometry on the device: one upload of one block of int32 from pinned memory.
 
 Knows batches and page tables; neither weights nor kernels. Invariants: rows of sequences with one token come first; a
-block of a padded decode step lies at addresses that its number of rows fixes, so a CUDA graph may read it; what pads it
-is a row of nobody: token -1, position -1, length 0, pages -1.
+block of a padded step lies at addresses that its sizes fix, so a CUDA graph may read it; what pads it are rows of
+nobody, token -1, position -1, length 0, pages -1, and chunks of no tokens.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class StepSizes:
             **dict.fromkeys(groups, (self.singles + self.chunks) * self.pages),
         }
 
+    def holds(self, tokens: int, singles: int, chunks: int) -> bool:
+        """Whether a step of `tokens` tokens, of `singles` and `chunks` sequences, can be padded to this one."""
+        return tokens - singles <= self.tokens - self.singles and singles <= self.singles and chunks <= self.chunks
+
     def offsets(self, groups: Sequence[str]) -> tuple[dict[str, int], int]:
         """Where each array begins in the block, in int32s, and where the block ends."""
         found, at = {}, 0
@@ -65,6 +69,11 @@ class Unread:
     rows: Sequence[int]
 
 
+def decode_size(rows: int) -> StepSizes:
+    """A padded step of sequences with one token each."""
+    return StepSizes(rows, rows, rows, 0, 0)
+
+
 class StepBlock:
     """The block on both sides, and for graphs page tables of full length, whose rows do not move. The host has two, in
     turn: a step may be put on the stream while the device still reads what the one before it sent, and no more."""
@@ -72,7 +81,7 @@ class StepBlock:
     def __init__(
         self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
     ) -> None:
-        """`padded`: the most rows of a padded step, 0 for none."""
+        """`padded`: the most sequences, and sampled rows, of a padded step, 0 for none."""
         self._groups, self._pages = tuple(groups), div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
         # Whatever divides the sequences into singles and chunks, this holds it.
@@ -103,42 +112,48 @@ class StepBlock:
         self._send(offsets[1])
         self._read(unread, offsets[0])
         base, at = self._block.data_ptr(), offsets[0]
-        step = _arrays(shape, base, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
-        if shape.rows < shape.tokens:
-            step = replace(step, sampled=self._block[at["sample_rows"] :][: shape.rows])
-        return step
+        return self._arrays(shape, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
 
-    def upload_padded(self, inputs: StepInputs, rows: int, unread: Unread | None = None) -> None:
-        """A step of sequences with one token each, padded to `rows` rows, for the graph of `padded(rows)`."""
-        count, shape = len(inputs.token_ids), self._padded_shape(rows, _pages(inputs))
-        arrays, offsets = self._fill(shape)
+    def upload_padded(self, inputs: StepInputs, singles: int, size: StepSizes, unread: Unread | None = None) -> None:
+        """A step whose first `singles` slices have one token, padded for the graph of `padded(size)`: behind those, and
+        behind the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its
+        last token's."""
+        size, count = replace(size, pages=_pages(inputs)), len(inputs.token_ids)
+        arrays, offsets = self._fill(size)
+        begin, end = size.singles, size.singles + count - singles  # of the chunks' tokens
+        starts = inputs.cu_seqlens.numpy()[singles:] - singles
+        chunks = len(starts) - 1
         for name in ("token_ids", "positions"):
-            arrays[name][count:] = -1
-        arrays["token_ids"][:count] = inputs.token_ids.numpy()
-        arrays["positions"][:count] = inputs.positions.numpy()
-        arrays["sequences"][:] = arrays["sample_rows"][:] = np.arange(rows, dtype=np.int32)
-        arrays["kv_lengths"][:] = arrays["positions"] + 1
-        arrays["cu_seqlens"][:] = 0
+            array, given = arrays[name], getattr(inputs, name).numpy()
+            array[:singles], array[begin:end] = given[:singles], given[singles:]
+            array[singles:begin] = array[end:] = -1
+        rows = np.arange(begin, dtype=np.int32)
+        arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = rows
+        arrays["sequences"][begin:end] = begin + np.repeat(np.arange(chunks, dtype=np.int32), np.diff(starts))
+        arrays["sequences"][end:] = -1
+        arrays["sample_rows"][begin : begin + chunks] = begin + starts[1:] - 1
+        arrays["sample_rows"][begin + chunks :] = 0  # anyone's: nobody reads what is sampled there
+        arrays["kv_lengths"][:] = arrays["positions"][:begin] + 1
+        arrays["cu_seqlens"][: chunks + 1] = starts
+        arrays["cu_seqlens"][chunks + 1 :] = starts[-1]
+        arrays["first_positions"][:chunks] = arrays["positions"][begin + starts[:-1]]
+        arrays["first_positions"][chunks:] = 0
         for group in self._groups:
-            table = arrays[group].reshape(rows, shape.pages)
-            table[:count] = inputs.page_tables[group].numpy()
-            table[count:] = ABSENT
-        arrays["sources"][:count] = 0 if unread is None else unread.rows
+            table, given = arrays[group].reshape(-1, size.pages), inputs.page_tables[group].numpy()
+            table[:singles], table[begin : begin + chunks] = given[:singles], given[singles:]
+            table[singles:begin] = table[begin + chunks :] = ABSENT
+        arrays["sources"][:singles] = 0 if unread is None else unread.rows
         self._send(offsets[1])
         self._read(unread, offsets[0])
+        sequences = size.singles + size.chunks
         for group, full in self._full.items():
-            part = self._block[offsets[0][group] :][: rows * shape.pages]
-            full[:rows, : shape.pages].copy_(part.view(rows, shape.pages))
+            part = self._block[offsets[0][group] :][: sequences * size.pages]
+            full[:sequences, : size.pages].copy_(part.view(sequences, size.pages))
 
-    def padded(self, rows: int) -> StepArrays:
-        """Where `upload_padded` puts a step of `rows` rows."""
-        shape = self._padded_shape(rows, 0)
+    def padded(self, size: StepSizes) -> StepArrays:
+        """Where `upload_padded` puts a step of this size."""
         tables = {g: (full.data_ptr(), self._pages) for g, full in self._full.items()}
-        return _arrays(shape, self._block.data_ptr(), shape.offsets(self._groups)[0], tables)
-
-    @staticmethod
-    def _padded_shape(rows: int, pages: int) -> StepSizes:
-        return StepSizes(rows, rows, rows, 0, pages)
+        return self._arrays(size, size.offsets(self._groups)[0], tables)
 
     def _fill(self, shape: StepSizes) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
         """The host's arrays by name, as views, and the offsets."""
@@ -151,6 +166,15 @@ class StepBlock:
 
     def _send(self, end: int) -> None:
         self._block[:end].copy_(self._hosts[0][:end], non_blocking=True)
+
+    def _arrays(
+        self, shape: StepSizes, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
+    ) -> StepArrays:
+        base, others = self._block.data_ptr(), {*tables, "sources"}
+        at: dict[str, Any] = {name: base + 4 * offset for name, offset in offsets.items() if name not in others}
+        sampled = self._block[offsets["sample_rows"] :][: shape.rows] if shape.rows < shape.tokens else None
+        sizes = (shape.tokens, shape.rows, shape.singles, shape.chunks)
+        return StepArrays(*sizes, **at, tables=tables, sampled=sampled)
 
     def _read(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
         """Put the tokens that the step before sampled where this one takes its token ids from."""
@@ -166,10 +190,3 @@ def ordered(slices: Sequence[SequenceSlice]) -> list[int]:
 
 def _pages(inputs: StepInputs) -> int:
     return next(iter(inputs.page_tables.values())).shape[1]
-
-
-def _arrays(
-    shape: StepSizes, base: int, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
-) -> StepArrays:
-    at: dict[str, Any] = {n: base + 4 * offset for n, offset in offsets.items() if n not in {*tables, "sources"}}
-    return StepArrays(shape.tokens, shape.rows, shape.singles, shape.chunks, **at, tables=tables)

@@ -248,8 +248,8 @@ class TritonOps:
         """What the last query of each of the first `sequences` sequences gives to its pages at a global layer, as
         `StepResult.attention`, into the memory's masses, float32 [sequences, pages].
 
-        `pages`: of a sequence at most. The queries must be there still: until the next layer, or the next step if no
-        sequence has several tokens, as in graphs."""
+        `pages`: of a sequence at most. The queries must be there still: until the next step if the memory keeps those
+        of so many tokens, as of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
         entries = [model.find(role, sequences) for role in (PAGE_LOGSUMS, PAGE_MASSES)]
         heads, scale = self._spec.num_heads, self._spec.query_pre_attn_scalar**-0.5
@@ -326,7 +326,7 @@ class TritonOps:
     def _queries(self, layer: int) -> torch.Tensor:
         """Where a layer's queries go."""
         step, memory = self._step, self._memory
-        if step.chunks or self._spec.layer_groups[layer] == LOCAL:
+        if step.tokens > memory.queries.shape[1] or self._spec.layer_groups[layer] == LOCAL:
             return memory.q[: step.tokens]
         return memory.queries[self._index[layer], : step.tokens]
 

@@ -88,17 +88,17 @@ class DeviceSampler:
             model.launch(model.find(WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs))
 
     def _fill(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
-        values: dict[str, list[float]] = {name: [] for name in WORDS}
-        for piece in drawn.values():
-            params = piece.params
-            assert params is not None
-            values["temperatures"].append(params.temperature)
-            values["top_p"].append(params.top_p)
-            values["min_p"].append(params.min_p)
-            values["seeds"].append((piece.seed + (1 << 63)) % (1 << 64) - (1 << 63))
-            values["top_k"].append(min(params.top_k, self._vocab))
-            unread = piece.token_ids[-1] == UNREAD  # then the history lacks it
-            values["indices"].append(len(piece.history) - piece.prompt_len + unread)
+        pieces = drawn.values()
+        params = [piece.params for piece in pieces if piece.params is not None]
+        values: dict[str, list[float]] = {
+            "temperatures": [p.temperature for p in params],
+            "top_p": [p.top_p for p in params],
+            "min_p": [p.min_p for p in params],
+            "seeds": [(s.seed + (1 << 63)) % (1 << 64) - (1 << 63) for s in pieces],
+            "top_k": [min(p.top_k, self._vocab) for p in params],
+            # a token that nobody has read is not in the history yet
+            "indices": [len(s.history) - s.prompt_len + (s.token_ids[-1] == UNREAD) for s in pieces],
+        }
         block, where = self._staging[0].numpy(), [*drawn]
         for name, at in self._offsets().items():
             view = block[at : at + WORDS[name] * self._rows].view(TYPES.get(name, np.float64))

@@ -33,6 +33,9 @@ ANY = (1 << 31) - 1
 """The bucket that holds any number of rows."""
 DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of a decode step, rounded up to these."""
+PROMPT_BUCKETS, PROMPT_SINGLES, PROMPT_CHUNKS = (32, 64, 96, 128, 192, 256, 320, 384), (0, 4, 16, 32, 64), 4
+"""Tokens of a step with prompts, rounded up to the first, of which so many sequences that decode take one each, rounded
+up to the second; it has so many prompts at most. With more tokens a GPU has more to do than the host that launches."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 INVARIANT, SAMPLED = ".invariant", ".sampled"

@@ -14,10 +14,11 @@ function useTheme() {
   useEffect(() => {
     const follow = () => setTheme(shownTheme());
     dark.addEventListener("change", follow);
+    follow(); // the system may have changed between the first drawing and this effect
     return () => dark.removeEventListener("change", follow);
   }, []);
   const toggle = () => {
-    const next = theme === "dark" ? "light" : "dark";
+    const next = shownTheme() === "dark" ? "light" : "dark"; // of what is seen, which the state may be a drawing behind
     document.documentElement.dataset.theme = next;
     try { localStorage.setItem("wicore-theme", next); } catch { /* storage is off */ }
     setTheme(next);

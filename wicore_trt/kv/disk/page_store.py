@@ -23,6 +23,9 @@ class PageStore(Protocol):
     def stalled(self) -> bool: ...
 
     @property
+    def existing_slots(self) -> int: ...
+
+    @property
     def ending(self) -> Mapping[bytes, int]: ...
 
     @property

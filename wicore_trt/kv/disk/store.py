@@ -139,6 +139,11 @@ class DiskStore:
         return max(time.time(), self._last_id / 1e9)
 
     @property
+    def existing_slots(self) -> int:
+        """Slots that have their place on the file system; the others are made when they are written first."""
+        return self._space.allocated
+
+    @property
     def usable_slots(self) -> int:
         """Slots that writes can reach: `num_slots`, or fewer since the file system was found full."""
         return self._space.usable_slots

@@ -85,7 +85,7 @@ class PrefillMeter:
 
     def observe(self, slices: Sequence[tuple[int, int]], seconds: float) -> None:
         """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored."""
-        if sum(count for _, count in slices if count > 1) < MIN_TOKENS or not 0 < seconds < math.inf:
+        if sum([count for _, count in slices if count > 1]) < MIN_TOKENS or not 0 < seconds < math.inf:
             return
         tokens = sum(count for _, count in slices)
         keys = sum(count * (start + count / 2) for start, count in slices)

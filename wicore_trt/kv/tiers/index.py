@@ -11,7 +11,7 @@ is never evicted and its slots are never handed out.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -101,6 +101,18 @@ class TierIndex:
         """Slots [first, stop), which were withheld, can be used."""
         self._coming -= stop - first
         self._free.extend(range(stop - 1, first - 1, -1))
+
+    def set_aside(self, first: int, others: Collection[int]) -> list[int]:
+        """Take the free slots from `first` on, and of the others those that are free, out of use until `give_back`."""
+        taken = [slot for slot in self._free if slot >= first or slot in others]
+        self._free = [slot for slot in self._free if slot < first and slot not in others]
+        self._coming += len(taken)
+        return taken
+
+    def give_back(self, slots: list[int]) -> None:
+        """Slots that were set aside can be used, when no other is free."""
+        self._coming -= len(slots)
+        self._free[:0] = slots
 
     def get(self, group: str, key: bytes) -> TierCopy | None:
         """The copy of a page, in state WRITING or READY, or None."""

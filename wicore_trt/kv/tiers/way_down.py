@@ -33,7 +33,7 @@ class WayDown:
         self.outstanding = self.late = 0
         self.to_save: OrderedDict[TierCopy, None] = OrderedDict()
         self.saving_slots = 0
-        self.no_space: list[TierCopy] = []
+        self.no_space: list[int] = []
         self.no_writes_before = 0.0
         self.expires: Callable[[bytes], int] = lambda key: 0
         self._movers = movers
@@ -118,8 +118,7 @@ class WayDown:
             return
         index = movers.disk[0]
         if self.no_space and now >= self._space_at:
-            for unwritten in self.no_space:
-                index.reclaim(unwritten)
+            index.give_back(self.no_space)
             self.no_space = []
         if now < self.no_writes_before:
             return
@@ -188,10 +187,11 @@ class WayDown:
                 store.stamp(copy.page, target.slots, now)
             movers.stored("disk", copy.page)
         elif outcome is Outcome.NO_SPACE:
-            # The file system is full below our limit. These slots cannot be had for now; others hold pages that can go.
+            # The file system is full below our limit. Neither these slots can be had for now nor any that do not exist
+            # yet; the others hold pages that can go.
             movers.disk_traffic.failures["no space"] += 1
-            index.abort(target, "no space", touched=True)
-            self.no_space.append(target)
+            index.abort(target, "no space")
+            self.no_space += index.set_aside(store.existing_slots, target.slots)
             self._space_at = time.monotonic() + PAUSE_S
         elif outcome is Outcome.CORRUPT:
             movers.host_traffic.failures["corrupt"] += 1

@@ -1,0 +1,326 @@
+"""What the queue has no room for is refused by the front at once, and nothing else is, whatever clients speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+import httpx
+import pytest
+import websockets
+from core.linked import LinkedEngine
+from fakes import FAKE_INFO, FakeTokenizer, make_core
+from google.rpc import error_details_pb2
+from serve.serving import details_of, request
+from web import until
+
+from wicore_trt.config import ServerSettings
+from wicore_trt.core.limits import LATEST_S, LONGEST_S, Hints, Limits
+from wicore_trt.core.loop import EngineLoop
+from wicore_trt.core.text_engine import TURNS, TextEngine
+from wicore_trt.errors import QueueFullError, RateLimitError
+from wicore_trt.link import remote
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.serve.errors import status_of
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.servers import Servers
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+CONTEXT = 1024
+WAYS = ("http", "websocket", "grpc")
+ALICE, BOB = "a" * 16, "b" * 16
+
+
+@dataclass
+class Crowded:
+    """A server whose only place is taken; one waits behind it and nobody else may. Steps wait for `go`."""
+
+    engine: TextEngine
+    url: str
+    address: str
+    go: threading.Event
+    asked: list[str] = field(default_factory=list)  # requests that came to the engine
+    tasks: list[asyncio.Task] = field(default_factory=list)
+
+    async def ask(self, how: str, key: str = "", prompt: str = "hello", **fields) -> tuple[str, float | None]:
+        """How a request ended, and the seconds after which to retry."""
+        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, **fields}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if how == "http":
+            async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60) as client:
+                found = await client.post("/v1/completions", json=body)
+            retry = found.headers.get("retry-after-ms")
+            return str(found.status_code), float(retry) / 1e3 if retry else None
+        if how == "websocket":
+            url = f"ws{self.url.removeprefix('http')}/v1/stream"
+            async with websockets.connect(url, additional_headers=headers) as socket:
+                await socket.send(json.dumps({"type": "generate", "id": "x", **body}))
+                while (frame := json.loads(await socket.recv()))["type"] == "delta":
+                    pass
+            return ("200" if frame["type"] == "done" else {"queue_full": "429"}[frame["error"]["code"]]), None
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub, message = inference_pb2_grpc.InferenceServiceStub(channel), request(prompt, 3, **fields)
+            call = stub.Generate(message, metadata=tuple(headers.items()))
+            try:
+                async for _ in call:
+                    pass
+            except grpc.aio.AioRpcError as error:
+                status = await grpc_status(call)
+                delay = details_of(status).get("RetryInfo")
+                name = {"RESOURCE_EXHAUSTED": "429", "UNAUTHENTICATED": "401"}[error.code().name]
+                return name, delay.retry_delay.ToTimedelta().total_seconds() if delay else None
+            return "200", None
+
+    async def begin(self, *args, **kwargs) -> asyncio.Task:
+        """A request that the engine takes."""
+        count = len(self.asked)
+        self.tasks.append(asyncio.ensure_future(self.ask(*args, **kwargs)))
+        await until(lambda: len(self.asked) > count)
+        return self.tasks[-1]
+
+
+async def grpc_status(call):
+    from grpc_status import rpc_status
+
+    return await rpc_status.aio.from_call(call)
+
+
+@asynccontextmanager
+async def crowded(monkeypatch, limits: Limits | None = None, key: str = "", **settings):
+    monkeypatch.setattr(remote, "BAR_S", 1000.0)  # nothing here depends on the time
+    pages = {GLOBAL: 2 * CONTEXT // 4, LOCAL: 256}
+    core = make_core(pages=pages, max_context=CONTEXT, max_sequences=1)
+    core.limits = limits or Limits(max_queue_s=15.0)
+    core._hold_s = 10.0  # as far as is known, the place becomes free in so many seconds
+    go, held, execute, free = threading.Event(), threading.Event(), core.executor.execute, iter(range(4))
+
+    def step(batch):
+        if next(free, None) is None:
+            held.set()
+            go.wait()
+        return execute(batch)
+
+    core.executor.execute = step
+    linked = LinkedEngine(core, max_waiting=100)
+    engine = TextEngine(linked, FakeTokenizer(), replace(FAKE_INFO, max_context_tokens=CONTEXT, bos_token_id=2))
+    servers = Servers(ServerSettings(port=0, http_port=0, **settings), CONTEXT)
+    address, url = await servers.start()
+    await engine.start()
+    servers.attach(engine)
+    await servers.set_serving()
+    found = Crowded(engine, url, address, go)
+    add = linked.host.add
+
+    def counted(prefix, message):
+        found.asked.append(message.request_id)
+        add(prefix, message)
+
+    linked.host.add = counted
+    try:
+        await found.begin("http", key, max_tokens=900)
+        await until(held.is_set)
+        await found.begin("http", key)
+        yield found, servers
+    finally:
+        go.set()
+        for task in found.tasks:
+            task.cancel()
+        await asyncio.gather(*found.tasks, return_exceptions=True)
+        await servers.stop(0)
+        await engine.close()
+
+
+@pytest.mark.parametrize("how", WAYS)
+async def test_what_the_engine_refused_is_refused_without_asking_it(how, monkeypatch, caplog):
+    async with crowded(monkeypatch) as (server, servers):
+        assert (await server.ask(how))[0] == "429"
+        asked = len(server.asked)
+        caplog.set_level(logging.INFO, "wicore_trt.access")
+        for priority in (0, 1, 2):
+            end, retry_s = await server.ask(how, priority=priority)
+            assert end == "429" and (retry_s is None) == (how == "websocket")
+            assert retry_s is None or retry_s >= 1.0
+        assert len(server.asked) == asked, "the front knew"
+        lines = [line for line in caplog.records if line.facts["code"] in ("429", "RESOURCE_EXHAUSTED")]
+        assert len(lines) == 3 and all("too busy" in line.facts["error"] for line in lines)
+        counts = servers._admission.counts
+        if how != "websocket":
+            ends = counts.http if how == "http" else counts.grpc
+            assert sum(n for name, n in ends.items() if name[-1] in ("429", "RESOURCE_EXHAUSTED")) == 4
+
+
+@pytest.mark.parametrize("how", WAYS)
+async def test_who_would_be_let_in_is(how, monkeypatch):
+    """By its priority, which goes before those that wait."""
+    async with crowded(monkeypatch) as (server, _):
+        assert (await server.ask(how))[0] == "429"
+        sooner = await server.begin(how, priority=-1)
+        server.go.set()
+        assert (await sooner)[0] == "200"
+
+
+@pytest.mark.parametrize("how", WAYS)
+async def test_the_engine_is_asked_again_when_it_has_looked_at_its_queue(how, monkeypatch):
+    async with crowded(monkeypatch) as (server, _):
+        assert (await server.ask(how))[0] == "429" and server.engine.engine._bars
+        server.go.set()
+        await until(lambda: not server.engine.engine._bars)
+        await asyncio.gather(*server.tasks)
+        asked = len(server.asked)
+        assert (await server.ask(how))[0] == "200" and len(server.asked) == asked + 1
+
+
+@pytest.mark.parametrize("how", ["http", "grpc"])
+async def test_other_tenants_are_asked_for_and_strangers_are_told_so(how, monkeypatch, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice:{ALICE}\nbob:{BOB}\n")
+    keys.chmod(0o600)
+    async with crowded(monkeypatch, Limits(max_queue_s=25.0), ALICE, keys_file=str(keys)) as (server, _):
+        await server.begin(how, ALICE)
+        assert (await server.ask(how, ALICE))[0] == (await server.ask(how, ALICE))[0] == "429"
+        asked = len(server.asked)
+        assert (await server.ask(how, "c" * 16))[0] == "401" and len(server.asked) == asked
+        polite = await server.begin(how, BOB)
+        server.go.set()
+        assert (await polite)[0] == "200"
+
+
+async def test_prompts_that_may_wait_longer_are_asked_for(monkeypatch):
+    """A request may wait as long as its own prompt takes: a bar holds for prompts up to a length."""
+    limits = Limits(max_queue_s=60.0, target_ttft_s=1.5)
+    assert limits.barred_tokens(1.0, 0.01) == 0 and limits.barred_tokens(2.0, 0.01) == 199.0  # 200 may wait for 2 s
+    assert limits.barred_tokens(61.0, 0.01) == limits.barred_tokens(2.0, 0.0) == float("inf")
+    async with crowded(monkeypatch) as (server, _):
+        assert (await server.ask("http"))[0] == "429"
+        bars, asked = server.engine.engine._bars, len(server.asked)
+        [(name, (told, until_s))] = bars.items()
+        told.bar = replace(told.bar, tokens=150)
+        bars[name] = told, until_s
+        assert (await server.ask("http", prompt="p" * 150))[0] == "429" and len(server.asked) == asked, "it was counted"
+        bars[name] = told, until_s
+        assert (await server.ask("http", prompt="p" * 151))[0] == "429" and len(server.asked) == asked + 1
+
+
+@pytest.mark.parametrize("way", ["completions", "chat/completions"])
+async def test_of_a_burst_only_the_first_ask_the_engine(way, monkeypatch):
+    async with crowded(monkeypatch) as (server, _):
+        asked, host = len(server.asked), httpx.URL(server.url)
+        streams, read = [await asyncio.open_connection(host.host, host.port) for _ in range(50)], []
+        monkeypatch.setattr(FakeTokenizer, "apply_chat", lambda *args, **kwargs: read.append(1) or [2, 3])
+        said = {"prompt": "hello"} if way == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
+        body = json.dumps({**said, "max_tokens": 3}).encode()
+        head = f"POST /v1/{way} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
+        for _, writer in streams:
+            writer.write(head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        ends = [(await reader.read()).decode().splitlines() for reader, _ in streams]
+        for _, writer in streams:
+            writer.close()
+        assert all(" 429 " in lines[0] for lines in ends) and asked < len(server.asked) <= asked + 10
+        assert len(read) <= 20, "nor are they tokenized"
+        found = [line.partition(": ")[2] for lines in ends for line in lines if line.startswith("retry-after-ms")]
+        hints = sorted(int(told) / 1e3 for told in found)
+        assert hints[0] >= 1.0 and hints[-1] > 20.0 and len(set(hints)) > 40, "they come back one by one"
+        assert hints[-1] <= LATEST_S
+        assert server.engine._turns._value == TURNS, "no turn is lost"
+
+
+async def test_a_turn_ends_however_its_request_ends(monkeypatch):
+    async with crowded(monkeypatch, Limits()) as (server, _):
+        for _ in range(2 * TURNS):  # faults, clients that leave, and streams that stay open
+            leaver = await server.begin("http")
+            leaver.cancel()
+            await asyncio.wait((leaver,))
+            assert (await server.ask("http", temperature=-1))[0] == "400"
+            server.tasks += [asyncio.ensure_future(server.ask(how)) for how in WAYS]
+        await until(lambda: len(server.asked) >= 2 + 4 * 2 * TURNS)
+        await until(lambda: server.engine._turns._value == TURNS)
+
+
+@pytest.mark.parametrize("how", WAYS)
+async def test_who_leaves_while_it_waits_for_a_turn_is_missed(how, monkeypatch):
+    async with crowded(monkeypatch, Limits()) as (server, servers):
+        host, turns, calls = server.engine.engine.host, server.engine._turns, servers._admission.calls
+        answering, add = threading.Event(), host.add
+
+        def held(*args):
+            answering.wait()
+            add(*args)
+
+        host.add = held
+        try:
+            others = [asyncio.ensure_future(server.ask("http")) for _ in range(TURNS)]
+            await until(turns.locked)
+            taken = calls.taken
+            leaver = asyncio.ensure_future(server.ask(how))
+            await until(lambda: turns._waiters)
+            leaver.cancel()
+            await until(lambda: not turns._waiters and calls.taken == taken)
+        finally:
+            answering.set()
+            server.go.set()
+        assert {end for end, _ in await asyncio.gather(*others)} == {"200"} and turns._value == TURNS
+
+
+def test_a_request_waits_for_those_before_it_alone():
+    """Also while these have not come to the queue: not for such as are less urgent, nor for another tenant's."""
+    core = make_core(max_sequences=1)
+    core.limits, core._hold_s = Limits(max_queue_s=2.5), 1.0
+    loop = EngineLoop(core, lambda outputs: None, max_waiting=100)  # not started: all stay in the inbox
+
+    def add(name: str, priority: int) -> None:
+        loop.add(GenerateRequest(name, (2, 3), SamplingParams(max_tokens=1), priority=priority))
+
+    for number in range(3):
+        add(f"late{number}", 2)
+    with pytest.raises(QueueFullError):
+        add("late", 2)
+    for number in range(3):
+        add(f"soon{number}", -2)
+    with pytest.raises(QueueFullError) as refused:
+        add("soon", -2)
+    assert refused.value.bar.priority == -2
+    loop._take_inbox()  # a step begins
+    with pytest.raises(QueueFullError) as again:
+        add("soon", -2)
+    assert again.value.bar == refused.value.bar, "until the queue was looked at, what holds goes on to hold"
+
+
+async def test_a_priority_that_is_none_costs_no_more_than_others():
+    class Seen(dict):
+        asked = 0
+
+        def get(self, *args):
+            self.asked += 1
+            return super().get(*args)
+
+    engine = remote.RemoteEngine()
+    engine._bars = Seen({("", 3): None})
+    assert engine.barred("", 100_000, 1) is None and engine._bars.asked <= 5
+
+
+def test_no_time_to_retry_is_none():
+    told = status_of(RateLimitError("", retry_after_s=1e-6), "").details
+    info = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(info) for detail in told) and info.retry_delay.ToMilliseconds() == 1
+
+
+def test_times_to_retry_are_spread_and_grow_with_the_number_of_those_who_are_told():
+    hints, now = Hints(), 100.0
+    first = [hints.retry_s("a", now, 1.0, 0.1) for _ in range(200)]
+    for second in range(1, 20):
+        assert sum(second <= told < second + 1 for told in first) <= 2 * 10, "twice the pace at most"
+    assert 15.0 < max(first) <= 1.25 * 21.0
+    assert hints.retry_s("b", now, 1.0) <= 1.25, "whoever else is refused"
+    lasting = [hints.retry_s("a", now, 1.0) for _ in range(2000)]
+    assert max(lasting) <= LATEST_S and len({round(told) for told in lasting[-500:]}) > 25
+    assert 1.0 <= hints.retry_s("a", now + 300.0, 1.0) <= 1.25, "and it ends"
+    long = [hints.retry_s("a", now, 90.0) for _ in range(50)]
+    assert min(long) >= 90.0 and max(long) <= 112.5 and len({round(told) for told in long}) > 10, "not all at once"
+    assert LONGEST_S <= hints.retry_s("a", now, float("inf")) <= 1.25 * LONGEST_S
+    unknown = [Hints().retry_s("a", now, 2.0, 0.0) for _ in range(50)]
+    assert len(set(unknown)) > 40 and min(unknown) >= 2.0 and max(unknown) <= 2.5

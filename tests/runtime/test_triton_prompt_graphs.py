@@ -1,0 +1,162 @@
+"""Steps with prompts in graphs of a few sizes: padding changes no bit of what the steps compute, wherever it lies."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
+from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # noqa: E402
+
+from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
+from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
+from wicore_trt.types import SamplingParams  # noqa: E402
+
+SIZES: dict[str, Any] = {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": (9, 24), "PROMPT_SINGLES": (0, 4)}
+SETTINGS: dict[str, Any] = {"kv_pages": {"global": 90, "local": 90}, "max_batch_tokens": 40, "max_sequences": 8}
+WORKING = ("residual", "x", "q", "attended", "act", "head_in", "logits", "results", "sampled_residual")
+MEASURED = ("queries", "masses")
+
+
+@pytest.fixture(autouse=True)
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, values in {**SIZES, "PROMPT_CHUNKS": 2}.items():
+        monkeypatch.setattr(triton_executor, name, values)
+
+
+def counted(executor: TritonExecutor) -> Counter[str]:
+    """How often what ran: a graph of prompts, or of decoding, or kernel after kernel."""
+    ran: Counter[str] = Counter()
+
+    def seen(name: str, call: Any) -> Any:
+        def run(*args: Any) -> None:
+            ran[name] += 1
+            call(*args)
+            if name != "kernels":
+                ran["kernels"] -= 1  # what the graph launched
+
+        return run
+
+    for size, graph in [*executor.prompt_graphs.items()]:
+        executor.prompt_graphs[size] = seen(f"{size.tokens}, {size.singles}", graph)
+    for rows, graph in [*executor.graphs.items()]:
+        executor.graphs[rows] = seen("decode", graph)
+    executor.run = seen("kernels", executor.run)  # type: ignore[method-assign]
+    return ran
+
+
+def poison(executor: TritonExecutor) -> None:
+    """What no step may read before it wrote it: NaN, and pages far away."""
+    for name in (*WORKING, *MEASURED):
+        getattr(executor.memory, name).view(torch.uint8).fill_(0xFF)
+    for table in (*executor.block._full.values(), executor.block._block):
+        table.fill_(1 << 20)
+
+
+def lengths_of(rng: random.Random, count: int) -> Iterator[list[int]]:
+    """New tokens of each sequence: of prompts in chunks, and beside them of some that decode."""
+    for _ in range(count):
+        singles, chunks = rng.randint(0, 5), rng.choice((1, 1, 1, 1, 2, 2, 3))
+        found = [1] * singles + [rng.choice((2, 3, 5, 9)) for _ in range(min(chunks, 8 - singles))]
+        rng.shuffle(found)
+        yield found
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_padding_changes_no_bit(kv_dtype: str) -> None:
+    """Tokens, logits, masses and pages are those of the same step launched as it is, by kernels that do not depend on
+    its size; whatever lay in the memory between, and whichever sequences sample."""
+    model, rng = small_model(random.randrange(1000), num_hidden_layers=2), random.Random()
+    given = {**SETTINGS, "batch_invariant": True, "kv_dtype": kv_dtype}
+    padded, plain = executor_of(model, graphs=True, **given), executor_of(model, **given)
+    assert all(p.float().isnan().all() for p in padded.pools.values()), "preparing wrote to a page"
+    drivers, ran = [Driver(e, 1) for e in (padded, plain)], counted(padded)
+    sequences: list[list[PagedSequence]] = [[d.new_sequence() for _ in range(8)] for d in drivers]
+    for lengths in lengths_of(rng, 9):
+        chosen, sampled = rng.sample(range(8), len(lengths)), [rng.random() < 0.7 for _ in lengths]
+        tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
+        poison(padded)
+        results, logits, masses = [], [], []
+        measure = rng.random() < 0.6
+        for driver, own in zip(drivers, sequences, strict=True):
+            slices = [driver._slice(own[n], t) for n, t in zip(chosen, tokens, strict=True)]
+            for piece, sample in zip(slices, sampled, strict=True):
+                piece.sample = sample
+            found = driver.executor.execute(StepBatch(slices, measure_attention=measure))
+            results.append(found.tokens)
+            masses.append(found.attention)
+            logits.append(driver.sampler.logits if any(sampled) else torch.zeros(0))
+            for n, new in zip(chosen, tokens, strict=True):
+                own[n].token_ids += new
+                driver._slide(own[n])
+        assert results[0] == results[1] and torch.equal(*(found.view(torch.int32) for found in logits))
+        assert masses[0] == masses[1] and len(masses[0]) == measure * len(lengths)
+        for group, pool in padded.pools.items():
+            assert torch.equal(pool.view(torch.uint8), plain.pools[group].view(torch.uint8)), group
+    assert sum(ran.values()) == 9 and len(ran) > 2 and ran["kernels"] < 9, ran
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_padded_steps_compute_what_the_oracle_does(fp8: bool) -> None:
+    """By the kernels of their sizes, that of the padding included."""
+    model, rng = small_model(random.randrange(1000)), random.Random()
+    given = {**SETTINGS, "fp8": fp8}
+    mine, oracle = Driver(executor_of(model, graphs=True, **given), 1), Driver(oracle_of(model, "bfloat16", **given), 2)
+    ran, errors = counted(mine.executor), []
+    sequences = [[d.new_sequence() for _ in range(8)] for d in (mine, oracle)]
+    for lengths in lengths_of(rng, 5):
+        chosen, tokens = rng.sample(range(8), len(lengths)), [[rng.randrange(48) for _ in range(n)] for n in lengths]
+        poison(mine.executor)
+        work = [list(zip([own[n] for n in chosen], tokens, strict=True)) for own in sequences]
+        errors.append(relative_error(mine.step(work[0]), oracle.step(work[1])))
+    assert sorted(errors)[2] < (0.15 if fp8 else 0.05) and max(errors) < (0.3 if fp8 else 0.05), errors
+    assert ran["kernels"] < 5
+
+
+def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
+    """Too many prompts, tokens that are scored, many tokens: kernel after kernel. Tokens that a graph of prompts
+    sampled, drawn ones too, are where the next step takes its own from."""
+    model, rng = small_model(random.randrange(1000)), random.Random()
+    mine, plain = (executor_of(model, graphs=g, batch_invariant=True, **SETTINGS) for g in (True, False))
+    ran = counted(mine)
+    drawn = SamplingParams(temperature=0.8, top_k=9)
+
+    def prompt(seq_id: int, count: int, **more: Any) -> SequenceSlice:
+        tokens = [rng.randrange(48) for _ in range(count)]
+        pages = {group: list(range(9 * seq_id, 9 * seq_id + 9)) for group in mine.pools}
+        given = {"params": GREEDY if seq_id % 2 else drawn, "seed": seq_id, "history": tokens, "prompt_len": count}
+        return SequenceSlice(seq_id, tokens, 0, pages, True, **given | more)
+
+    slices = [prompt(0, 3), prompt(1, 1), prompt(2, 2), prompt(3, 1)]
+    follow = [
+        SequenceSlice(
+            s.seq_id, [UNREAD], len(s.token_ids), s.pages, True, s.params, history=s.history, prompt_len=s.prompt_len,
+            seed=s.seed,
+        )
+        for s in slices
+    ]  # fmt: skip
+    poison(mine)
+    found = []
+    for executor in (mine, plain):
+        executor.submit(StepBatch(slices))
+        assert executor.leads(StepBatch(follow))
+        executor.submit(StepBatch(follow))
+        found.append([executor.collect().tokens, executor.collect().tokens])
+    assert found[0] == found[1] and len(found[0][1]) == 4
+    assert +ran == {"9, 4": 1, "decode": 1}
+    alone = [
+        StepBatch([prompt(4 + i, 2) for i in range(3)]),
+        StepBatch([prompt(4, 3, targets=[1, 2])]),
+        StepBatch([prompt(4, 25)]),
+    ]
+    for count, batch in enumerate(alone, 1):
+        assert mine.execute(batch).tokens == plain.execute(batch).tokens
+        assert ran["kernels"] == count
