@@ -73,8 +73,38 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
 `benchmarks.gpu.kernels.attention`. The last entry serves all larger batches; what is not here follows the rule of
 `decode_config`."""
 
+@dataclass(frozen=True)
+class Segments:
+    """Where the keys of a prompt's slice lie far enough behind it for all of its rows to see them, a product without
+    pages and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once, by
+    `rows` rows of the slice. Rows left over at its end are taken alone if they are at least `least`, and padded."""
+
+    tokens: int
+    rows: int
+    least: int
+    most: int
+
+    def dense_rows(self, first: int, length: int) -> int:
+        """Rows of a slice of `length` tokens from position `first` on whose segments are taken so."""
+        rest = length % self.rows
+        return length - (rest if rest < self.least else 0) if first >= self.tokens else 0
+
+    def spans(self, first: int) -> Iterator[tuple[int, int]]:
+        """(first key, keys) of the products for a slice from position `first` on."""
+        at, count = 0, first // self.tokens
+        while count:
+            taken = self.most if count >= self.most else 1
+            yield at * self.tokens, taken * self.tokens
+            at, count = at + taken, count - taken
+
+
+MEASURED_SEGMENTS: dict[tuple[str, int], Segments] = {("sm90", 128): Segments(8192, 2048, 1280, 4)}
+"""(target, head_dim) to segments for cuDNN's attention, which does 680 TFLOP/s on an H100 where `paged_prefill` does
+390, and 340 over FP8 pages."""
+
 MEASURED_PREFILL: dict[tuple[str, int, int], PrefillConfig] = {
     ("sm90", 128, 2): PrefillConfig(128, 64, 8, 3),
+    ("sm90", 128, 1): PrefillConfig(128, 64, 4, 3),  # 340 TFLOP/s behind 32K and 128K keys, 250 by the rule below
     ("sm90", 256, 2): PrefillConfig(64, 64, 4, 2),
 }
 """(target, head_dim, bytes per KV element) to the configuration."""
@@ -194,11 +224,19 @@ def prefill_launch(
     softmax_scale: float,
     window: int,
     rows: tuple[int, int] = (0, 0),
+    segmented: tuple[Segments, Any] | None = None,
 ) -> Launch:
     """`kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements apart
-    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence."""
+    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence. `segmented`: segments and
+    `lse` of a kernel that leaves them out; `out` is float32 then."""
     shape = pool.shape
     heads = shape.kv_heads * constants["REPEAT"]
+    more: dict[str, Any] = {}
+    if segmented is not None:
+        assert constants["SEGMENTED"] and not window and not segmented[0].tokens % constants["BLOCK_K"]
+        sizes = {"segment": segmented[0].tokens, "segment_rows": segmented[0].rows, "least_rows": segmented[0].least}
+        assert not (sizes["segment_rows"] % constants["BLOCK_M"] or sizes["least_rows"] % constants["BLOCK_M"])
+        more = {"lse": segmented[1], **sizes}
     return Launch(
         (heads, slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0, 1),
         {
@@ -216,6 +254,60 @@ def prefill_launch(
             "q_row": rows[0] or heads * shape.head_dim,
             "out_row": rows[1] or heads * shape.head_dim,
             "pool_page": shape.strides()["pool_page"],
+            **more,
+        },
+    )
+
+
+def gather_launch(
+    constants: Mapping[str, Any], pool: Pool, table: tuple[Any, int], span: tuple[int, int], to: tuple[Any, int]
+) -> Launch:
+    """`kernels.segments.gather_segment`: `span` (first key, keys; whole pages) of the sequence with this `table`
+    (address, length) into `to`: keys, and that many elements behind them values, [keys, kv_heads, D]."""
+    shape = pool.shape
+    assert not (span[0] % shape.page_tokens or span[1] % shape.page_tokens)
+    return Launch(
+        (span[1] // shape.page_tokens, 2 * div_ceil(constants["PAGE"], constants["BLOCK"]), 1),
+        {
+            "pool": pool.pointer,
+            "tables": table[0],
+            "kv_scale": pool.scales,
+            "dense": to[0],
+            "first": span[0] // shape.page_tokens,
+            "table_length": table[1],
+            "pool_page": shape.strides()["pool_page"],
+            "values": to[1],
+        },
+    )
+
+
+def add_segment_launch(
+    constants: Mapping[str, Any],
+    sums: tuple[Any, Any],
+    part: tuple[Any, Any],
+    strides: tuple[int, int],
+    part_rows: int,
+    rows: int,
+    out: Any,
+    *,
+    last: bool,
+) -> Launch:
+    """`kernels.segments.add_segment` for `rows` rows: `sums` (values, lse) and `out` [rows, heads, D], contiguous, and
+    `part` (values [part_rows, heads, D] by its two `strides`, lse [heads, part_rows])."""
+    return Launch(
+        (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
+        {
+            "sums": sums[0],
+            "lse": sums[1],
+            "part": part[0],
+            "part_lse": part[1],
+            "out": out,
+            "rows": rows,
+            "part_rows": part_rows,
+            "last": int(last),
+            "part_row": strides[0],
+            "part_head": strides[1],
+            "out_row": constants["HEADS"] * constants["D"],
         },
     )
 

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
-from wicore_trt.plugins.aot import KernelSpec
+from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, split_decode
 from wicore_trt.plugins.kernels.page_masses import page_logsums, page_masses
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
+from wicore_trt.plugins.kernels.segments import add_segment, gather_segment
 from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
+_SEGMENTED = ("lse", "segment", "segment_rows", "least_rows")
+"""Arguments of `paged_prefill` that only segments need; without these they are constants, so that a kernel that was
+compiled before there were segments is launched as one of today."""
+GATHER_TILE = 8192
+SUM_TILE = 2048
+"""Elements of a program of `gather_segment` and of `add_segment`."""
 MASS_TILE = 4096
 """Elements of keys that `page_logsums` takes at once."""
 MASS_SPAN = 256
@@ -80,10 +87,15 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpe
     return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
 
 
-def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig) -> KernelSpec:
-    """`paged_prefill` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for types that differ."""
+def prefill_spec(
+    pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig, *, segmented: bool = False
+) -> KernelSpec:
+    """`paged_prefill` of `heads` query heads of `dtype` over `pool`; of a `segmented` one the results are float32.
+    Raises ConfigError for types that differ."""
     repeat = _checked(pool, dtype, heads)
-    constants = {
+    constants: dict[str, Constant] = {
+        **({} if segmented else dict.fromkeys(_SEGMENTED, 0)),
+        "SEGMENTED": segmented,
         "D": pool.head_dim,
         "PAGE_TOKENS": pool.page_tokens,
         "KV_HEADS": pool.kv_heads,
@@ -94,10 +106,26 @@ def prefill_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: P
     }
     name = (
         f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
-        f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}"
+        f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}{'_seg' if segmented else ''}"
     )
-    pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
+    out = "fp32" if segmented else FLOAT_TYPES[dtype]
+    pointers = {"q": FLOAT_TYPES[dtype], "out": out, "pool": _pool_type(pool)}
     return kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+
+
+def gather_spec(pool: PoolShape, dtype: str, target: str) -> KernelSpec:
+    """`gather_segment` of pages of `pool` as `dtype`."""
+    page = pool.page_tokens * pool.kv_heads * pool.head_dim
+    constants = {"PAGE": page, "BLOCK": min(GATHER_TILE, 1 << (page - 1).bit_length()), "FP8": _fp8(pool, target)}
+    name = f"gather_{pool.dtype}_{dtype}_n{page}"
+    return kernel_spec(name, gather_segment, {"pool": _pool_type(pool), "dense": FLOAT_TYPES[dtype]}, constants)
+
+
+def add_segment_spec(pool: PoolShape, dtype: str, heads: int) -> KernelSpec:
+    """`add_segment` of `heads` heads of `dtype`."""
+    constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim)}
+    pointers = dict.fromkeys(("part", "out"), FLOAT_TYPES[dtype])
+    return kernel_spec(f"add_segment_{dtype}_d{pool.head_dim}_h{heads}", add_segment, pointers, constants)
 
 
 def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> KernelSpec:

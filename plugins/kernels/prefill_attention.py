@@ -5,6 +5,7 @@ queries' type, over E4M3 pages float16. Invariants: slots of other sequences, sl
 are never read; a page that a block of tokens sees and that is absent makes the block NaN; a row's result does not
 depend on which rows share its block, because key blocks lie at absolute positions and a block without visible keys
 changes nothing. A key of the own sequence that is not finite may reach rows of its block that do not see it.
+Rows whose keys of whole segments another product takes (`kernels.segments`) leave those out here.
 
 Online softmax: arXiv:2205.14135. A block holds tokens of one sequence and one query head; the programs of one KV head
 are neighbours and share its keys in L2. The scale is applied inside the exponent's multiply-add.
@@ -99,10 +100,14 @@ def paged_prefill(
     cu_seqlens,
     first_positions,
     kv_scale,
+    lse,
     softmax_scale,
     window,
     n_sequences,
     table_length,
+    segment,
+    segment_rows,
+    least_rows,
     q_row,
     out_row,
     pool_page,
@@ -113,6 +118,7 @@ def paged_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FP8: tl.constexpr,
+    SEGMENTED: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
@@ -120,6 +126,10 @@ def paged_prefill(
     q, out, pool, tables, kv_scale and FP8 as in `split_decode`. Rows [cu_seqlens[s], cu_seqlens[s + 1]) (int32[S + 1])
     are sequence s at positions first_positions[s] (int32[S]), + 1, ...; a token at p sees positions (p - window, p],
     or [0, p] when window is 0. Grid: (KV_HEADS * REPEAT, N // BLOCK_M + S); a sequence's last, longest block is first.
+
+    SEGMENTED (window is 0): of `decode_layout.Segments.dense_rows` rows of a sequence keys before its last whole
+    segment of `segment` keys are left out, and the natural logarithms of the sums of exponentials go to `lse` float32
+    [N, KV_HEADS * REPEAT]. Where a result is NaN for an absent page, its sum may be whatever it was.
     """
     take_turn(DEPENDENT)
     TOKEN: tl.constexpr = KV_HEADS * D
@@ -145,9 +155,15 @@ def paged_prefill(
     low = tl.where(window > 0, tl.maximum(front - window + 1, 0), 0)
     all_from = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     middle = tl.cdiv(all_from, BLOCK_K) * BLOCK_K
+    if SEGMENTED:
+        rest = length % segment_rows
+        dense = (first >= segment) & (token0 < length - tl.where(rest < least_rows, rest, 0))
+        low = tl.where(dense, first // segment * segment, low)
+        middle = tl.maximum(middle, low)
     tail = tl.maximum((front + 1) // BLOCK_K * BLOCK_K, middle)
     if _some_absent(table, low // PAGE_TOKENS, last // PAGE_TOKENS, table_length) > 0:
-        tl.store(to, tl.full([BLOCK_M, D], float("nan"), tl.float32).to(out.dtype.element_ty), live)
+        nothing = tl.full([BLOCK_M, D], float("nan"), tl.float32)
+        tl.store(to, nothing.to(out.dtype.element_ty), live)
         return
 
     query = tl.load(q + row * q_row + head * D + d, live, 0.0)
@@ -180,4 +196,6 @@ def paged_prefill(
             PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
         )  # fmt: skip
     result = acc / total[:, None] * factor
+    if SEGMENTED:
+        tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, (top * scale + tl.log2(total)) / LOG2_E, token < length)
     tl.store(to, result.to(out.dtype.element_ty), live)

@@ -19,16 +19,16 @@ from wicore_trt.plugins.layout import BITS_TYPES, FLOAT_TYPES, PoolShape
 
 _STRIDES = (
     *("q_token", "q_head", "q_row", "k_token", "k_head", "v_token", "v_head", "out_token", "out_head", "out_row"),
-    *("pool_page", "pool_layer", "pool_kv", "pool_token", "pool_head"),
+    *("pool_page", "pool_layer", "pool_kv", "pool_token", "pool_head", "part_row", "part_head", "values"),
     *("cache_layer", "cache_kv", "cache_slot", "cache_head", "cache_token"),
 )
 _INDEX_ARRAYS = (
     *("tables", "copies", "moves", "positions", "sequences", "cu_seqlens", "first_positions", "kv_lengths", "arrived"),
 )
-_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "logsums", "masses")
+_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "logsums", "masses", "sums", "lse", "part_lse")
 _INTEGERS = (
     *("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits"),
-    *("first", "singles", "pages"),
+    *("first", "singles", "pages", "segment", "segment_rows", "least_rows", "rows", "part_rows", "last"),
 )
 TYPES = {
     **dict.fromkeys(_INDEX_ARRAYS, "*i32"),
@@ -50,7 +50,7 @@ def kernel_spec(
 ) -> KernelSpec:
     """A spec of `function`, whose arguments besides `pointers` (element types by name) and constants are in TYPES."""
     types = {**TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
-    signature = {n: types[n] for n in function.arg_names if n in types}
+    signature = {n: types[n] for n in function.arg_names if n in types and n not in constants}
     aligned = frozenset(n for n in signature if n in ALIGNED or n in pointers)
     return KernelSpec(name, function, signature, constants, aligned, num_warps, num_stages)
 

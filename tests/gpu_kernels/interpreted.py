@@ -188,7 +188,7 @@ def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
     bounds = [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
 
     def check(pointers: Any, mask: Any) -> None:
-        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        touched = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         size = pointers.get_element_ty().primitive_bitwidth // 8
         inside = np.zeros(touched.shape, bool)
         for low, high in bounds:

@@ -36,6 +36,7 @@ from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, deco
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
+from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
     PAGE_DIGEST,
@@ -151,7 +152,15 @@ class TritonExecutor:
         """Those of the fewest tokens first."""
         with device.active(), _must_fit():
             constants = loading.constants(positions)
-            self.memory = StepMemory(loading.shape, loading.table, limits, device.empty, invariant=invariant)
+            segments = None if invariant else segment_attention(loading.shape, loading.table, limits, device.empty)
+            self.memory = StepMemory(
+                loading.shape,
+                loading.table,
+                limits,
+                device.empty,
+                invariant=invariant,
+                spare_queries=segments.segments.rows if segments else 0,
+            )
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             # Of each step under way: results, and masses.
@@ -169,6 +178,7 @@ class TritonExecutor:
                 device.stream,
                 constants.exponents,
                 invariant,
+                segments,
             )
             self._device_sampler = DeviceSampler(self.model, device)
         self._sampler = Sampler()
@@ -258,6 +268,8 @@ class TritonExecutor:
                     measured,
                 )
             )
+            if (large := self.model.segments) and batch.num_tokens >= large.segments.least:
+                large.ready(self.memory.q)  # for this thread, beside its first large step
 
     def collect(self) -> StepResult:
         """Wait for the oldest step under way. This is where the host waits for the device."""
@@ -387,6 +399,8 @@ class TritonExecutor:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record
         the graphs. All rows are of nobody and all pages absent, so no page is written."""
         with self.device.active(), torch.inference_mode():
+            if self.model.segments:
+                self.model.segments.ready(self.memory.q)
             longest = min(self.max_batch_tokens, self.memory.limits.positions)
             for count in sorted({1, min(longest, self.max_sequences or 1)}):
                 tokens = longest - count + 1

@@ -17,6 +17,7 @@ import torch
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
+from wicore_trt.backends.triton.segments import LongSlice
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.step_inputs import ABSENT, StepInputs
@@ -112,7 +113,10 @@ class StepBlock:
         self._send(offsets[1])
         self._read(unread, offsets[0])
         base, at = self._block.data_ptr(), offsets[0]
-        return self._arrays(shape, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
+        step = self._arrays(shape, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
+        rows = starts[singles:-1] - starts[singles]
+        places = zip(rows, lengths[singles:], arrays["first_positions"], range(shape.chunks), strict=True)
+        return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
 
     def upload_padded(self, inputs: StepInputs, singles: int, size: StepSizes, unread: Unread | None = None) -> None:
         """A step whose first `singles` slices have one token, padded for the graph of `padded(size)`: behind those, and

@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wicore_trt.backends.triton.table import (
+    ADD_SEGMENT,
     ANY,
     DECODE_BUCKETS,
     FP8,
+    GATHER,
     INVARIANT,
     LINEARS,
     PAGE_DIGEST,
     PAGE_LOGSUMS,
     PAGE_MASSES,
+    PREFILL_SEGMENTS,
     R16,
     SAMPLED,
     X8,
@@ -27,12 +30,14 @@ from wicore_trt.backends.triton.table import (
 )
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.decode_layout import DecodeConfig, decode_config, prefill_config
+from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, DecodeConfig, decode_config, prefill_config
 from wicore_trt.plugins.dependent import ALONE, mode_of
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import (
+    add_segment_spec,
     combine_spec,
     decode_spec,
+    gather_spec,
     logsums_spec,
     masses_spec,
     prefill_spec,
@@ -180,6 +185,11 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     prefill = prefill_config(target, pool)
     listed = _merged("decode", lambda rows: decode_spec(pool, dtype, heads, target, chosen_for(rows)), chosen_for)
     listed.append(ListedKernel("prefill", ANY, prefill_spec(pool, dtype, heads, target, prefill), asdict(prefill)))
+    if (target, pool.head_dim) in MEASURED_SEGMENTS:
+        segmented = prefill_spec(pool, dtype, heads, target, prefill, segmented=True)
+        listed.append(ListedKernel(PREFILL_SEGMENTS, ANY, segmented, asdict(prefill)))
+        listed.append(ListedKernel(GATHER, ANY, gather_spec(pool, dtype, target)))
+        listed.append(ListedKernel(ADD_SEGMENT, ANY, add_segment_spec(pool, dtype, heads)))
     listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
     listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):

@@ -58,13 +58,21 @@ class StepMemory:
     by way of `logsums`."""
 
     def __init__(
-        self, shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator, *, invariant: bool
+        self,
+        shape: EngineShape,
+        table: KernelTable,
+        limits: StepLimits,
+        empty: Allocator,
+        *,
+        invariant: bool,
+        spare_queries: int = 0,
     ) -> None:
+        """`spare_queries`: rows of `q` behind those of the largest step, for products that take so many at once."""
         spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
         self.limits = limits
         self.residual = empty((tokens, spec.hidden_size), torch.float32)
         self.x = empty((tokens, spec.hidden_size), dtype)
-        self.q = empty((tokens, spec.q_size), dtype)
+        self.q = empty((tokens + spare_queries, spec.q_size), dtype)
         self.attended = empty((tokens, spec.q_size), dtype)
         self.act = empty((tokens, spec.intermediate_size), dtype)
         self._wide = empty((wide_floats(shape, table.target, tokens, invariant=invariant),), torch.float32)

@@ -31,6 +31,7 @@ import torch
 
 from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton.memory import StepMemory
+from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import (
     ANY,
     FP8,
@@ -41,6 +42,7 @@ from wicore_trt.backends.triton.table import (
     MM16,
     PAGE_LOGSUMS,
     PAGE_MASSES,
+    PREFILL_SEGMENTS,
     R16,
     SCALED_MM,
     X8,
@@ -111,6 +113,8 @@ class StepArrays:
     tables: Mapping[str, tuple[int, int]]
     sampled: torch.Tensor | None = None
     """`sample_rows`, where not every row is sampled."""
+    slices: tuple[LongSlice, ...] = ()
+    """Those of the chunks, where the step is not for a graph."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class TritonModel:
     stream: int
     exponents: Mapping[str, int] = field(default_factory=dict)
     invariant: bool = False
+    segments: SegmentAttention | None = None
 
     @cached_property
     def embedding_scale(self) -> float:
@@ -161,6 +166,9 @@ class TritonOps:
         self._residual, self._gather = model.memory.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        # Of larger steps than graphs take; those keep their queries elsewhere.
+        large = model.segments is not None and step.tokens > model.memory.queries.shape[1]
+        self._segments = model.segments if large and model.segments and model.segments.of(step.slices) else None
 
     def embed(self) -> Value:
         """Nothing yet: the kernel of the norm that follows writes the residual too."""
@@ -239,7 +247,10 @@ class TritonOps:
         if step.chunks:
             slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
             tables = self._tables(group, step.singles, step.chunks)
-            self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
+            if group == LOCAL or self._segments is None:
+                self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
+            else:
+                self._segmented(self._segments, out[step.singles :], layer, slices, tables)
         if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
             return Value(self._narrowed(out, step.sampled))
         return Value(out)
@@ -346,6 +357,20 @@ class TritonOps:
         entry, rows = model.find("prefill", self._step.tokens), (q.data_ptr(), out.data_ptr())
         call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
         model.launch(entry, call)
+
+    def _segmented(
+        self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
+    ) -> None:
+        """`_prefill` of a global layer, where keys of long slices go another way."""
+        model, step = self._model, self._step
+        q, pool = self._memory.q[step.singles :], self._pool(layer)
+        sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
+        entry, rows = model.find(PREFILL_SEGMENTS, step.tokens), (q.data_ptr(), sums.data_ptr())
+        left_out = segments.segments, segments.lse.data_ptr()
+        scale = self._spec.query_pre_attn_scalar**-0.5
+        call = prefill_launch(entry.kernel.constants, rows, pool, tables, slices, scale, 0, segmented=left_out)
+        model.launch(entry, call)
+        segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:
         model, step, memory = self._model, self._step, self._memory

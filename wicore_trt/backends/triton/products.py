@@ -1,4 +1,4 @@
-"""Products by cuBLAS for large steps, and how large a layer's products can become.
+"""Products by cuBLAS and attention by cuDNN for large steps, and how large a layer's products can become.
 
 Knows tensors; neither layers nor steps. Invariant: sums of 16-bit products are float32. Off a GPU plain operators do it
 for tests.
@@ -68,6 +68,25 @@ def _scaled_mm(
         )
     else:
         out.copy_((x.float() @ w.float().T) * x_scale[:, None] * w_scale)
+
+
+def full_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rows that see all keys: [rows, heads, D] of q's type, and float32 [heads, rows], the natural
+    logarithm of the sum of exp(scale * score) over the keys. q [rows, heads, D]; k, v [keys, kv_heads, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if q.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 -- the public call gives no sums
+            q, k, v, None, True, 0.0, False, False, scale=scale
+        )
+        out, sums = found[0], found[1]
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).float() for x in (k, v))
+        scores = q.float() @ k.transpose(2, 3) * scale
+        sums = scores.logsumexp(3)
+        out = (torch.softmax(scores, 3) @ v).to(q.dtype)
+    return out[0].transpose(0, 1), sums.reshape(q.shape[1], q.shape[2])
 
 
 def gate_up_bound(gate_up: torch.Tensor, scale: torch.Tensor | None, norm: torch.Tensor) -> float:

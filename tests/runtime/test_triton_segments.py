@@ -1,0 +1,130 @@
+"""Long slices, whose keys are divided between two kernels: results are those of one, whatever the step holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
+
+from parity.paged import relative_error  # noqa: E402
+from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
+
+from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
+from wicore_trt.backends.triton import products  # noqa: E402
+from wicore_trt.backends.triton import segments as triton_segments  # noqa: E402
+from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, Segments  # noqa: E402
+
+SMALL = Segments(64, 128, 128, 2)
+SETTINGS: dict[str, Any] = {
+    **{"page_tokens": 8, "kv_pages": {"global": 96, "local": 96}},
+    **{"max_batch_tokens": 300, "max_sequences": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), SMALL)
+    monkeypatch.setattr(triton_memory, "PROMPT_BUCKETS", (8,))  # steps of graphs are smaller than those with segments
+    specs_of.cache_clear()
+    yield
+    specs_of.cache_clear()
+
+
+def segmented(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Driver:
+    """An executor that is ready for segments, whose launcher finds what the library allocates."""
+    driver, full = Driver(executor_of(model, **settings), 1), products.full_attention
+    triton = driver.executor.model
+
+    def found(*args: Any) -> Any:
+        results = tuple(x.contiguous() for x in full(*args))
+        triton.launcher.more += results
+        return results
+
+    monkeypatch.setattr(products, "full_attention", found)
+    triton.segments.ready(driver.executor.memory.q)
+    return driver
+
+
+def parts_launched(driver: Driver) -> tuple[int, int]:
+    """How often segments were gathered, and results added."""
+    names = driver.executor.model.launcher.launched
+    return tuple(sum(name.startswith(part) for name in names) for part in ("gather_", "add_segment_"))  # type: ignore[return-value]
+
+
+def long_steps(rng: random.Random) -> list[list[int]]:
+    """New tokens of each sequence: prompts in chunks of which some see whole segments, with rows left over, beside
+    sequences that decode and others too short or too early."""
+    return [[rng.randint(64, 100), 3, 9], [rng.choice((128, 129, 140)), 1, rng.choice((1, 60))], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("fp8, kv_dtype", [(False, "bfloat16"), (False, "fp8"), (True, "bfloat16")])
+def test_steps_with_long_slices_compute_what_the_oracle_does(
+    fp8: bool, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rng = small_model(random.randrange(1000)), random.Random()
+    given = {**SETTINGS, "fp8": fp8, "kv_dtype": kv_dtype}
+    mine, oracle = segmented(model, monkeypatch, **given), Driver(oracle_of(model, "bfloat16", **given), 2)
+    sequences: list[list[Any]] = [[d.new_sequence() for _ in range(3)] for d in (mine, oracle)]
+    errors = []
+    for lengths in long_steps(rng):
+        tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
+        for name in ("residual", "x", "q", "attended", "act", "_wide"):
+            getattr(mine.executor.memory, name).view(torch.uint8).fill_(0xFF)
+        for memory in (mine.executor.model.segments._dense, mine.executor.model.segments.lse):
+            memory.view(torch.uint8).fill_(0xFF)
+        errors.append(
+            relative_error(
+                *(d.step(list(zip(s, tokens, strict=True))) for d, s in zip((mine, oracle), sequences, strict=True))
+            )
+        )
+    assert parts_launched(mine) == (1, 1), "the second step alone has a slice behind a segment"
+    assert max(errors) < (0.3 if fp8 else 0.12 if kv_dtype == "fp8" else 0.02), errors
+
+
+def test_several_segments_and_two_long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span of several segments, and slices behind each other in a step, one without rows left over. Each row of what
+    the attention gives is that of the kernel alone."""
+    model, rng = small_model(random.randrange(1000)), random.Random()
+    drivers = segmented(model, monkeypatch, **SETTINGS), Driver(executor_of(model, **SETTINGS), 2)
+    monkeypatch.setattr(drivers[1].executor.model.segments, "ready", lambda q: None)
+    sequences: list[list[Any]] = [[d.new_sequence() for _ in range(2)] for d in drivers]
+    for lengths in ([128, 64], [128, 130]):
+        tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
+        works = [list(zip(s, tokens, strict=True)) for s in sequences]
+        assert relative_error(*(d.step(w) for d, w in zip(drivers, works, strict=True))) < 0.02
+        attended = [d.executor.memory.attended[: sum(lengths)] for d in drivers]  # of the last layer, a global one
+        for rows in zip(*(found.float() for found in attended), strict=True):
+            assert relative_error(*rows) < 0.03
+    assert parts_launched(drivers[0]) == (2, 2)
+
+
+def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = products.full_attention
+    for wrong in (lambda out, lse: (out, lse / 0.6931), lambda out, lse: (out * 1.1, lse)):
+        monkeypatch.setattr(products, "full_attention", lambda *args, w=wrong: w(*full(*args)))
+        mine = executor_of(small_model(3), **SETTINGS)
+        mine.model.segments.ready(mine.memory.q)
+        assert not mine.model.segments.of([triton_segments.LongSlice(0, 128, 64, 0)])
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no engine")
+
+    monkeypatch.setattr(products, "full_attention", fails)
+    mine, oracle = (
+        Driver(executor_of(small_model(3), **SETTINGS), 1),
+        Driver(oracle_of(small_model(3), "bfloat16", **SETTINGS), 2),
+    )
+    sequences = [d.new_sequence() for d in (mine, oracle)]
+    for length in (70, 130):
+        tokens = [random.randrange(48) for _ in range(length)]
+        assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
+
+
+def test_short_contexts_take_no_memory_for_it() -> None:
+    assert executor_of(small_model(3), **{**SETTINGS, "max_batch_tokens": 100}).model.segments is None
+    assert executor_of(small_model(3), **SETTINGS, batch_invariant=True).model.segments is None

@@ -1,0 +1,166 @@
+"""Attention of long slices: keys that all rows of a slice see go to cuDNN, the rest to the kernel that knows pages.
+
+Knows a layer's queries and pages and where a step's slices lie; neither models nor requests. Invariants: the keys of a
+row are divided between both without overlap, by `plugins.decode_layout.Segments`, which the kernel reckons with too; a
+page that is absent makes every row that sees it NaN; what cuDNN computes was compared with plain operators by each
+process before it is used, because the meaning of the sums that it returns is promised by no interface.
+
+A segment's pages are gathered side by side, as the queries' type: 16 KB a token and layer of 27B twice over, a few
+percent of what the product over them takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from wicore_trt.backends.triton import products
+from wicore_trt.backends.triton.memory import Allocator, StepLimits
+from wicore_trt.backends.triton.table import ADD_SEGMENT, GATHER, SEGMENT_ROLES, EngineShape, KernelTable
+from wicore_trt.model.spec import GROUPS
+from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, Segments, add_segment_launch, gather_launch
+from wicore_trt.plugins.launch import Launcher
+from wicore_trt.plugins.layout import Pool, Tables
+from wicore_trt.runtime.dtypes import TORCH_DTYPES
+
+log = logging.getLogger(__name__)
+
+CHECKED_ROWS = 16
+TOLERANCE = 0.02
+"""Of the result's norm, and of sums of exponentials: 16-bit products err by a tenth of it."""
+
+
+class LongSlice(NamedTuple):
+    """Tokens of one sequence in a step: `row` of the first, counted from the first of all such slices, how many, the
+    position of the first, and the row of the page tables, counted likewise."""
+
+    row: int
+    length: int
+    first: int
+    table: int
+
+
+class SegmentAttention:
+    """`segments` and the memory that they take: `lse` float32 [tokens, heads], keys and values of one product."""
+
+    def __init__(
+        self, shape: EngineShape, table: KernelTable, limits: StepLimits, segments: Segments, empty: Allocator
+    ) -> None:
+        pool, self._heads = shape.pool(GROUPS[0]), shape.spec.num_heads
+        self.segments, self._table = segments, table
+        most = segments.most if limits.positions > segments.most * segments.tokens else 1
+        self._dense = empty((2, most * segments.tokens, pool.kv_heads, pool.head_dim), TORCH_DTYPES[shape.dtype])
+        self.lse = empty((limits.tokens, self._heads), torch.float32)
+        self._scale = shape.spec.query_pre_attn_scalar**-0.5
+        self._checked: set[int] = set()  # threads: torch keeps what it prepares for cuDNN for each of them
+        self.wanted = False
+        """Whether cuDNN was found to do what it should."""
+
+    def of(self, slices: Sequence[LongSlice]) -> list[tuple[LongSlice, int]]:
+        """Slices whose segments are taken here, and of how many of their rows."""
+        found = [(piece, self.segments.dense_rows(piece.first, piece.length)) for piece in slices]
+        return [(piece, rows) for piece, rows in found if rows and self.wanted]
+
+    def add(
+        self,
+        launcher: tuple[Launcher, int],
+        q: torch.Tensor,
+        sums: torch.Tensor,
+        out: torch.Tensor,
+        pool: Pool,
+        tables: Tables,
+        slices: Sequence[LongSlice],
+    ) -> None:
+        """Complete `out` [tokens, heads * D] from `sums` (float32, same shape) and `lse`, which the kernel left. q has
+        `segments.rows` rows more than there are tokens, whatever they hold."""
+        start = 0
+        for piece, rows in self.of(slices):
+            out[start : piece.row].copy_(sums[start : piece.row])
+            table = tables.pointer + 4 * piece.table * tables.length, tables.length
+            self._add(launcher, q, sums, out, pool, table, piece, rows)
+            start = piece.row + rows
+        out[start:].copy_(sums[start:])
+
+    def _add(
+        self,
+        launcher: tuple[Launcher, int],
+        q: torch.Tensor,
+        sums: torch.Tensor,
+        out: torch.Tensor,
+        pool: Pool,
+        table: tuple[int, int],
+        piece: LongSlice,
+        rows: int,
+    ) -> None:
+        gather, adding = (self._table.find(role, rows).kernel for role in (GATHER, ADD_SEGMENT))
+        take, heads, dim = self.segments.rows, self._heads, pool.shape.head_dim
+        spans = list(self.segments.spans(piece.first))
+        for number, span in enumerate(spans):
+            dense = self._dense[:, : span[1]]
+            to = (dense.data_ptr(), self._dense.stride(0))
+            launcher[0].launch(gather, gather_launch(gather.constants, pool, table, span, to), launcher[1])
+            for at in range(0, rows, take):
+                row, count = piece.row + at, min(take, rows - at)
+                queries = q[row : row + take].view(take, heads, dim)
+                part, lse = products.full_attention(queries, dense[0], dense[1], self._scale)
+                call = add_segment_launch(
+                    adding.constants,
+                    (sums[row:].data_ptr(), self.lse[row:].data_ptr()),
+                    (part.data_ptr(), lse.data_ptr()),
+                    (part.stride(0), part.stride(1)),
+                    take,
+                    count,
+                    out[row:].data_ptr(),
+                    last=number == len(spans) - 1,
+                )
+                launcher[0].launch(adding, call, launcher[1])
+
+    def ready(self, q: torch.Tensor) -> None:
+        """Prepare this thread's products and compare a few of their rows. q: memory of `segments.rows` rows of queries,
+        which are overwritten. A library that does something else is not used."""
+        if threading.get_ident() in self._checked:
+            return
+        self._checked.add(threading.get_ident())
+        self.wanted = False
+        rows = q[: self.segments.rows].view(-1, self._heads, self._dense.shape[3]).normal_()
+        for keys in sorted({self.segments.tokens, self._dense.shape[1]}):
+            k, v = self._dense[:, :keys].normal_()
+            try:
+                part, lse = products.full_attention(rows, k, v, self._scale)
+            except RuntimeError as error:
+                log.warning("cuDNN has no attention for long prompts here: %s", error)
+                return
+            want, sums = _plain(rows[:CHECKED_ROWS], k, v, self._scale)
+            worst = float((part[:CHECKED_ROWS].float() - want).norm() / want.norm())
+            off = float((lse[:, :CHECKED_ROWS] - sums).abs().max())
+            if not (worst < TOLERANCE and off < TOLERANCE and lse.is_contiguous()):
+                log.warning("cuDNN's attention is not used: its results err by %.2g, their sums by %.2g", worst, off)
+                return
+        self.wanted = True
+
+
+def segment_attention(
+    shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
+) -> SegmentAttention | None:
+    """None where a step or a sequence cannot be long enough, or the engine's kernels do not know of segments."""
+    segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
+    if segments is None or not all(map(table.entries, SEGMENT_ROLES)):
+        return None
+    if limits.tokens < segments.least or limits.positions <= segments.tokens:
+        return None
+    return SegmentAttention(shape, table, limits, segments, empty)
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`products.full_attention` in float32, KV head by KV head."""
+    repeat, out, sums = q.shape[1] // k.shape[1], [], []
+    for head in range(k.shape[1]):
+        rows = q[:, head * repeat : (head + 1) * repeat].float()
+        scores = torch.einsum("rhd,kd->rhk", rows, k[:, head].float()) * scale
+        out.append(torch.einsum("rhk,kd->rhd", scores.softmax(2), v[:, head].float()))
+        sums.append(scores.logsumexp(2))
+    return torch.cat(out, 1), torch.cat(sums, 1).T
