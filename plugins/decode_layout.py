@@ -98,16 +98,22 @@ class Segments:
             at, count = at + taken, count - taken
 
 
-MEASURED_SEGMENTS: dict[tuple[str, int], Segments] = {("sm90", 128): Segments(8192, 2048, 1280, 4)}
-"""(target, head_dim) to segments for cuDNN's attention, which does 680 TFLOP/s on an H100 where `paged_prefill` does
-390, and 340 over FP8 pages."""
-
-MEASURED_PREFILL: dict[tuple[str, int, int], PrefillConfig] = {
-    ("sm90", 128, 2): PrefillConfig(128, 64, 8, 3),
-    ("sm90", 128, 1): PrefillConfig(128, 64, 4, 3),  # 340 TFLOP/s behind 32K and 128K keys, 250 by the rule below
-    ("sm90", 256, 2): PrefillConfig(64, 64, 4, 2),
+MEASURED_SEGMENTS: dict[tuple[str, int], Segments] = {
+    ("sm90", 128): Segments(8192, 2048, 1280, 4),
+    ("sm90", 256): Segments(8192, 2048, 1280, 4),
 }
-"""(target, head_dim, bytes per KV element) to the configuration."""
+"""(target, head_dim) to segments for cuDNN's attention. On an H100 it does 680 TFLOP/s with 32 heads of 128, where
+`paged_prefill` does 390, and 340 over FP8 pages; 740 with 16 heads of 256 (400 and 290), 380 with the 4 of 270M."""
+
+MEASURED_PREFILL: dict[tuple[str, int, int], tuple[tuple[int, PrefillConfig], ...]] = {
+    ("sm90", 128, 2): ((1 << 31, PrefillConfig(128, 64, 8, 3)),),
+    # 340 TFLOP/s behind 32K and 128K keys, 250 by the rule below.
+    ("sm90", 128, 1): ((1 << 31, PrefillConfig(128, 64, 4, 3)),),
+    # 400 TFLOP/s with 8 KV heads, where 64 rows do 230; few heads make too few programs of 128 rows.
+    ("sm90", 256, 2): ((2, PrefillConfig(64, 64, 4, 2)), (1 << 31, PrefillConfig(128, 64, 8, 2))),
+    ("sm90", 256, 1): ((1 << 31, PrefillConfig(128, 64, 8, 2)),),
+}
+"""(target, head_dim, bytes per KV element) to (KV heads at most, configuration), ascending."""
 
 
 def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
@@ -127,7 +133,7 @@ def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> Decode
 def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:
     found = MEASURED_PREFILL.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
-        return found
+        return next(config for most, config in found if pool.kv_heads <= most)
     if pool.head_dim > 128 or target in SMALL_SHARED:
         return PrefillConfig(64, 32 if pool.head_dim > 128 else 64, 4)
     return PrefillConfig(128, 64)

@@ -47,6 +47,7 @@ def builtin_spec(name: str) -> Gemma3Spec:
             "intermediate_size": intermediate,
             "sliding_window": window,
             "max_position_embeddings": longest,
+            "query_pre_attn_scalar": 256 if head_dim == 256 else hidden // heads,
         }
     )
 
