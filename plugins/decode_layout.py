@@ -35,12 +35,15 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """`block_m` tokens of one query head by `block_k` keys."""
+    """`block_m` tokens of one query head by `block_k` keys. `splits`: programs that share their keys at most, each with
+    `least` or more."""
 
     block_m: int
     block_k: int
     num_warps: int = 8
     num_stages: int = 2
+    splits: int = 1
+    least: int = 1
 
 
 MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]] = {
@@ -72,6 +75,7 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
 """(target, head_dim, bytes per KV element) to (rows at most, configuration), ascending, from
 `benchmarks.gpu.kernels.attention`. The last entry serves all larger batches; what is not here follows the rule of
 `decode_config`."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -114,6 +118,13 @@ MEASURED_PREFILL: dict[tuple[str, int, int], tuple[tuple[int, PrefillConfig], ..
     ("sm90", 256, 1): ((1 << 31, PrefillConfig(128, 64, 8, 2)),),
 }
 """(target, head_dim, bytes per KV element) to (KV heads at most, configuration), ascending."""
+
+SPLIT_PREFILL = {
+    ("sm90", 128): PrefillConfig(64, 64, 4, 3, 8, 2048),
+    ("sm90", 256): PrefillConfig(64, 64, 4, 2, 8, 2048),
+}
+"""(target, head_dim) to the configuration for steps of few tokens behind many keys: a program for each head and 128
+tokens, 32 of them, would leave most of a GPU idle."""
 
 
 def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
@@ -231,10 +242,11 @@ def prefill_launch(
     window: int,
     rows: tuple[int, int] = (0, 0),
     segmented: tuple[Segments, Any] | None = None,
+    split: tuple[Any, int] | None = None,
 ) -> Launch:
     """`kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements apart
     (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence. `segmented`: segments and
-    `lse` of a kernel that leaves them out; `out` is float32 then."""
+    `lse` of a kernel that leaves them out; `split`: `lse` and `split_rows` of one with splits. `out` is float32 then."""
     shape = pool.shape
     heads = shape.kv_heads * constants["REPEAT"]
     more: dict[str, Any] = {}
@@ -243,8 +255,15 @@ def prefill_launch(
         sizes = {"segment": segmented[0].tokens, "segment_rows": segmented[0].rows, "least_rows": segmented[0].least}
         assert not (sizes["segment_rows"] % constants["BLOCK_M"] or sizes["least_rows"] % constants["BLOCK_M"])
         more = {"lse": segmented[1], **sizes}
+    elif split is not None:
+        assert not window
+        more = {"lse": split[0], "split_rows": split[1]}
     return Launch(
-        (heads, slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0, 1),
+        (
+            heads,
+            slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0,
+            constants.get("SPLITS", 1),
+        ),
         {
             "q": q_out[0],
             "out": q_out[1],
@@ -261,6 +280,23 @@ def prefill_launch(
             "out_row": rows[1] or heads * shape.head_dim,
             "pool_page": shape.strides()["pool_page"],
             **more,
+        },
+    )
+
+
+def add_splits_launch(
+    constants: Mapping[str, Any], sums: tuple[Any, Any], split_rows: int, out: Any, rows: int
+) -> Launch:
+    """`kernels.segments.add_splits` of `sums` (values, lse) that `prefill_launch` left; `out` is contiguous."""
+    return Launch(
+        (div_ceil(rows, constants["BLOCK"]), constants["HEADS"], 1),
+        {
+            "sums": sums[0],
+            "lse": sums[1],
+            "out": out,
+            "rows": rows,
+            "split_rows": split_rows,
+            "out_row": constants["HEADS"] * constants["D"],
         },
     )
 

@@ -13,14 +13,14 @@ from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig
 from wicore_trt.plugins.kernels.decode_attention import combine_splits, split_decode
 from wicore_trt.plugins.kernels.page_masses import page_logsums, page_masses
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
-from wicore_trt.plugins.kernels.segments import add_segment, gather_segment
+from wicore_trt.plugins.kernels.segments import add_segment, add_splits, gather_segment
 from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
-_SEGMENTED = ("lse", "segment", "segment_rows", "least_rows")
-"""Arguments of `paged_prefill` that only segments need; without these they are constants, so that a kernel that was
-compiled before there were segments is launched as one of today."""
+_SEGMENTED, _SPLIT = ("segment", "segment_rows", "least_rows"), ("split_rows",)
+"""Arguments of `paged_prefill` that only segments, or splits, need, and "lse" both; where they are not needed they are
+constants, so that a kernel that was compiled before there were any is launched as one of today."""
 GATHER_TILE = 8192
 SUM_TILE = 2048
 """Elements of a program of `gather_segment` and of `add_segment`."""
@@ -90,12 +90,16 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpe
 def prefill_spec(
     pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig, *, segmented: bool = False
 ) -> KernelSpec:
-    """`paged_prefill` of `heads` query heads of `dtype` over `pool`; of a `segmented` one the results are float32.
-    Raises ConfigError for types that differ."""
-    repeat = _checked(pool, dtype, heads)
+    """`paged_prefill` of `heads` query heads of `dtype` over `pool`; of a `segmented` one, or one with splits, the
+    results are float32. Raises ConfigError for types that differ."""
+    repeat, split = _checked(pool, dtype, heads), config.splits > 1
+    assert not (segmented and split)
+    unused = (() if segmented else _SEGMENTED) + (() if split else _SPLIT) + (() if segmented or split else ("lse",))
     constants: dict[str, Constant] = {
-        **({} if segmented else dict.fromkeys(_SEGMENTED, 0)),
+        **dict.fromkeys(unused, 0),
         "SEGMENTED": segmented,
+        "SPLITS": config.splits,
+        "LEAST": config.least,
         "D": pool.head_dim,
         "PAGE_TOKENS": pool.page_tokens,
         "KV_HEADS": pool.kv_heads,
@@ -107,10 +111,18 @@ def prefill_spec(
     name = (
         f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}{'_seg' if segmented else ''}"
+        f"{f'_i{config.splits}_l{config.least}' if split else ''}"
     )
-    out = "fp32" if segmented else FLOAT_TYPES[dtype]
+    out = "fp32" if segmented or split else FLOAT_TYPES[dtype]
     pointers = {"q": FLOAT_TYPES[dtype], "out": out, "pool": _pool_type(pool)}
     return kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+
+
+def add_splits_spec(pool: PoolShape, dtype: str, heads: int, config: PrefillConfig) -> KernelSpec:
+    """`add_splits` behind `prefill_spec` of the same arguments."""
+    constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim // 2)}
+    name = f"add_splits_{dtype}_d{pool.head_dim}_h{heads}_i{config.splits}"
+    return kernel_spec(name, add_splits, {"out": FLOAT_TYPES[dtype]}, {**constants, "SPLITS": config.splits})
 
 
 def gather_spec(pool: PoolShape, dtype: str, target: str) -> KernelSpec:

@@ -5,7 +5,8 @@ queries' type, over E4M3 pages float16. Invariants: slots of other sequences, sl
 are never read; a page that a block of tokens sees and that is absent makes the block NaN; a row's result does not
 depend on which rows share its block, because key blocks lie at absolute positions and a block without visible keys
 changes nothing. A key of the own sequence that is not finite may reach rows of its block that do not see it.
-Rows whose keys of whole segments another product takes (`kernels.segments`) leave those out here.
+Rows whose keys of whole segments another product takes (`kernels.segments`) leave those out here. Few rows behind many
+keys are shared by several programs, each with a range of the keys; `kernels.segments.add_splits` adds up what they give.
 
 Online softmax: arXiv:2205.14135. A block holds tokens of one sequence and one query head; the programs of one KV head
 are neighbours and share its keys in L2. The scale is applied inside the exponent's multiply-add.
@@ -108,6 +109,7 @@ def paged_prefill(
     segment,
     segment_rows,
     least_rows,
+    split_rows,
     q_row,
     out_row,
     pool_page,
@@ -119,6 +121,8 @@ def paged_prefill(
     BLOCK_K: tl.constexpr,
     FP8: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
     """out[i, h] = softmax(q[i, h] . K * softmax_scale) V over the keys that token i sees.
@@ -130,6 +134,10 @@ def paged_prefill(
     SEGMENTED (window is 0): of `decode_layout.Segments.dense_rows` rows of a sequence keys before its last whole
     segment of `segment` keys are left out, and the natural logarithms of the sums of exponentials go to `lse` float32
     [N, KV_HEADS * REPEAT]. Where a result is NaN for an absent page, its sum may be whatever it was.
+
+    SPLITS > 1 (window is 0): programs (.., .., i) take a range of the keys each, of LEAST keys or more but for the last
+    one; `out` is float32 [SPLITS, split_rows, KV_HEADS * REPEAT, D] and `lse` [SPLITS, split_rows, KV_HEADS * REPEAT],
+    -inf where a range is empty, whose results are not written. Grid: as above, and SPLITS.
     """
     take_turn(DEPENDENT)
     TOKEN: tl.constexpr = KV_HEADS * D
@@ -147,6 +155,9 @@ def paged_prefill(
     live = (token < length)[:, None]
     d = tl.arange(0, D)[None, :]
     row = (begin + token).to(tl.int64)[:, None]
+    if SPLITS > 1:
+        out += tl.program_id(2).to(tl.int64) * split_rows * out_row
+        lse += tl.program_id(2).to(tl.int64) * split_rows * (KV_HEADS * REPEAT)
     to = out + row * out_row + head * D + d
     table = tables + s.to(tl.int64) * table_length
     # Positions of the first and the last token of the block, and the keys that both of them see: [middle, tail).
@@ -161,9 +172,24 @@ def paged_prefill(
         low = tl.where(dense, first // segment * segment, low)
         middle = tl.maximum(middle, low)
     tail = tl.maximum((front + 1) // BLOCK_K * BLOCK_K, middle)
+    end = last + 1
+    if SPLITS > 1:
+        used = tl.minimum(tl.cdiv(end, LEAST), SPLITS)
+        each = tl.cdiv(tl.cdiv(end, used), BLOCK_K) * BLOCK_K
+        low = tl.program_id(2) * each
+        end = tl.minimum(low + each, end)
+        if low >= end:
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, nothing, token < length)
+            return
+        middle = low
+        tail = tl.maximum(tl.minimum(tail, end), low)
+        last = end - 1
     if _some_absent(table, low // PAGE_TOKENS, last // PAGE_TOKENS, table_length) > 0:
-        nothing = tl.full([BLOCK_M, D], float("nan"), tl.float32)
-        tl.store(to, nothing.to(out.dtype.element_ty), live)
+        tl.store(to, tl.full([BLOCK_M, D], float("nan"), tl.float32).to(out.dtype.element_ty), live)
+        if SPLITS > 1:
+            unknown = tl.full([BLOCK_M], float("nan"), tl.float32)
+            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, unknown, token < length)
         return
 
     query = tl.load(q + row * q_row + head * D + d, live, 0.0)
@@ -196,6 +222,10 @@ def paged_prefill(
             PAGE_TOKENS, TOKEN, BLOCK_K, FP8, True,
         )  # fmt: skip
     result = acc / total[:, None] * factor
-    if SEGMENTED:
-        tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, (top * scale + tl.log2(total)) / LOG2_E, token < length)
+    if SPLITS > 1:
+        result = tl.where(total[:, None] == 0.0, 0.0, result)  # a row that sees none of these keys
+    if SEGMENTED or SPLITS > 1:
+        tl.store(
+            lse + (begin + token) * (KV_HEADS * REPEAT) + head, (top * scale + tl.log2(total)) / LOG2_E, token < length
+        )
     tl.store(to, result.to(out.dtype.element_ty), live)

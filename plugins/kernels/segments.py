@@ -1,4 +1,5 @@
-"""Keys and values of whole segments side by side, for a product that knows no pages, and its result added to the rest.
+"""Attention over parts of the keys: what parts give added up, and keys of a part side by side, for a product that knows
+no pages.
 
 Knows pages and grouped queries; not models, nor who multiplies. Invariants: an absent page (-1), and one behind the
 table's end, becomes NaN, so whoever sees it does; nothing but the segment's tokens, or the rows asked for, is written.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.decode_attention import widen
+from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -91,3 +93,45 @@ def add_segment(
     else:
         tl.store(sums + at, result, live[:, None])
         tl.store(lse + row * HEADS + head, top + tl.log2(total) / LOG2_E, live)
+
+
+@triton.jit
+def add_splits(
+    sums,
+    lse,
+    out,
+    rows,
+    split_rows,
+    out_row,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr = 0,
+):
+    """out [rows, HEADS, D] from sums float32 [SPLITS, split_rows, HEADS, D] and lse float32 [SPLITS, split_rows, HEADS],
+    as `paged_prefill` leaves them: where lse is -inf nothing is read. Rows of nobody become anything.
+    Grid: (cdiv(rows, BLOCK), HEADS).
+    """
+    take_turn(DEPENDENT)
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    at = row.to(tl.int64)
+    d = tl.arange(0, D)[None, :]
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(SPLITS):
+        top = tl.maximum(top, tl.load(lse + (i * split_rows + at) * HEADS + head, live, float("-inf")))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.zeros([BLOCK, D], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(SPLITS):
+        part = i * split_rows + at
+        theirs = tl.load(lse + part * HEADS + head, live, float("-inf"))
+        weight = tl.exp2((theirs - base) * LOG2_E)
+        there = (theirs != float("-inf"))[:, None]
+        values = tl.load(sums + (part * (HEADS * D))[:, None] + head * D + d, there, 0.0)
+        result += values * weight[:, None]
+        total += weight
+    result = result / total[:, None]
+    tl.store(out + at[:, None] * out_row + head * D + d, result.to(out.dtype.element_ty), live[:, None])

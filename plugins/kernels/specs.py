@@ -28,7 +28,7 @@ _INDEX_ARRAYS = (
 _FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "logsums", "masses", "sums", "lse", "part_lse")
 _INTEGERS = (
     *("table_length", "cache_tokens", "layers", "tokens", "window", "n_sequences", "n_splits"),
-    *("first", "singles", "pages", "segment", "segment_rows", "least_rows", "rows", "part_rows", "last"),
+    *("first", "singles", "pages", "segment", "segment_rows", "least_rows", "split_rows", "rows", "part_rows", "last"),
 )
 TYPES = {
     **dict.fromkeys(_INDEX_ARRAYS, "*i32"),

@@ -112,3 +112,53 @@ def test_compile(kv_dtype: str) -> None:
     pool = PoolShape(10, 32, 16, 128, kv_dtype)
     for spec in (specs.gather_spec(pool, "bfloat16", "sm90"), specs.add_segment_spec(pool, "bfloat16", 32)):
         aot.compile_kernel(spec, "sm90")
+
+
+def split(case: Case, problem: Any, config: PrefillConfig, rows: int) -> torch.Tensor:
+    """What the programs that share the keys give together; `rows`: places of tokens in their memory."""
+    total, width = problem.q.shape[0], case.heads * case.head_dim
+    shape = PoolShape(2, case.page_tokens, case.kv_heads, case.head_dim, case.kv_dtype)
+    scale: Any = torch.tensor([problem.kv_scale]) if case.kv_dtype == "fp8" else 0
+    spec = specs.prefill_spec(shape, case.dtype, case.heads, "sm90", config)
+    adding = specs.add_splits_spec(shape, case.dtype, case.heads, config)
+    sums = torch.full((config.splits, rows, width), torch.nan)
+    lse = torch.full((config.splits, rows, case.heads), torch.nan)
+    first = torch.tensor([f for f, _ in case.slices], dtype=torch.int32)
+    call = decode_layout.prefill_launch(
+        spec.constants,
+        (problem.q, sums),
+        Pool(problem.pool[:, 1:], shape, scale),
+        Tables(problem.tables, *problem.tables.shape),
+        Slices(torch.tensor(problem.bounds(), dtype=torch.int32), first, total),
+        case.head_dim**-0.5,
+        0,
+        split=(lse, rows),
+    )
+    interpreted.launch(spec, call)
+    assert not lse[:, :total].isnan().any() or (problem.tables < 0).any()
+    out = torch.full((total + 5, width), 77.0, dtype=problem.q.dtype)
+    interpreted.launch(adding, decode_layout.add_splits_launch(adding.constants, (sums, lse), rows, out, total))
+    assert (out[total:] == 77.0).all()
+    return out[:total].reshape(total, case.heads, case.head_dim)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "fp8"])
+@pytest.mark.parametrize("slices", [((0, 1), (17, 5), (95, 33), (300, 16)), ((0, 90),), ((31, 2), (32, 2), (600, 3))])
+@pytest.mark.parametrize("splits, least", [(2, 1), (3, 32), (8, 48)])
+def test_programs_that_share_keys(kv_dtype: str, slices: Any, splits: int, least: int) -> None:
+    """Ranges without keys, with keys that some rows of a block do not see, and with all of them."""
+    case = Case(slices, 4, 2, 16, 8, "float16", kv_dtype, 0)
+    problem = make(case)
+    got = split(case, problem, PrefillConfig(16, 16, splits=splits, least=least), problem.q.shape[0] + 3)
+    want, error = reference(problem)
+    worst = ((got.double() - want).abs() / (3 * error + 1e-6)).max().item()
+    assert got.isfinite().all() and worst <= 1, worst
+
+
+def test_an_absent_page_in_one_of_the_ranges_makes_the_row_nan() -> None:
+    case = Case(((200, 9), (250, 3)), 4, 2, 16, 8, "float16", "float16", 0)
+    for gone in (0, 13, 25):
+        problem = make(case)
+        problem.tables[0, gone] = -1
+        got = split(case, problem, PrefillConfig(16, 16, splits=4, least=16), 12)
+        assert got[:9].isnan().all() and got[9:].isfinite().all()

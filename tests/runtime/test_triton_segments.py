@@ -14,10 +14,11 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 from parity.paged import relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
+from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import products  # noqa: E402
 from wicore_trt.backends.triton import segments as triton_segments  # noqa: E402
-from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, Segments  # noqa: E402
+from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, SPLIT_PREFILL, PrefillConfig, Segments  # noqa: E402
 
 SMALL = Segments(64, 128, 128, 2)
 SETTINGS: dict[str, Any] = {
@@ -123,6 +124,35 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
     for length in (70, 130):
         tokens = [random.randrange(48) for _ in range(length)]
         assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs and without; each row of what the attention gives is that of the kernel alone."""
+    monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=3, least=32))
+    monkeypatch.setattr(triton_executor, "PROMPT_BUCKETS", (24,))
+    monkeypatch.setattr(triton_executor, "PROMPT_SINGLES", (0, 4))
+    model, rng = small_model(random.randrange(1000)), random.Random()
+    given = {**SETTINGS, "kv_dtype": kv_dtype, "graphs": True}
+    drivers = [Driver(executor_of(model, **given), n) for n in range(2)]
+    drivers[1].executor.memory.split_tokens = 0
+    for driver in drivers:
+        driver.executor.model.launcher.launched.clear()
+    sequences: list[list[Any]] = [[d.new_sequence() for _ in range(3)] for d in drivers]
+    for lengths in ([150, 9, 40], [20, 1], [3, 1, 17], [1, 2, 1]):
+        tokens = [[rng.randrange(48) for _ in range(n)] for n in lengths]
+        for driver, own in zip(drivers, sequences, strict=True):
+            for name in ("attended", "split_sums", "split_lse"):
+                getattr(driver.executor.memory, name).view(torch.uint8).fill_(0xFF)
+            driver.step(list(zip(own, tokens, strict=False)))
+        singles = lengths.count(1)
+        padded = 4 if singles else 0
+        places = [*range(singles), *range(padded, padded + sum(lengths) - singles)] if sum(lengths) < 25 else range(199)
+        attended = [d.executor.memory.attended[list(places)].float() for d in drivers]
+        for rows in zip(*attended, strict=True):
+            assert relative_error(*rows) < 0.03
+    launched = [d.executor.model.launcher.launched for d in drivers]
+    assert [sum(name.startswith("add_splits") for name in names) for names in launched] == [4, 0]
 
 
 def test_short_contexts_take_no_memory_for_it() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from wicore_trt.backends.triton.table import (
     ADD_SEGMENT,
+    ADD_SPLITS,
     ANY,
     DECODE_BUCKETS,
     FP8,
@@ -23,6 +24,8 @@ from wicore_trt.backends.triton.table import (
     PAGE_LOGSUMS,
     PAGE_MASSES,
     PREFILL_SEGMENTS,
+    PREFILL_SPLITS,
+    PROMPT_BUCKETS,
     R16,
     SAMPLED,
     X8,
@@ -30,11 +33,18 @@ from wicore_trt.backends.triton.table import (
 )
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.decode_layout import MEASURED_SEGMENTS, DecodeConfig, decode_config, prefill_config
+from wicore_trt.plugins.decode_layout import (
+    MEASURED_SEGMENTS,
+    SPLIT_PREFILL,
+    DecodeConfig,
+    decode_config,
+    prefill_config,
+)
 from wicore_trt.plugins.dependent import ALONE, mode_of
 from wicore_trt.plugins.kernels.e4m3 import has_conversions
 from wicore_trt.plugins.kernels.fast_attention_specs import (
     add_segment_spec,
+    add_splits_spec,
     combine_spec,
     decode_spec,
     gather_spec,
@@ -190,6 +200,10 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
         listed.append(ListedKernel(PREFILL_SEGMENTS, ANY, segmented, asdict(prefill)))
         listed.append(ListedKernel(GATHER, ANY, gather_spec(pool, dtype, target)))
         listed.append(ListedKernel(ADD_SEGMENT, ANY, add_segment_spec(pool, dtype, heads)))
+    if (few := SPLIT_PREFILL.get((target, pool.head_dim))) is not None:
+        tokens = PROMPT_BUCKETS[-1]
+        listed.append(ListedKernel(PREFILL_SPLITS, tokens, prefill_spec(pool, dtype, heads, target, few), asdict(few)))
+        listed.append(ListedKernel(ADD_SPLITS, tokens, add_splits_spec(pool, dtype, heads, few)))
     listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
     listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):

@@ -20,6 +20,7 @@ from wicore_trt.backends.triton.table import (
     KERNEL8,
     LINEARS,
     MM16,
+    PREFILL_SPLITS,
     PROMPT_BUCKETS,
     SCALED_MM,
     X8,
@@ -55,7 +56,8 @@ class StepMemory:
     [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
     0, 1, 2, ...: where sequences of one token begin, or rows that are all there are. `queries` [global layers, tokens
     of a step in a graph, Q] outlive their layer; `masses` float32 [rows * pages of a sequence] are measured from them
-    by way of `logsums`."""
+    by way of `logsums`. `split_tokens`: the most tokens of a step whose prompts' keys are split, `split_sums` float32
+    [splits * split_tokens, Q] and `split_lse` [splits * split_tokens, heads] what their programs give."""
 
     def __init__(
         self,
@@ -128,6 +130,11 @@ class StepMemory:
             sizes = [max(pair) for pair in zip(sizes, needed, strict=True)]
         self.split_partials = empty((max(sizes[0], 4),), torch.float32)
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
+        self.split_tokens, splits = 0, 0
+        for entry in () if suffix else table.entries(PREFILL_SPLITS):
+            self.split_tokens, splits = min(entry.bucket, limits.tokens), entry.config.splits
+        self.split_sums = empty((splits * self.split_tokens, shape.spec.q_size), torch.float32)
+        self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
         least = min(int(e.kernel.constants["CHUNK"]) for e in table.entries("choose"))
         chunks = div_ceil(shape.spec.vocab_size, least)

@@ -33,6 +33,7 @@ from wicore_trt.backends.triton import products as triton_products
 from wicore_trt.backends.triton.memory import StepMemory
 from wicore_trt.backends.triton.segments import LongSlice, SegmentAttention
 from wicore_trt.backends.triton.table import (
+    ADD_SPLITS,
     ANY,
     FP8,
     INVARIANT,
@@ -43,6 +44,7 @@ from wicore_trt.backends.triton.table import (
     PAGE_LOGSUMS,
     PAGE_MASSES,
     PREFILL_SEGMENTS,
+    PREFILL_SPLITS,
     R16,
     SCALED_MM,
     X8,
@@ -57,6 +59,7 @@ from wicore_trt.plugins.decode_layout import (
     DecodeRows,
     LastQueries,
     Workspace,
+    add_splits_launch,
     combine_launch,
     decode_launch,
     page_masses_launches,
@@ -247,10 +250,13 @@ class TritonOps:
         if step.chunks:
             slices = Slices(step.cu_seqlens, step.first_positions, step.tokens - step.singles)
             tables = self._tables(group, step.singles, step.chunks)
-            if group == LOCAL or self._segments is None:
-                self._prefill(q.rows[step.singles :], out[step.singles :], layer, slices, tables)
+            rows = q.rows[step.singles :], out[step.singles :]
+            if group == GLOBAL and self._segments is not None:
+                self._segmented(self._segments, rows[1], layer, slices, tables)
+            elif group == GLOBAL and step.tokens <= self._memory.split_tokens:
+                self._split(*rows, layer, slices, tables)
             else:
-                self._segmented(self._segments, out[step.singles :], layer, slices, tables)
+                self._prefill(*rows, layer, slices, tables)
         if layer + 1 == spec.num_layers and step.sampled is not None and self._product not in (KERNEL, KERNEL8):
             return Value(self._narrowed(out, step.sampled))
         return Value(out)
@@ -357,6 +363,16 @@ class TritonOps:
         entry, rows = model.find("prefill", self._step.tokens), (q.data_ptr(), out.data_ptr())
         call = prefill_launch(entry.kernel.constants, rows, self._pool(layer), tables, slices, scale, window)
         model.launch(entry, call)
+
+    def _split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
+        """`_prefill` of a global layer for few tokens, whose keys programs share."""
+        model, memory, scale = self._model, self._memory, self._spec.query_pre_attn_scalar**-0.5
+        prefill, adding = (model.find(role, self._step.tokens) for role in (PREFILL_SPLITS, ADD_SPLITS))
+        sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
+        to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
+        call = prefill_launch(prefill.kernel.constants, to, pool, tables, slices, scale, 0, split=(sums[1], rows))
+        model.launch(prefill, call)
+        model.launch(adding, add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out)))
 
     def _segmented(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables

@@ -13,8 +13,9 @@ bfloat16 results of cuBLAS.
 Linears have one more each, ".invariant", for any number of rows. "page_digest" runs beside steps, on KV pages that
 leave the device or came to it; engines built before it have none, and the CPU checks their pages. "page_logsums" and
 "page_masses" measure attention; engines built before them do not. "prefill.segments", "gather" and "add_segment" leave
-keys that all rows of a long slice see to a product of cuDNN (`backends.triton.segments`); engines built before them,
-and for targets that it was not measured on, have none.
+keys that all rows of a long slice see to a product of cuDNN (`backends.triton.segments`); "prefill.splits" and
+"add_splits" share the keys of few tokens between programs. Engines built before these, and for targets that they were
+not measured on, have none.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ FP8, X8, R16 = ".fp8", ".x8", ".r16"
 PAGE_DIGEST = "page_digest"
 PAGE_LOGSUMS, PAGE_MASSES = "page_logsums", "page_masses"
 SEGMENT_ROLES = PREFILL_SEGMENTS, GATHER, ADD_SEGMENT = "prefill.segments", "gather", "add_segment"
+PREFILL_SPLITS, ADD_SPLITS = "prefill.splits", "add_splits"
 
 KERNEL, KERNEL8, MM, MM16, SCALED_MM = "kernel", "kernel8", "mm", "mm16", "scaled_mm"
 """How a step multiplies by a layer's weights: Triton kernels of 16-bit rows or of E4M3 rows, torch.mm (cuBLAS) with
