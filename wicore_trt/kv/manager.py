@@ -15,13 +15,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
-from wicore_trt.kv.copy_down import CopyDown, WritePolicy
+from wicore_trt.kv.copy_down import CopyDown
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.memory import Memory
+from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
@@ -34,22 +34,6 @@ from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
-
-MAX_EVENT_LOG_PAGES = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
-    window on the device. `write_policy` and `threshold`: see `copy_down`. `measure_attention`: keep measured attention
-    mass for the policy. `slab_pages`: see `KVLayout`."""
-
-    prefix_cache: bool = True
-    checkpoint_tokens: int = 4096
-    write_policy: WritePolicy = "through"
-    threshold: float = 0.85
-    measure_attention: bool = False
-    slab_pages: Mapping[str, int] | None = None
 
 
 class KVCacheManager:
@@ -217,10 +201,25 @@ class KVCacheManager:
                 del self._on_the_way[key]
 
     def housekeep(self) -> None:
-        """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
+        """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
             self.tiers.poll()
             self._copies.relieve()
+        self._drop_expired()
+
+    def before_step(self) -> None:
+        """What of `housekeep` the next step may depend on, while the device waits for it."""
+        if self.tiers is not None:
+            self.tiers.poll_up()
+        self._drop_expired()
+
+    def beside_step(self, tokens: int) -> None:
+        """The rest of it, while a step of so many tokens runs."""
+        if self.tiers is not None:
+            self.tiers.poll_down()
+            self._copies.relieve(tokens)
+
+    def _drop_expired(self) -> None:
         for key in self.retention.due(self.retention.now(), self._in_use):
             self.drop(key, "expired")
 

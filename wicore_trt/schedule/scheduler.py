@@ -86,6 +86,8 @@ class Scheduler:
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
         self._turns = Turns()
+        if manager.tiers is not None:
+            manager.tiers.transfers.yield_to(lambda: self.has_work)
 
     @property
     def has_work(self) -> bool:
@@ -167,7 +169,7 @@ class Scheduler:
         """Make up the next step and reserve its pages."""
         schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
         self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
-        self.manager.housekeep()
+        self.manager.before_step()
         decoding = [s for s in self.running if s.remaining == 1]
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
@@ -219,7 +221,7 @@ class Scheduler:
         # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
         if self.loading:
             return None
-        self.manager.housekeep()
+        self.manager.before_step()
         decoding = [s for s, count in schedule.slices if s.finish_reason is None and count == s.remaining]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
         if len(decoding) < len([s for s in self.running if s.finish_reason is None]):
