@@ -85,6 +85,8 @@ class EngineCore(Core):
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
+        if scheduler.manager.tiers is not None:
+            scheduler.manager.tiers.transfers.yield_to(lambda: self.has_work)
 
     @property
     def has_work(self) -> bool:

@@ -86,8 +86,6 @@ class Scheduler:
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
         self._turns = Turns()
-        if manager.tiers is not None:
-            manager.tiers.transfers.yield_to(lambda: self.has_work)
 
     @property
     def has_work(self) -> bool:
