@@ -4,11 +4,11 @@
 
 For each size of a piece and number of threads fresh memory is cleared (`MADV_POPULATE_WRITE`, whole pieces or steps of
 as many MiB as `--steps` says) and locked by the product's `CudaHostMemory.pin`, while the main thread launches a small
-kernel and waits for its stream, and takes and gives back a MiB of the system's memory (`mmap`, `munmap`). Then the
-product's own `Backing`, for an engine without work and for one with work; the latter is given up after a while, and
-what it took by then counts. Prints seconds, GB/s and latencies of the main thread in milliseconds (median, 99th
-percentile, longest) beside those of a machine that does nothing else. Needs a GPU; without one it says so and exits
-with 2.
+kernel and waits for its stream, and takes and gives back a MiB of the system's memory (`mmap`, `munmap`). Before that
+the product's own `Backing`, for an engine without work and for one with work, which is given up after some seconds.
+Rows with "+ work" have another stream multiply and copy to host memory all the time: locking may wait for that, and
+launches for locking. Prints seconds, GB/s and latencies of the main thread in milliseconds (median, 99th percentile,
+longest) beside those of a machine that takes nothing. Needs a GPU; without one it says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -54,10 +55,34 @@ class Taken:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def feel(until: Callable[[], bool], vector: torch.Tensor) -> Felt:
+class Work:
+    """Products and copies to the host on a stream of their own, some tens of milliseconds ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._matrix = torch.ones((8192, 8192), dtype=torch.bfloat16, device=device)
+        self._host = torch.empty(self._matrix.shape, dtype=torch.bfloat16, pin_memory=True)
+        self._event: Any = None
+
+    def __call__(self) -> None:
+        if self._event is None or self._event.query():
+            with torch.cuda.stream(self._stream):
+                for _ in range(10):
+                    product = self._matrix @ self._matrix
+                    self._host.copy_(product, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+
+
+def nothing() -> None:
+    """No work beside."""
+
+
+def feel(until: Callable[[], bool], vector: torch.Tensor, work: Callable[[], None] = nothing) -> Felt:
     """Launch, and take memory, until it is over."""
     felt = Felt()
     while not until():
+        work()
         begun = time.perf_counter()
         vector.add_(1.0)
         torch.cuda.current_stream().synchronize()
@@ -86,8 +111,11 @@ def row(name: str, threads: str, seconds: float, taken: int, calls: str, felt: F
     )
 
 
-def by_hand(nbytes: int, piece: int, step: int, threads: int, device: torch.device, vector: torch.Tensor) -> None:
+def by_hand(
+    nbytes: int, piece: int, step: int, threads: int, vector: torch.Tensor, beside: Callable[[], None] = nothing
+) -> None:
     """Threads that each clear and lock one piece after the other."""
+    device = vector.device
     slab, memory, taken = aligned_buffer(nbytes), CudaHostMemory(device), Taken()
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -114,16 +142,20 @@ def by_hand(nbytes: int, piece: int, step: int, threads: int, device: torch.devi
     begun = time.perf_counter()
     for worker in workers:
         worker.start()
-    felt = feel(lambda: not any(worker.is_alive() for worker in workers), vector)
+    felt = feel(lambda: not any(worker.is_alive() for worker in workers), vector, beside)
     seconds = time.perf_counter() - begun
     memory.unpin_all()
     name = f"pieces of {piece // MIB} MiB" + (f", steps of {step // MIB}" if step != piece else "")
+    name += " + work" if beside is not nothing else ""
     a_piece = f"{taken.clearing / taken.count * 1e3:.1f} / {taken.locking / taken.count * 1e3:.1f}"
     row(name, str(threads), seconds, nbytes, a_piece, felt)
 
 
-def by_the_product(nbytes: int, working: bool, limit_s: float, device: torch.device, vector: torch.Tensor) -> None:
+def by_the_product(
+    nbytes: int, working: bool, limit_s: float, vector: torch.Tensor, beside: Callable[[], None] = nothing
+) -> None:
     """The host tier's own memory, for an engine that has work or has none."""
+    device = vector.device
     slots = nbytes // SLOT_BYTES
     slab, memory, told = aligned_buffer(slots * SLOT_BYTES), CudaHostMemory(device), list[int]()
     begun = time.perf_counter()
@@ -136,11 +168,11 @@ def by_the_product(nbytes: int, working: bool, limit_s: float, device: torch.dev
     def over() -> bool:
         return backing.ready + sum(told) == slots or time.perf_counter() - begun > limit_s
 
-    felt = feel(over, vector)
+    felt = feel(over, vector, beside)
     seconds, count = time.perf_counter() - begun, sum(told) * SLOT_BYTES
     backing.close()
     memory.unpin_all()
-    what = "with work" if working else "idle"
+    what = ("with work" if working else "idle") + (" + work" if beside is not nothing else "")
     row(f"product, engine {what}", str(host.BACKERS), seconds, count, f"ready {ready:.2f} s", felt)
 
 
@@ -166,8 +198,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("|---|---|---|---|---|---|---|")
     quiet = time.perf_counter() + QUIET_S
     row("nothing is taken", "-", QUIET_S, 0, "-", feel(lambda: time.perf_counter() > quiet, vector))
-    for working in (True, False):
-        by_the_product(8 * nbytes, working, BUSY_S, device, vector)
+    work = Work(device)
+    quiet = time.perf_counter() + QUIET_S
+    row("nothing is taken + work", "-", QUIET_S, 0, "-", feel(lambda: time.perf_counter() > quiet, vector, work))
+    for working, beside in ((True, work), (True, nothing), (False, nothing)):
+        by_the_product(8 * nbytes, working, BUSY_S, vector, beside)
+        gc.collect()
+    for piece, step, threads in ((256, 256, 8), (256, 256, 1), (32, 4, 8), (32, 4, 1)):
+        by_hand(nbytes, piece * MIB, step * MIB, threads, vector, work)
         gc.collect()
     skipped = 0
     for threads in map(int, args.threads.split(",")):
@@ -176,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if time.perf_counter() - begun > args.budget_s:
                     skipped += 1
                     continue
-                by_hand(nbytes, piece * MIB, (step or piece) * MIB, threads, device, vector)
+                by_hand(nbytes, piece * MIB, (step or piece) * MIB, threads, vector)
                 gc.collect()
     print(f"\n{torch.cuda.get_device_name(device)}, {time.perf_counter() - begun:.0f} s, {skipped} rows left out")
     return 0
