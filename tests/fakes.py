@@ -22,7 +22,8 @@ from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.files import Files
-from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
@@ -164,7 +165,7 @@ class FakeExecutor(PlainCopier):
                 assert slot >= 0, f"{group} page of position {position} is gone"
                 assert memory[slot][position % size] == truth[position], f"{group}: wrong KV at position {position}"
 
-    def to_host(self, group, slot, parts, done) -> None:
+    def to_host(self, group, slot, parts, done, *, settled=False) -> None:
         """Digests of a page, 8 bytes per position, zeros where nothing was written."""
         (part,) = parts
         part[:] = b"".join(digest.ljust(8, b"\0") for digest in self.memory[group][slot])
@@ -243,8 +244,9 @@ class AheadFakeExecutor(FakeExecutor):
         self.submit(batch)
         return self.collect()
 
-    def to_host(self, group, slot, parts, done) -> None:
-        self.flush()
+    def to_host(self, group, slot, parts, done, *, settled=False) -> None:
+        if not settled:
+            self.flush()
         super().to_host(group, slot, parts, done)
 
     def to_device(self, group, slot, parts, done) -> None:

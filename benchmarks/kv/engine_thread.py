@@ -50,7 +50,7 @@ class Device(Blank):
     def digest(self, parts: Sequence[memoryview]) -> bytes:
         return bytes(16)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         done(bytes(16), 1e-6)
 
     to_device = to_host

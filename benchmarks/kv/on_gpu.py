@@ -1,15 +1,16 @@
 """The KV cache at 27B's shapes on a GPU: conversations, one prefix, decode at long contexts. `make bench-kv-gpu`.
 
-    python -m benchmarks.kv.on_gpu [--only sessions,prefix,decode,masses] [--disk DIR] [--budget-s 600] [--output FILE]
+    python -m benchmarks.kv.on_gpu [--only sessions,prefix,decode,masses,reuse-free] [--disk DIR] [--budget-s 600]
 
 Weights are made up (FP8), so text means nothing and times hold. `sessions`: conversations that together outgrow the
 device pool take turns, some at a time; every turn sends the whole history and some new tokens. `prefix`: time to first
 token of one prefix with a new end, when it is computed, on the device, in host memory, and on disk for a new process's
 engine. `decode`: milliseconds a step of a batch that decodes at long contexts, beside the bytes it must read over the
 copy bandwidth of the same run. `masses`: the same with the policy `a2cr`, when attention is measured on no step, on one
-in so many and on every step, in turns on one engine. With --vllm-site and --peer-scripts vLLM's scripts run behind
-ours. Invariant: every request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what
-does not fit into the budget is skipped, and the table says so. Needs a GPU.
+in so many and on every step, in turns on one engine. `reuse-free`: what tiers cost when nothing is found
+(`benchmarks.kv.reuse_free`). With --vllm-site and --peer-scripts vLLM's scripts run behind ours. Invariant: every
+request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what does not fit into the
+budget is skipped, and the table says so. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.machine import describe, measure_gpu_rates
 from benchmarks.gpu.ours import free_device_memory
+from benchmarks.kv import reuse_free
 from benchmarks.kv.peer import RUNS, run_peer
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.collector import collect_rarely
@@ -61,7 +63,7 @@ MASS_CASES, MASS_STEPS = ((32, 4096), (8, 32768), (1, 32768)), 321
 PROMPT_TOKENS = range(10, 9999)
 SETTLE_S, REST_S = 30.0, 0.5
 MEMORY_THREADS = "wicore-kv-memory"
-TABLES = ("sessions", "prefix", "decode", "masses")
+TABLES = ("sessions", "prefix", "decode", "masses", "reuse-free")
 
 
 @dataclass
@@ -328,6 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
     parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
     parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
+    parser.add_argument("--repeat", type=int, default=1, help="how often the rounds of reuse-free run")
     parser.add_argument("--engines", type=Path, help="made by `benchmarks.gpu.run prebuild`; others are built now")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
     parser.add_argument("--vllm-site", type=Path, help="packages of vLLM, to measure it beside us with --peer-scripts")
@@ -338,7 +341,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rates = measure_gpu_rates()
     document: dict[str, Any] = {"machine": describe(), "bytes_per_s": rates.copy_bytes_per_s}
-    document |= {name: [] for name in TABLES} | {"ready_s": {}, "decisions": {}, "skipped": [], "vllm": {}}
+    document |= {name: [] for name in (*TABLES, "reuse-free, decode")} | {
+        "ready_s": {},
+        "decisions": {},
+        "skipped": [],
+        "vllm": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         engines = Engines(document["machine"]["target"], Path(scratch), args.engines, say)
         disk = args.disk or Path(scratch) / "kv"
@@ -360,6 +368,9 @@ def main(argv: list[str] | None = None) -> int:
                 document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s)
             if "masses" in args.only and ready(f"masses, KV {kv}"):
                 document["masses"] += masses(path, MASS_CASES, kv, MASS_STEPS)
+            if "reuse-free" in args.only and kv == "auto" and ready("reuse-free"):
+                found = reuse_free.rounds(opened, decode_gaps, path, args.repeat)
+                document["reuse-free"], document["reuse-free, decode"] = found
             for number, order in itertools.product(args.arms.split(","), args.orders.split(",")):
                 arm = list(ARMS)[int(number)]
                 if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}"):
@@ -377,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
         ready("")
     for name, found in document["vllm"].items():
         print(f"vLLM {found['version']}, {name} {found['problem']}\n\n{table(found['rows'])}")
-    print(*(table(document[name]) for name in TABLES), sep="\n")
+    print(*(table(document[name]) for name in (*TABLES, "reuse-free, decode")), sep="\n")
     print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
     return 0
 

@@ -229,7 +229,7 @@ class SlowCopier(PlainCopier):
     def digest(self, parts: Sequence[memoryview]) -> bytes:
         return self.inner.digest(parts)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         self.held.append((group, slot, parts, done))
 
     def to_device(self, *arguments: Any) -> None:

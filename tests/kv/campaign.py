@@ -74,7 +74,7 @@ class LateCopier(PlainCopier):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def to_host(self, group, slot, parts, done) -> None:
+    def to_host(self, group, slot, parts, done, *, settled=False) -> None:
         data = self._page(group, slot, parts)
 
         def move() -> bytes:

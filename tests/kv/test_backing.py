@@ -20,8 +20,10 @@ SLOT = 4096
 
 def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
-        slots, piece = random.randint(1, 40), random.randint(1, 15)
+        slots, piece, pieces = random.randint(1, 40), random.randint(1, 15), random.randint(1, 3)
         monkeypatch.setattr(host, "PIECE_BYTES", piece * SLOT + random.choice((0, 17)))
+        monkeypatch.setattr(host, "STEP_BYTES", random.randint(1, 3) * SLOT)
+        monkeypatch.setattr(host, "FIRST_PIECES", pieces)
         slab, lock, pinned = aligned_buffer(slots * SLOT), threading.Lock(), []
 
         def pin(memory: memoryview, lock=lock, pinned=pinned) -> bool:
@@ -31,7 +33,10 @@ def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.Mo
 
         slab[::SLOT] = bytes(range(slots))
         backing, told = Backing(slab, SLOT, pin), []
-        assert backing.locked and backing.ready == min(piece, slots) and len(pinned) == 1
+        assert backing.locked and backing.ready == min(pieces * piece, slots)
+        assert sum(memory.nbytes for memory in pinned) == backing.ready * SLOT
+        busy = random.random() < 0.5
+        backing.working = lambda busy=busy: busy
 
         def tell(first: int, stop: int, lock=lock, told=told) -> None:
             with lock:
@@ -48,6 +53,7 @@ def test_pieces_are_locked_once_and_told_of_when_they_are(monkeypatch: pytest.Mo
 
 def test_memory_that_cannot_be_locked_is_of_use_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(host, "FIRST_PIECES", 1)
     calls, told = [], []
 
     def pin(memory: memoryview) -> bool:
@@ -72,6 +78,7 @@ def test_memory_that_need_not_be_locked_is_of_use_at_once() -> None:
 
 def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(host, "FIRST_PIECES", 1)
     begun, go = [], threading.Event()
 
     def pin(memory: memoryview) -> bool:
@@ -85,15 +92,63 @@ def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytes
     while len(begun) < 2:
         time.sleep(0.001)
     closing.start()
-    while next(backing._left, None) is not None:
-        time.sleep(0.001)
+    assert backing._closed.wait(20)
     go.set()
     closing.join(20)
-    assert not closing.is_alive() and len(begun) <= 2 + host.BACKERS
+    assert not closing.is_alive() and len(begun) == 2
+
+
+def test_memory_is_taken_in_small_steps_and_one_after_the_other_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of clearing and pieces of locking; threads clear at once only while the engine is idle."""
+    monkeypatch.setattr(host, "PIECE_BYTES", 8 * SLOT)
+    monkeypatch.setattr(host, "STEP_BYTES", 2 * SLOT)
+    lock, inside, most, sizes = threading.Lock(), {"clear": 0, "pin": 0}, {"clear": 0, "pin": 0}, set()
+
+    def busy(what: str, count: int) -> None:
+        with lock:
+            inside[what] += 1
+            most[what] = max(most[what], inside[what])
+            sizes.add((what, count))
+        time.sleep(0.001)
+        with lock:
+            inside[what] -= 1
+
+    def pin(memory: memoryview) -> bool:
+        busy("pin", memory.nbytes)
+        return True
+
+    for working in (True, False):
+        most.update(clear=0, pin=0)
+        backing = Backing(aligned_buffer(400 * SLOT), SLOT, pin)
+        monkeypatch.setattr(backing, "_advise", lambda begin, count, advice: busy("clear", count))
+        monkeypatch.setattr(host.os, "cpu_count", lambda: 4)
+        backing.working = lambda working=working: working
+        begun = time.perf_counter()
+        backing.start(lambda first, stop: None)
+        for thread in backing._threads:
+            thread.join()
+        seconds = time.perf_counter() - begun
+        assert most["pin"] == 1 and (most["clear"] == 1) == working, most
+        rests = (400 - host.FIRST_PIECES * 8) // 8 * host.LOCKING_REST * 0.001
+        assert not working or seconds > rests, "there was no rest"
+    assert sizes == {("clear", 2 * SLOT), ("pin", 8 * SLOT)}
+
+
+def test_who_closes_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
+    monkeypatch.setattr(host, "CLEARING_REST", 1e9)
+    backing = Backing(aligned_buffer(500 * SLOT), SLOT, lambda memory: True)
+    backing.working = lambda: True
+    backing.start(lambda first, stop: None)
+    time.sleep(0.05)
+    begun = time.perf_counter()
+    backing.close()
+    assert time.perf_counter() - begun < 5
 
 
 def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "PIECE_BYTES", 16 * SLOT)
+    monkeypatch.setattr(host, "FIRST_PIECES", 1)
     held = threading.Semaphore(1)
 
     def pin(self: PlainCopier, memory: memoryview) -> bool:

@@ -26,7 +26,7 @@ PAGE_BYTES = {group: LAYER_BYTES * layers // SCALE for group, layers in LAYERS.i
 class NoCopies(PlainCopier):
     """A device without memory; what counts here are the books."""
 
-    def to_host(self, group, slot, parts, done) -> None:
+    def to_host(self, group, slot, parts, done, *, settled=False) -> None:
         assert sum(map(len, parts)) == PAGE_BYTES[group]
         done(None, 0.0)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.shared_memory import SharedMemory

@@ -10,7 +10,8 @@ from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import UnwrittenPageError
-from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.pool import PagePool
@@ -122,7 +123,7 @@ def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypa
         done(rng.randbytes(16) if wrong else seen(parts), 0.0)
 
     device.checks, device.to_device = True, to_device
-    device.to_host = lambda group, slot, parts, done: out(group, slot, parts, lambda *_: done(seen(parts), 0.0))
+    device.to_host = lambda group, slot, parts, done, **_: out(group, slot, parts, lambda *_: done(seen(parts), 0.0))
     monkeypatch.setattr(PrefixLoad, "_pass", lambda load, item: (passed.append(item), pass_over(load, item)))
     prompt = [rng.randrange(2, 97) for _ in range(300)]
     for turn in range(8):
@@ -333,8 +334,8 @@ def test_nothing_arrives_behind_a_step_under_way_while_a_sequence_loads():
     scheduler, tiers = core.scheduler, core.scheduler.manager.tiers
     core.add(GenerateRequest("a", (5, 6, 7), GREEDY))
     schedule = scheduler.schedule()
-    polled, poll = [], tiers.poll
-    tiers.poll = lambda: polled.append(True) or poll()
+    polled, poll = [], tiers.poll_up
+    tiers.poll_up = lambda: polled.append(True) or poll()
     assert scheduler.follow(schedule) is not None and polled
     scheduler.running[0].pages.load = PrefixLoad(8, 2, [])
     polled.clear()

@@ -287,9 +287,9 @@ class Copier:
     def digest(self, parts: Sequence[memoryview]) -> bytes:
         return blake2b(b"".join(parts), digest_size=16).digest()
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         seconds = self._spend()
-        page = self.page(group, slot)
+        page = self.page(group, slot, settled)
         put(parts, page)
         self._lie(parts)
         done(self._seen(page), seconds)
@@ -309,9 +309,9 @@ class Copier:
             self.lied += 1
             scramble(parts, self.device.world.rng)
 
-    def page(self, group: str, slot: int) -> memoryview:
-        """A page as it is after all steps that were started."""
-        if isinstance(self.device, AheadDevice):
+    def page(self, group: str, slot: int, settled: bool = False) -> memoryview:
+        """A page as it is after all steps that were started, or now, if none of these is to write it."""
+        if not settled and isinstance(self.device, AheadDevice):
             self.device.flush()
         return self.device.pages[group][slot]
 
@@ -337,10 +337,10 @@ class LateCopier(Copier):
         self._leaving: list[list] = []
         """Copies to the host that nobody has waited for: [slot, what is read there]."""
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         with self._lock:
             self._settle({(group, slot)})
-            leaving = [(group, slot), bytes(self.page(group, slot))]
+            leaving = [(group, slot), bytes(self.page(group, slot, settled))]
             self._leaving.append(leaving)
 
         def over(seconds: float) -> None:

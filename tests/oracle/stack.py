@@ -30,7 +30,8 @@ from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.space import Space
 from wicore_trt.kv.disk.store import DiskStore
-from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.prefix.planner import TierRate
 from wicore_trt.kv.shared_memory import SharedMemory

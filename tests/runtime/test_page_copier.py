@@ -58,7 +58,7 @@ def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
     """Copies of the rating may be late: what one of them overwrites was checked before."""
     layout, asked = KVLayout(4, "float32", {"global": 600}, {"global": 8192}), []
     copier = PlainCopier()
-    copier.to_host = copier.to_device = lambda group, slot, parts, done: asked.append((parts, done))
+    copier.to_host = copier.to_device = lambda group, slot, parts, done, **_: asked.append((parts, done))
     manager, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
     transfers, taken = manager.tiers.transfers, []
 

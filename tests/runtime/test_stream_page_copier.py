@@ -188,6 +188,36 @@ def test_done_comes_when_the_copy_is_over() -> None:
     world.check()
 
 
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_settled_page_waits_for_no_step_but_for_copies_of_its_slot(settled: bool) -> None:
+    world = World(6)
+    compute, out, into = world.device.lanes
+    for slot in (0, 1):
+        world.step(slot)  # never ends here
+    slab, parts = world.buffer()
+    done, happened = world.called(bytes(BYTES))
+    world.copier.to_host("global", 2, parts, done, settled=settled)
+    world.copier.flush()
+    while out.run_one() or into.run_one():
+        pass
+    assert happened.wait(2 if settled else 0.05) == settled
+    if settled:
+        source = world.rng.randbytes(BYTES)
+        slab[:] = source
+        loaded, _ = world.called()
+        world.copier.to_device("global", 2, [slab], loaded)
+        copy, _ = world.called(source)
+        target = aligned_buffer(BYTES)[:BYTES]
+        world.copier.to_host("global", 2, [target], copy, settled=True)
+        world.copier.flush()
+        while out.run_one():
+            pass
+        assert bytes(target) != source, "it came before the page was there"
+        world.truth[2] = torch.tensor(list(source), dtype=torch.uint8)
+        world.saved.append((target, source))
+    world.check()
+
+
 def test_copies_begin_in_batches() -> None:
     """One event before and one behind; a slot that is asked for again, in whatever direction, begins another batch."""
     world = World(4)

@@ -19,7 +19,8 @@ from wicore_trt.kv.disk.rate import rate_reads
 from wicore_trt.kv.disk.secret import secret_of
 from wicore_trt.kv.disk.store import DiskStore, open_store
 from wicore_trt.kv.events import KVEventLog
-from wicore_trt.kv.manager import MAX_EVENT_LOG_PAGES, CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader

@@ -85,6 +85,8 @@ class EngineCore(Core):
         self._ahead = executor if isinstance(executor, AheadExecutor) else None
         self._flight: Flight | None = None
         self._landed = 0.0
+        if scheduler.manager.tiers is not None:
+            scheduler.manager.tiers.transfers.yield_to(lambda: self.has_work)
 
     @property
     def has_work(self) -> bool:
@@ -168,12 +170,16 @@ class EngineCore(Core):
             for sequence in schedule.preempted:
                 self.executor.release(sequence.seq_id)
             if not schedule.slices:
+                self.scheduler.manager.beside_step(0)
                 return outputs + self._idle(schedule)
             flight = self._start(schedule)
         self._flight = self._start_next(flight)
         if self._flight is not None:  # those that wait were passed over
             outputs += self._shed()
+        self.scheduler.manager.beside_step(flight.batch.num_tokens)
         outputs += self._land(flight)
+        if not self.scheduler.has_work:
+            self.scheduler.manager.beside_step(0)  # nobody waits for the device
         self.scheduler.manager.events.publish()
         return outputs
 

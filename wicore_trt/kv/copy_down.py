@@ -3,8 +3,9 @@
 "through": when a page is finished. "selective": when a second request uses it. "back": when more than `threshold` of a
 pool's pages are in use or exist on the device alone, the coldest first, and at the latest when the page is evicted.
 Whatever the policy, only trusted pages are copied: those that a step with finite logits has read, so that what a
-broken step wrote stays on the device. It must not know tokens or windows. Invariant: a slot in `_unsaved` holds a
-published page that no lower tier was given, and a slot in `_due` a published page that is trusted.
+broken step wrote stays on the device. A page that is to be copied is due until `relieve`, which the engine calls while
+a step runs: between steps the device has nothing to do. It must not know tokens or windows. Invariant: a slot in
+`_unsaved` holds a published page that no lower tier was given, and a slot in `_due` a published page that is trusted.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from wicore_trt.kv.tiers.tiers import HYSTERESIS, LowerTiers
 
 WritePolicy = Literal["through", "selective", "back"]
 
-COPIES_AT_ONCE = 256
-"""Copies begun between two steps: a long prompt's pages become trusted all at once."""
+COPIES_AT_ONCE = 64
+"""Copies begun beside a step that is short."""
+TOKENS_A_COPY = 16
+"""One copy more for so many tokens of the step, which take the device longer than a copy's books take the engine's
+thread. Two for the tokens of a page, so that what is due does not grow."""
 
 
 class CopyDown:
@@ -35,7 +39,6 @@ class CopyDown:
         self._threshold = threshold
         self._unsaved: dict[str, set[int]] = {group: set() for group in pools}
         self._due: dict[tuple[str, int], None] = {}
-        self._budget = COPIES_AT_ONCE
 
     def published(self, group: str, slot: int) -> None:
         """A page became findable that no lower tier has."""
@@ -76,12 +79,12 @@ class CopyDown:
         for slot in gone:
             self.forget(group, slot)
 
-    def relieve(self) -> None:
-        """Between steps: begin the copies that are due, and be below the threshold again if the policy is "back"."""
+    def relieve(self, tokens: int = 0) -> None:
+        """Beside a step of so many tokens: begin copies that are due, and be below the threshold again if the policy is
+        "back"."""
         if self._tiers is None:
             return
-        self._budget = COPIES_AT_ONCE
-        self.begin_due(self._budget)
+        self.begin_due(COPIES_AT_ONCE + tokens // TOKENS_A_COPY)
         if self._policy == "back":
             for group, pool in self._pools.items():
                 self._relieve(group, pool)
@@ -109,15 +112,12 @@ class CopyDown:
         pool = self._pools[group]
         if self._tiers is not None and pool.page(slot) is not None and pool.trusted(slot):
             self._due[group, slot] = None
-            if self._budget > 0:
-                self._copy(group, slot)
 
     def _copy(self, group: str, slot: int) -> None:
         """Copy a trusted page to the host."""
         page = self._pools[group].page(slot)
         assert self._tiers is not None and page is not None
         self.forget(group, slot)
-        self._budget -= 1
         self._tiers.store(page, slot)
 
     def check_integrity(self) -> None:

@@ -15,13 +15,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
-from wicore_trt.kv.copy_down import CopyDown, WritePolicy
+from wicore_trt.kv.copy_down import CopyDown
 from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.memory import Memory
+from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
@@ -32,24 +32,9 @@ from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
+from wicore_trt.kv.windows import Windows
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
-
-MAX_EVENT_LOG_PAGES = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """`prefix_cache`: keep and find pages of other requests. `checkpoint_tokens`: how often a long prompt keeps a local
-    window on the device. `write_policy` and `threshold`: see `copy_down`. `measure_attention`: keep measured attention
-    mass for the policy. `slab_pages`: see `KVLayout`."""
-
-    prefix_cache: bool = True
-    checkpoint_tokens: int = 4096
-    write_policy: WritePolicy = "through"
-    threshold: float = 0.85
-    measure_attention: bool = False
-    slab_pages: Mapping[str, int] | None = None
 
 
 class KVCacheManager:
@@ -107,7 +92,8 @@ class KVCacheManager:
                 slabs, self.pools, policy, lambda n: self.first_visible_page(n * self.page_tokens)
             )
         self._prefix_cache = options.prefix_cache
-        self._checkpoint_pages = max(1, options.checkpoint_tokens // chain.page_tokens)
+        checkpoint = max(1, options.checkpoint_tokens // chain.page_tokens)
+        self._windows = Windows(lambda n: self.first_visible_page(n * self.page_tokens), checkpoint)
         self._computing: dict[bytes, int] = {}
         self._on_the_way: Counter[bytes] = Counter()
         self.failures = 0
@@ -217,10 +203,25 @@ class KVCacheManager:
                 del self._on_the_way[key]
 
     def housekeep(self) -> None:
-        """Between steps: apply finished transfers, copy cold pages down, drop pages whose time is over."""
+        """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
             self.tiers.poll()
             self._copies.relieve()
+        self._drop_expired()
+
+    def before_step(self) -> None:
+        """What of `housekeep` the next step may depend on, while the device waits for it."""
+        if self.tiers is not None:
+            self.tiers.poll_up()
+        self._drop_expired()
+
+    def beside_step(self, tokens: int) -> None:
+        """The rest of it, while a step of so many tokens runs."""
+        if self.tiers is not None:
+            self.tiers.poll_down()
+            self._copies.relieve(tokens)
+
+    def _drop_expired(self) -> None:
         for key in self.retention.due(self.retention.now(), self._in_use):
             self.drop(key, "expired")
 
@@ -276,11 +277,15 @@ class KVCacheManager:
         # since another's step failed, what this one computes may come from a page that was condemned then
         if self._prefix_cache and full > pages.published and pages.failures == self.failures:
             pages.name(tokens)
+            # local pages that slide out with this commit, before anybody could find them
+            gone = self._windows.passing(pages.published, full, pages.resume_points)
             for i in range(pages.published, full):
-                for group in self.pools:
-                    slot = pages.tables[group][i]
-                    if slot >= 0:
-                        self.publish(pages, group, i, slot)
+                for group, pool in self.pools.items():
+                    if (slot := pages.tables[group][i]) >= 0:
+                        if i in gone and group == LOCAL != self.chain_group:
+                            pool.check_full(slot, i)
+                        else:
+                            self.publish(pages, group, i, slot)
                 self.retention.made(pages.keys[i], pages.hints)
                 self.done_computing(pages.keys[i], owner)
             pages.published = full
@@ -327,11 +332,12 @@ class KVCacheManager:
                     self._copies.used_again(group, slot)
                 elif group == self.chain_group and not self._copies.saved(group, slot):
                     self._copies.finished(group, slot)
+        durable = self._windows.before(pages.resume_points) if pages.left else ()
         for i, slot in pages.left.items():
             page = self.pools[LOCAL].page(slot)
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust(slot)
-                if not low and self.near(pages.resume_points, i):
+                if not low and i in durable:
                     self._copies.finished(LOCAL, slot)
         pages.left.clear()
         pages.trusted = pages.published
@@ -351,20 +357,22 @@ class KVCacheManager:
 
     def _leave(self, pages: SequencePages, start: int, stop: int) -> None:
         """Take the local pages [start, stop) out of the table, last one first."""
-        table = pages.tables[LOCAL]
+        table, pool = pages.tables[LOCAL], self.pools[LOCAL]
+        durable, checkpoints = self._windows.before(pages.resume_points), self._windows.at_checkpoints(start, stop)
         for i in range(stop - 1, start - 1, -1):
-            if table[i] >= 0:
-                durable = self.near(pages.resume_points, i)
-                checkpoint = div_ceil(i + 1, self._checkpoint_pages) * self._checkpoint_pages
-                keep = durable or self.near([checkpoint], i)
-                if keep and i < pages.published:
-                    if not self.pools[LOCAL].trusted(table[i]):
-                        pages.left[i] = table[i]
-                    elif durable and pages.hints.priority is not CachePriority.LOW:
-                        self._copies.finished(LOCAL, table[i])
-                # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
-                self._release(LOCAL, [table[i]], keep=keep, spare=not durable)
-                table[i] = -1
+            if (slot := table[i]) < 0:
+                continue
+            table[i] = -1
+            if i not in durable and i not in checkpoints:
+                self._release(LOCAL, [slot], keep=False)
+                continue
+            if i < pages.published:
+                if not pool.trusted(slot):
+                    pages.left[i] = slot
+                elif i in durable and pages.hints.priority is not CachePriority.LOW:
+                    self._copies.finished(LOCAL, slot)
+            # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
+            self._release(LOCAL, [slot], keep=True, spare=i not in durable)
 
     def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
         """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
@@ -386,10 +394,6 @@ class KVCacheManager:
         table.extend(slots)
         pages.first_local = first
         pages.trusted = min(pages.trusted, first)
-
-    def near(self, points: Iterable[int], page: int) -> bool:
-        """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
-        return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
 
     def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
@@ -444,18 +448,14 @@ class KVCacheManager:
             return
         # Windows of earlier turns are behind us, except where other conversations branch off.
         ends = {pages.published, (prompt_tokens - 1) // self.page_tokens}
-        self.memory.ended(keys, self._windows(ends))
+        self.memory.ended(keys, self._windows.before(ends))
         if self.tiers is None or pages.hints.priority is CachePriority.LOW:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.finished(LOCAL, pages.tables[LOCAL][i])
         if self.chain_group == GLOBAL:
             ends |= {i + 1 for i, key in enumerate(keys) if self.tiers.branches(key)}
-            self.tiers.spare_windows(LOCAL, keys, self._windows(ends))
-
-    def _windows(self, ends: Iterable[int]) -> set[int]:
-        """Indices of the local pages in the windows before these page counts."""
-        return {i for n in ends for i in range(self.first_visible_page(n * self.page_tokens), n)}
+            self.tiers.spare_windows(LOCAL, keys, self._windows.before(ends))
 
     def clear(self) -> None:
         """Forget all cached pages; those in use stay."""

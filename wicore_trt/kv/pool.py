@@ -127,6 +127,11 @@ class PagePool:
         """Whether all tokens of the slot's page are written."""
         return self.written[slot] == self.page_tokens
 
+    def check_full(self, slot: int, index: int) -> None:
+        """Raise UnwrittenPageError unless all tokens of the slot's page, the index-th of its chain, are written."""
+        if not self.full(slot):
+            raise UnwrittenPageError(f"Page {index} was to be published with {self.written[slot]} tokens written.")
+
     def trust(self, slot: int) -> None:
         """A step that read this page had finite logits."""
         self._trusted[slot] = 1
@@ -151,8 +156,7 @@ class PagePool:
         """Make a used slot findable. False, and no change, if the key is held elsewhere or the slot was published
         before. Raises UnwrittenPageError, and changes nothing, unless all its tokens are written."""
         assert self._references[slot] > 0, "only a used page can be published"
-        if not self.full(slot):
-            raise UnwrittenPageError(f"Page {page.index} was to be published with {self.written[slot]} tokens written.")
+        self.check_full(slot, page.index)
         if page.key in self._slot_of or self._page_of[slot] is not None:
             return False
         self._slot_of[page.key] = slot

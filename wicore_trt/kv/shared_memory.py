@@ -180,6 +180,8 @@ class SharedMemory(Memory):
     def _starts_here(self, key: bytes | None, count: int) -> bool:
         """Whether all local pages are there that a request looks at which starts behind this place, the `count`-th."""
         chain, local = self._pools[GLOBAL], self._pools[LOCAL]
+        if key is None or local.find(key) is None:
+            return False  # nearly always
         for _ in range(self._first_of_window(count), count):
             slot = chain.find(key) if key is not None and local.find(key) is not None else None
             if slot is None:

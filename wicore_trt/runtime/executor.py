@@ -73,6 +73,8 @@ class PageCopier(Protocol):
     values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
     the page. The device slot may be written by later steps as soon as `to_host` returns. Host buffers belong to the
     copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order.
+    `settled`: whatever steps wrote into the page was there when the last collected step had ended, and no step that is
+    under way writes it, so that it need not wait for those.
     `broken`: why no copy will end any more; `done` of those under way is then never called. `checks`: `done` has
     digests; else they are None, and who needs them takes `digest` of the bytes in host memory."""
 
@@ -84,7 +86,9 @@ class PageCopier(Protocol):
         it is backed by memory now. Any thread."""
         ...
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /) -> None: ...
+    def to_host(
+        self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /, *, settled: bool = False
+    ) -> None: ...
 
     def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /) -> None: ...
 

@@ -4,7 +4,8 @@ It must not know which pages are where or why. Invariant (`executor.PageCopier`)
 order of the calls, whatever runs at the same time. `TorchPageCopier` has it because it copies at once.
 `StreamPageCopier` has it by events:
 
-- a copy starts after every step that was put on the device before it was asked for, and after copies of its slot;
+- a copy starts after every step that was put on the device before it was asked for, and after copies of its slot; a
+  settled one, whose page no such step writes, after the latter alone;
 - a step that writes a slot starts after the copies of that slot (`begin_step`); reading needs no such wait, because a
   page on its way to the device is used by nobody before `done`, and a copy to the host only reads;
 - where layer groups share memory, copies of a slot are copies of all slots that have a byte of it (`overlapping`);
@@ -132,7 +133,7 @@ class TorchPageCopier:
     def digest(self, parts: Sequence[memoryview]) -> bytes:
         return self._digest.of(parts)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
         begun = time.perf_counter()
         for piece, part in self._pieces(group, slot, parts):
@@ -180,6 +181,7 @@ class _Copy:
     parts: Sequence[memoryview]
     shared: list[SlotKey]
     done: Done
+    settled: bool
 
 
 class Starter(Protocol):
@@ -214,7 +216,7 @@ class StreamPageCopier:
         digest: PageDigest | None = None,
         starter: Callable[[], Starter] = new_starter,
     ) -> None:
-        self._overlapping = overlapping
+        self._overlapping, self._sharing = overlapping, dict[SlotKey, list[SlotKey]]()
         flat = _flat(pools)
         self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
@@ -240,13 +242,13 @@ class StreamPageCopier:
     def digest(self, parts: Sequence[memoryview]) -> bytes:
         return self._digest.of(parts)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
-        self._ask(self._leaving, group, slot, parts, done)
+        self._ask(self._leaving, group, slot, parts, done, settled)
 
     def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
         """Fill a page from `parts`."""
-        self._ask(self._coming, group, slot, parts, done)
+        self._ask(self._coming, group, slot, parts, done, False)
 
     def flush(self) -> None:
         """Begin what was asked for."""
@@ -259,13 +261,12 @@ class StreamPageCopier:
     def begin_step(self, batch: StepBatch) -> None:
         self.flush()
         with self._lock:
-            if not self._under_way:
-                return
+            under_way = set(self._under_way.values())
+        if under_way:
             written = set(written_slots(batch, self._page_tokens))
-            before = {self._under_way.get(key) for slot in written for key in self._overlapping(*slot)}
-        for copies in before:
-            if copies is not None:
-                self._compute.wait(copies.end())
+            for copies in under_way:
+                if not written.isdisjoint(copies.touched):
+                    self._compute.wait(copies.end())
 
     def close(self) -> None:
         try:
@@ -277,7 +278,15 @@ class StreamPageCopier:
             self._memory.unpin_all()
             self._pools = {}
 
-    def _ask(self, batch: list[_Copy], group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def _ask(
+        self,
+        batch: list[_Copy],
+        group: str,
+        slot: int,
+        parts: Sequence[memoryview],
+        done: Done,
+        settled: bool,
+    ) -> None:
         base, count = self._places[group]
         address = at = base + slot * count
         pieces = list[tuple[int, int, int]]()
@@ -290,20 +299,24 @@ class StreamPageCopier:
                 pieces.append((at, there, size))
             at += size
         assert at == address + count
-        shared = self._overlapping(group, slot)
+        shared = self._sharing.get((group, slot))
+        if shared is None:
+            shared = self._sharing[group, slot] = self._overlapping(group, slot)
         if (group, slot) in self._asked:
             self.flush()  # so that within a batch, and between those of both directions, no order matters
         self._asked.update(shared)
-        batch.append(_Copy(address, count, pieces, parts, shared, done))
+        batch.append(_Copy(address, count, pieces, parts, shared, done, settled))
         if len(batch) >= BATCH:
             self.flush()
 
     def _start(self, way: _Way, asked: list[_Copy]) -> None:
         """Have a batch put on its lane."""
-        batch = _Batch(asked[:], self._compute.record())
+        behind = None if all(copy.settled for copy in asked) else self._compute.record()
+        touched = frozenset(key for copy in asked for key in copy.shared)
+        batch = _Batch(asked[:], touched, behind)
         asked.clear()
         with self._lock:
-            before = (self._under_way.get(key) for copy in batch.copies for key in copy.shared)
+            before = (self._under_way.get(key) for key in touched)
             batch.before = {earlier for earlier in before if earlier is not None}
             self._under_way.update((copy.shared[0], batch) for copy in batch.copies)
         way.starter.submit(partial(self._put, way, batch))
@@ -311,7 +324,8 @@ class StreamPageCopier:
     def _put(self, way: _Way, batch: _Batch) -> None:
         lane, leaving, found = way.lane, way is self._out, None
         try:
-            lane.wait(batch.behind)
+            if batch.behind is not None:
+                lane.wait(batch.behind)
             for earlier in batch.before:
                 lane.wait(earlier.end())
             begun, pages = lane.record(), [(copy.address, copy.count) for copy in batch.copies]
@@ -341,11 +355,13 @@ class StreamPageCopier:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Copies that begin together, after the point `behind` of the steps' lane and after the batches `before`, and lie
-    between two points of their own lane once they have `started`."""
+    """Copies that begin together, after the point `behind` of the steps' lane, unless all are settled, and after the
+    batches `before`, and lie between two points of their own lane once they have `started`. `touched` are all slots
+    with a byte of them."""
 
     copies: list[_Copy]
-    behind: Event
+    touched: frozenset[SlotKey]
+    behind: Event | None
     before: set[_Batch] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
     begun: Event | None = None

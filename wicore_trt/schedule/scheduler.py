@@ -167,7 +167,7 @@ class Scheduler:
         """Make up the next step and reserve its pages."""
         schedule, budget = StepSchedule(), Budget(self.max_batch_tokens)
         self._rows_left, self._load_pages, self.held_back = self.score_rows, PAGES_AT_ONCE, False
-        self.manager.housekeep()
+        self.manager.before_step()
         decoding = [s for s in self.running if s.remaining == 1]
         if len(decoding) > budget.tokens:
             decoding.sort(key=order_key)
@@ -219,7 +219,7 @@ class Scheduler:
         # a page that arrives now would be copied into a slot that the step under way writes, and the next one reads
         if self.loading:
             return None
-        self.manager.housekeep()
+        self.manager.before_step()
         decoding = [s for s, count in schedule.slices if s.finish_reason is None and count == s.remaining]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
         if len(decoding) < len([s for s in self.running if s.finish_reason is None]):

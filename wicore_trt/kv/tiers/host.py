@@ -10,8 +10,11 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
+from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.pages.page import Page
@@ -20,9 +23,17 @@ from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
-PIECE_BYTES = 256 << 20
+PIECE_BYTES = 32 << 20
+"""Locked at once: what the engine asks of the device meanwhile may wait for as long as that takes, some milliseconds,
+which a step that was started ahead hides."""
+FIRST_PIECES = 8
+"""Locked before anything is served."""
+STEP_BYTES = 4 << 20
+"""Cleared at once: the map of the process's memory is locked meanwhile, and who asks the system for memory waits."""
 BACKERS = 8
-"""Threads: clearing memory takes a core each."""
+"""Threads while the engine is idle: clearing memory takes a core each. While it has work, one clears at a time."""
+CLEARING_REST, LOCKING_REST = 1.0, 4.0
+"""While the engine has work, rests after clearing and after locking, in times of what these took."""
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 
@@ -109,62 +120,99 @@ class HostTier:
 
 class Backing:
     """Has the system put memory behind a slab, in threads, piece by piece, and lock it: the first touch of fresh memory
-    costs four times a copy, and tens of GiB take long. Contents stay."""
+    costs four times a copy, and tens of GiB take long. Contents stay.
+
+    What serves meanwhile must not feel it. Clearing holds the lock of the process's map of memory, so it is done in
+    small steps; locking holds the driver's lock, so one thread does it at a time, and for a small piece. While the
+    engine has work, one thread clears at a time, and both rest in between."""
 
     def __init__(self, slab: memoryview, slot_bytes: int, pin: Callable[[memoryview], bool]) -> None:
-        """Takes the first piece at once. `locked`: `pin`, which any thread may call, locked it, so that a slot is of
+        """Takes the first pieces at once. `locked`: `pin`, which any thread may call, locked them, so that a slot is of
         use once `start` has told of it; else memory is of use before it is there, and nothing is told."""
+        self.working: Callable[[], bool] = lambda: False
+        """Whether the engine has work. Any thread asks."""
         self._slab, self._slot_bytes, self._pin = slab, slot_bytes, pin
         self._piece = piece_slots(slot_bytes) * slot_bytes
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(slab))
+        self._madvise: Any = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._advise(0, len(slab), MADV_HUGEPAGE)
         self._left = iter(range(0, len(slab), self._piece))
-        self._lock = threading.Lock()
+        self._lock, self._clearing, self._locking = threading.Lock(), threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[int, int], None] = lambda first, stop: None
         first = self._slab[: self._piece]
         self.locked = pin(first)
+        self.ready = len(slab) // slot_bytes
+        """Slots that are of use now."""
         if self.locked:
             next(self._left)
-        self.ready = len(first) // slot_bytes if self.locked else len(slab) // slot_bytes
-        """Slots that are of use now."""
+            self.ready = len(first) // slot_bytes
+            for _ in range(1, FIRST_PIECES):
+                if (begin := next(self._left, None)) is not None:
+                    self._take(begin)
+                    self.ready = self._stop(begin) // slot_bytes
 
     def start(self, tell: Callable[[int, int], None]) -> None:
         """Go on with the rest; `tell(first, stop)` hears, in a thread, of slots that are locked."""
         self._tell = tell
-        pieces = div_ceil(len(self._slab), self._piece) - self.locked
+        begun = self.ready * self._slot_bytes if self.locked else 0
+        pieces = div_ceil(len(self._slab) - begun, self._piece)
         for number in range(min(pieces, BACKERS, os.cpu_count() or 1)):
             thread = threading.Thread(target=self._work, name=f"wicore-kv-memory-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def close(self) -> None:
-        """Stop after the pieces that are under way."""
-        with self._lock:
-            self._left = iter(range(0))
+        """Stop after the steps and the piece that are under way."""
+        self._closed.set()
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
-        while True:
+        while not self._closed.is_set():
             with self._lock:
                 begin = next(self._left, None)
             if begin is None:
                 return
-            piece = self._slab[begin : begin + self._piece]
-            self._advise(begin, len(piece), MADV_POPULATE_WRITE)
-            if self.locked:
-                try:
-                    self._pin(piece)  # what cannot be locked is of use all the same: copies of it are slow
-                except Exception:
-                    log.exception("host memory for KV pages was not locked")
-                self._tell(begin // self._slot_bytes, (begin + len(piece)) // self._slot_bytes)
+            if self._take(begin) and self.locked:
+                self._tell(begin // self._slot_bytes, self._stop(begin) // self._slot_bytes)
+
+    def _stop(self, begin: int) -> int:
+        """Where the piece ends that begins here."""
+        return min(begin + self._piece, len(self._slab))
+
+    def _take(self, begin: int) -> bool:
+        """Clear a piece and lock it; false when there was no time for it."""
+        stop = self._stop(begin)
+        for at in range(begin, stop, STEP_BYTES):
+            with self._clearing if self.working() else nullcontext(), self._resting(CLEARING_REST):
+                if self._closed.is_set():
+                    return False
+                self._advise(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
+        if not self.locked:
+            return True
+        with self._locking, self._resting(LOCKING_REST):
+            if self._closed.is_set():
+                return False
+            try:
+                self._pin(self._slab[begin:stop])  # what cannot be locked is of use all the same: copies of it are slow
+            except Exception:
+                log.exception("host memory for KV pages was not locked")
+        return True
+
+    @contextmanager
+    def _resting(self, share: float) -> Iterator[None]:
+        """Rest after what is done here, if the engine has work."""
+        begun = time.perf_counter()
+        yield
+        if self.working():
+            self._closed.wait(share * (time.perf_counter() - begun))
 
     def _advise(self, begin: int, count: int, advice: int) -> None:
         """A system that cannot do it does nothing."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._slab))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        libc.madvise(address + begin, count, advice)
+        self._madvise(self._address + begin, count, advice)
 
 
 def checksum(page: Page, digest: bytes) -> bytes:

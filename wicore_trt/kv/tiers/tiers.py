@@ -140,10 +140,21 @@ class LowerTiers:
             news = True
             self._take_in()
         self._pump()
-        full = self.host.unsaved_slots > self._threshold * self.host.num_slots
-        if self.disk is not None and full and time.monotonic() >= self._relieve_at:
-            self._relieve()
+        self._relieve()
         return news
+
+    def poll_up(self) -> None:
+        """`poll` of what the next step may depend on; the rest can wait for `poll_down`."""
+        if self._loads or self._inbox:
+            self.poll()
+        else:
+            self.transfers.poll_up()
+
+    def poll_down(self) -> None:
+        """`poll` of what went down, while a step runs: goes on with no load, so that nothing comes into a page that the
+        step writes."""
+        self.transfers.poll_down()
+        self._relieve()
 
     def _pump(self) -> None:
         for load in self._loads:
@@ -191,6 +202,10 @@ class LowerTiers:
             self.transfers.release(fetch)
 
     def _relieve(self) -> None:
+        """Copy cold pages to disk if the host is too full of pages that are not there."""
+        full = self.host.unsaved_slots > self._threshold * self.host.num_slots
+        if self.disk is None or not full or time.monotonic() < self._relieve_at:
+            return
         self._relieve_at = time.monotonic() + RELIEVE_S
         surplus = self.host.unsaved_slots - int((self._threshold - HYSTERESIS) * self.host.num_slots)
         for copy in self.host.cold(surplus):

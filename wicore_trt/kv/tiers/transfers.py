@@ -1,8 +1,10 @@
 """Page transfers between device, host and disk, and what becomes of them.
 
 Joins the way down and the way up with the mailbox into which other threads put what happened; `poll` and `wait` apply
-it. All decisions run on the engine thread. It must not know requests or tokens. Invariant: a page is handed to the
-device only after its bytes matched its identity, and no buffer is reused while anything may still read or write it.
+it. What came up may be waited for by the next step (`poll_up`); the books of what went down are kept while a step runs
+on the device (`poll_down`). All decisions run on the engine thread. It must not know requests or tokens. Invariant: a
+page is handed to the device only after its bytes matched its identity, and no buffer is reused while anything may still
+read or write it.
 """
 
 from __future__ import annotations
@@ -76,9 +78,15 @@ class Transfers:
         self.movers = Movers(host, disk, copier, stored, SimpleQueue(), checker)
         self.down = WayDown(self.movers, save_early=save_early)
         self.up = WayUp(self.movers)
+        self._went_down, self._came_up = deque[Report](), deque[Report]()
         self._backing = backing
         if backing is not None:
             backing.start(lambda first, stop: self.movers.mailbox.put(Backed(first, stop)))
+
+    def yield_to(self, working: Callable[[], bool]) -> None:
+        """While `working()`, which any thread may call, memory for the host tier is taken slowly."""
+        if self._backing is not None:
+            self._backing.working = working
 
     @property
     def host(self) -> HostTier:
@@ -145,11 +153,26 @@ class Transfers:
 
     def poll(self) -> bool:
         """Apply what other threads finished; true when there was anything."""
+        found = self.poll_up()
+        return self.poll_down() or found
+
+    def poll_up(self) -> bool:
+        """`poll` of what a load may wait for."""
         self._check_copier()
-        found = False
-        while (report := self._next_report(0)) is not None:
-            self._apply(report)
-            found = True
+        self._take_reports(0)
+        found = bool(self._came_up)
+        while self._came_up:
+            self._apply(self._came_up.popleft())
+        self.movers.copier.flush()
+        return found
+
+    def poll_down(self) -> bool:
+        """`poll` of what went down, and begin writes to disk. Starts nothing that writes a page of the device."""
+        self._check_copier()
+        self._take_reports(0)
+        found = bool(self._went_down)
+        while self._went_down:
+            self._apply(self._went_down.popleft())
         self.down.hash_copied()
         self.down.save_some()
         self.movers.copier.flush()
@@ -160,17 +183,22 @@ class Transfers:
         self._check_copier()
         self.movers.copier.flush()
         self.down.hash_copied()
-        report = self._next_report(timeout_s)
-        while report is not None:
-            self._apply(report)
-            report = self._next_report(0)
+        self._take_reports(0 if self._went_down or self._came_up else timeout_s)
+        for reports in (self._came_up, self._went_down):
+            while reports:
+                self._apply(reports.popleft())
         self.down.hash_copied()
 
-    def _next_report(self, timeout_s: float) -> Report | None:
+    def _take_reports(self, timeout_s: float) -> None:
+        """Sort what the mailbox has; wait for it at most `timeout_s` seconds."""
+        mailbox = self.movers.mailbox
         try:
-            return self.movers.mailbox.get(timeout=timeout_s) if timeout_s else self.movers.mailbox.get_nowait()
+            report = mailbox.get(timeout=timeout_s) if timeout_s else mailbox.get_nowait()
+            while True:
+                (self._went_down if isinstance(report, Copied | Hashed | Saved) else self._came_up).append(report)
+                report = mailbox.get_nowait()
         except Empty:
-            return None
+            pass
 
     def _apply(self, report: Report) -> None:
         match report:

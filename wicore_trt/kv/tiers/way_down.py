@@ -59,7 +59,8 @@ class WayDown:
         move = Store(copy)
         self.outstanding += 1
         parts = movers.host.payload(copy, clear=True)
-        movers.copier.to_host(page.group, slot, parts, partial(self._post_copied, move))
+        # a page that others may find was trusted, so the step that wrote it has ended; a private one is still written
+        movers.copier.to_host(page.group, slot, parts, partial(self._post_copied, move), settled=not private)
         return copy
 
     def _post_copied(self, move: Store, digest: bytes | None, seconds: float) -> None:

@@ -1,0 +1,93 @@
+"""What goes down is begun, and its books are kept, while a step runs; between steps only what loads wait for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fakes import make_core
+
+from wicore_trt.config import KVSettings
+from wicore_trt.core.engine import EngineCore
+from wicore_trt.kv import copy_down
+from wicore_trt.kv.tiers.moves import Copied
+from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+
+def core_of(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, list[tuple[str, bool]]]:
+    """An engine, and what happened: whether a step was under way then."""
+    sizes, kv = {"page_tokens": 4, "window": 8, "max_context": 512}, KVSettings(host_bytes=4000 * 4096)
+    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, max_batch_tokens=128, ahead=5, kv=kv, **sizes)
+    device, seen, under_way = core.executor, [], [False]
+    submit, collect, to_host, apply = device.submit, device.collect, device.to_host, Transfers._apply
+
+    def submitted(batch):
+        submit(batch)
+        under_way[0] = True
+
+    def collected():
+        found = collect()
+        under_way[0] = bool(device.queue or device.results)
+        return found
+
+    def copied(*args, **flags):
+        seen.append(("copy", under_way[0]))
+        to_host(*args, **flags)
+
+    def applied(self, report):
+        if isinstance(report, Copied):
+            seen.append(("books", under_way[0]))
+        apply(self, report)
+
+    monkeypatch.setattr(device, "submit", submitted)
+    monkeypatch.setattr(device, "collect", collected)
+    monkeypatch.setattr(device, "to_host", copied)
+    monkeypatch.setattr(Transfers, "_apply", applied)
+    return core, seen
+
+
+def test_what_goes_down_is_looked_after_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, seen = core_of(monkeypatch)
+    rng, params = random.Random(3), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for name in "ab":
+        core.add(GenerateRequest(name, tuple(rng.randrange(2, 97) for _ in range(200)), params))
+    while core.has_work:
+        core.step()
+        if core.has_work:
+            assert all(beside for _, beside in seen), "the device waited for the books"
+    core.tidy()
+    assert {what for what, _ in seen} == {"copy", "books"} and len(seen) > 200
+    host = core.scheduler.manager.tiers.host
+    assert core.scheduler.manager.tiers.transfers.wait_idle(5) and host.pages[GLOBAL] == 2 * (239 // 4)
+    core.close()
+
+
+def test_a_short_step_begins_few_copies_and_a_long_one_as_many_as_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_down, "COPIES_AT_ONCE", 3)
+    core, seen = core_of(monkeypatch)
+    rng, params = random.Random(4), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    core.add(GenerateRequest("a", tuple(rng.randrange(2, 97) for _ in range(100)), params))
+    counts = []
+    while core.has_work:
+        before = seen.count(("copy", True))
+        core.step()
+        counts.append(seen.count(("copy", True)) - before)
+    assert 3 in counts and max(counts) <= 3 + 100 // copy_down.TOKENS_A_COPY
+    while core.tidy():
+        pass
+    assert len(core.scheduler.manager._copies._due) == 0
+    core.close()
+
+
+def test_memory_is_taken_slowly_while_there_is_work() -> None:
+    core = make_core(pages={GLOBAL: 40, LOCAL: 40}, page_tokens=4, window=8, kv=KVSettings(host_bytes=400 * 4096))
+    backing = core.scheduler.manager.tiers.transfers._backing
+    assert not backing.working()
+    core.add(GenerateRequest("a", (5, 6, 7), SamplingParams(max_tokens=2, ignore_eos=True)))
+    assert backing.working()
+    while core.has_work:
+        core.step()
+    assert not backing.working()
+    core.close()
