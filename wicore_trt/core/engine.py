@@ -343,7 +343,7 @@ class EngineCore(Core):
             sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
                 sequence.seq_id, ids, start, sequence.pages.tables, sample, params, tokens, prompt_len, sequence.seed,
-                suppress_eos, sequence.stop_ids,
+                suppress_eos, sequence.stop_ids, None, (), sequence.pages.stamp,
             )  # fmt: skip
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]

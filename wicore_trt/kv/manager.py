@@ -12,7 +12,6 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
 from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
+from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
@@ -169,12 +168,11 @@ class KVCacheManager:
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
             slots = [pool.find(key) for key in pages.keys[start:count]]
-            table = pages.tables[group]
-            table.extend([-1] * start)
+            pages.extend(group, [-1] * start)
             for slot in slots:
                 assert slot is not None, "a hit was attached after its pages left"
                 pool.acquire(slot)
-                table.append(slot)
+                pages.extend(group, [slot])
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
@@ -243,24 +241,24 @@ class KVCacheManager:
         count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
-        lacking = {g: [tables[g]] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
+        lacking = {g: [pages] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
         fits = not spare or self.memory.fits({group: len(short) + spare for group, short in lacking.items() if short})
         return fits and self._extend(lacking)
 
     def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
         """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        lacking: dict[str, list[array[int]]] = {group: [] for group in self.pools}
+        lacking: dict[str, list[SequencePages]] = {group: [] for group in self.pools}
         for pages, tokens in wanted:
             for group, short in lacking.items():
-                short += [pages.tables[group]] * (self.pages_for(tokens) - len(pages.tables[group]))
+                short += [pages] * (self.pages_for(tokens) - len(pages.tables[group]))
         return self._extend(lacking)
 
-    def _extend(self, lacking: dict[str, list[array[int]]]) -> bool:
-        """Put a slot more at the end of each of these tables, as often as it is there, or of none: False."""
+    def _extend(self, lacking: dict[str, list[SequencePages]]) -> bool:
+        """Put a slot more at the end of each one's table of a group, as often as it is there, or of none: False."""
         found = self.memory.allocate({group: len(short) for group, short in lacking.items() if short})
         for group, slots in (found or {}).items():
-            for table, slot in zip(lacking[group], slots, strict=True):
-                table.append(slot)
+            for pages, slot in zip(lacking[group], slots, strict=True):
+                pages.extend(group, [slot])
         return found is not None
 
     def commit(
@@ -364,26 +362,24 @@ class KVCacheManager:
                         self._copies.finished(LOCAL, table[i])
                 # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
                 self._release(LOCAL, [table[i]], keep=keep, spare=not durable)
-                table[i] = -1
+                pages.put(LOCAL, {i: -1})
 
     def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
         """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
         table = pages.tables[GLOBAL]
         self.pools[GLOBAL].release([table[i] for i in slots])
-        for i, slot in slots.items():
-            table[i] = slot
+        pages.put(GLOBAL, slots)
 
     def extend_global(self, pages: SequencePages, slots: Iterable[int]) -> None:
         """Put `slots` at the end of the global table."""
-        pages.tables[GLOBAL].extend(slots)
+        pages.extend(GLOBAL, slots)
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
-        table = pages.tables[LOCAL]
-        self._leave(pages, pages.first_local, len(table))
-        del table[first:]
-        table.extend([-1] * (first - len(table)))
-        table.extend(slots)
+        self._leave(pages, pages.first_local, len(pages.tables[LOCAL]))
+        pages.cut(LOCAL, first)
+        pages.extend(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
+        pages.extend(LOCAL, slots)
         pages.first_local = first
         pages.trusted = min(pages.trusted, first)
 
@@ -409,7 +405,7 @@ class KVCacheManager:
             self.done_computing(key, owner)
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
-        pages.tables = empty_tables()
+        pages.clear()
         pages.published = pages.trusted = pages.attached = pages.first_local = 0
         pages.left.clear()
 

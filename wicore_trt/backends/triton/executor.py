@@ -32,7 +32,7 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.index import load_table
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size, ordered
+from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
@@ -230,23 +230,21 @@ class TritonExecutor:
             self._begin(batch)
         except Exception:
             self.device.synchronize()  # what was begun reads the host's memory, which later steps write, and pages
+            self.block.forget()
             raise
 
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
-        moved = batch
-        if batch.num_tokens > len(batch.slices):
-            moved = StepBatch([batch.slices[i] for i in ordered(batch.slices)])
+        moved = StepBatch([batch.slices[i] for i in self.block.order(batch.slices)])
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(moved)
-            inputs = self.inputs(moved.slices)
-            rows, places = self._enqueue(moved, inputs, layer)
+            rows, places = self._enqueue(moved, layer)
             self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
             self._hosts.reverse()
             results, masses = self._hosts[0]
             results.copy_(self.memory.results, non_blocking=True)
-            measured = None if layer is None else self._fetch(moved.slices, places, inputs, masses)
+            measured = None if layer is None else self._fetch(moved.slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
             self._steps.append(
                 SubmittedStep(
@@ -290,33 +288,32 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, inputs: StepInputs, measured: int | None) -> tuple[list[int], list[int]]:
+    def _enqueue(self, batch: StepBatch, measured: int | None) -> tuple[list[int], list[int]]:
         """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Per slice the row
         of its logits, if it samples, and that of its masses."""
-        singles = [len(s.token_ids) for s in batch.slices].count(1)
-        unread, ids = None, inputs.token_ids.numpy()
-        if ids[0] == UNREAD:
-            assert (ids == UNREAD).all(), "tokens are read, or they are not"
-            unread = Unread(self.memory.results[0], self.rows_of(batch.slices))
+        slices, unread = batch.slices, None
+        singles = [len(s.token_ids) for s in slices].count(1)
+        if slices[0].token_ids[0] == UNREAD:
+            assert all([s.token_ids == [UNREAD] for s in slices]), "tokens are read, or they are not"
+            unread = Unread(self.memory.results[0], self.rows_of(slices))
         padded = self._graph(batch, singles)
         if padded is not None:
-            (size, graph), chunks = padded, len(batch.slices) - singles
+            (size, graph), chunks = padded, len(slices) - singles
             count = size.singles + chunks if chunks else singles
             rows = places = [*range(singles), *range(size.singles, size.singles + chunks)]
-            self.block.upload_padded(inputs, singles, size, unread)
+            self.block.upload_padded(slices, size, self.layout.num_pages, unread)
             graph()
             if measured is not None:
-                pages = inputs.page_tables[GLOBAL].shape[1]
-                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, pages)
+                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, max(self._pages(slices)))
         else:
-            rows, places, count = [], [*range(len(batch.slices))], 0
-            for piece in batch.slices:
+            rows, places, count = [], [*range(len(slices))], 0
+            for piece in slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(inputs, singles, unread), measured)
+            self.run(self.block.upload(self.inputs(slices), singles, unread), measured)
         drawn = {
             row: piece
-            for row, piece in zip(rows, batch.slices, strict=True)
+            for row, piece in zip(rows, slices, strict=True)
             if piece.sample and piece.params is not None and piece.params.temperature and self._draws(piece)
         }
         if drawn:
@@ -332,15 +329,17 @@ class TritonExecutor:
             return None
         return next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
 
-    def _fetch(
-        self, slices: list[SequenceSlice], places: list[int], inputs: StepInputs, host: torch.Tensor
-    ) -> Measured:
+    def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
         """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""
-        count, pages = places[-1] + 1, inputs.page_tables[GLOBAL].shape[1]
+        counts = self._pages(slices)
+        count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
         found.copy_(self.memory.masses[: count * pages], non_blocking=True)
-        counts = [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
         return Measured([s.seq_id for s in slices], places, counts, found.view(count, pages))
+
+    def _pages(self, slices: list[SequenceSlice]) -> list[int]:
+        """Pages that each slice looks at."""
+        return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
     def _draws(self, piece: SequenceSlice) -> bool:
         """Whether a slice's token is drawn on the device."""
@@ -392,7 +391,7 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), self.inputs(slices), next(iter(self._measurable), None))
+                self._enqueue(StepBatch(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
             for rows in self._buckets:
                 self.graphs[rows] = self._captured(decode_size(rows))
@@ -403,7 +402,7 @@ class TritonExecutor:
     def _captured(self, size: StepSizes) -> Callable[[], None]:
         """The graph of padded steps of this size."""
         arrays, singles = self.block.padded(size), int(size.singles > 0)
-        self.block.upload_padded(self.inputs([self._nobody(0, 2 - singles)]), singles, size)
+        self.block.upload_padded([self._nobody(0, 2 - singles)], size, self.layout.num_pages)
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))
