@@ -289,13 +289,18 @@ class KVCacheManager:
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
 
-    def commit_token(self, pages: SequencePages, position: int) -> bool:
-        """`commit` of one position by a step with finite logits where nearly nothing is to be done: the token fills no
-        page, and what came before it is published and trusted. Else False, and `commit` is to be called."""
-        index, place = divmod(position, self.page_tokens)
-        said = index == pages.published == pages.trusted and not pages.left and pages.load is None
-        done = said and place + 1 < self.page_tokens and self.memory.wrote_token(pages.tables, index, place)
-        pages.failures = self.failures if done else pages.failures
+    def commit_tokens(self, rows: Iterable[tuple[SequencePages, int]]) -> list[bool]:
+        """`commit` of one position of each of these by a step with finite logits, where nearly nothing is to be done:
+        the token fills no page, and what came before it is published and trusted. False where `commit` is to be
+        called."""
+        size, failures, wrote, done = self.page_tokens, self.failures, self.memory.wrote_token, []
+        for pages, position in rows:
+            index, place = divmod(position, size)
+            said = index == pages.published == pages.trusted and not pages.left and pages.load is None
+            plain = said and place + 1 < size and wrote(pages.tables, index, place)
+            if plain:
+                pages.failures = failures
+            done.append(plain)
         return done
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:

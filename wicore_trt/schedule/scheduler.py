@@ -480,11 +480,21 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int, *, finite: bool) -> None:
         """Record that a step computed `count` more tokens of a running sequence; `finite`: it had logits, and they were
         finite. Raises UnwrittenPageError when the tokens before them are in no page."""
-        begin, pages, manager = sequence.computed, sequence.pages, self.manager
+        begin, sequence.ran = sequence.computed, sequence.ran + 1
         sequence.computed = end = begin + count
-        sequence.ran += 1
-        if not (count == 1 and finite and manager.commit_token(pages, begin)):
-            manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
+        self.manager.commit(sequence.pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
+
+    def decoded(self, sequences: list[Sequence]) -> set[int]:
+        """`computed` of one token of each of these by a step with finite logits, where nearly nothing is to be done.
+        Returns the seq_ids of those that this was all for."""
+        done = set()
+        plain = self.manager.commit_tokens([(s.pages, s.computed) for s in sequences])
+        for sequence, recorded in zip(sequences, plain, strict=True):
+            if recorded:
+                sequence.computed += 1
+                sequence.ran += 1
+                done.add(sequence.seq_id)
+        return done
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""

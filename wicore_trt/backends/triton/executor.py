@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import cycle
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,7 @@ from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
-from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
+from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, plain
 from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
     PAGE_DIGEST,
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
+"""Who chooses a token: the graph, the kernels that draw, or the host."""
+SUPPRESSED, ALLOWED = attrgetter("suppress_eos"), attrgetter("allowed")
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 """Parameters that take the host's sampler the most memory."""
 
@@ -177,6 +181,8 @@ class TritonExecutor:
         self._steps: deque[SubmittedStep] = deque()
         self._rows: dict[int, int] = {}
         """Of the last step: row of the logits by seq_id."""
+        self._asked: tuple[list[SamplingParams | None], list[str]] = ([], [])
+        """Of the last step: parameters, and who chooses by them."""
         if measured:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
@@ -235,22 +241,24 @@ class TritonExecutor:
 
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
-        moved = StepBatch([batch.slices[i] for i in self.block.order(batch.slices)])
+        slices = [batch.slices[i] for i in self.block.order(batch.slices)]
+        moved, ways = StepBatch(slices), self._ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(moved)
-            rows, places = self._enqueue(moved, layer)
-            self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
+            rows, places = self._enqueue(slices, ways, layer)
+            self._rows = dict(zip([s.seq_id for s in slices], rows, strict=True))
             self._hosts.reverse()
             results, masses = self._hosts[0]
             results.copy_(self.memory.results, non_blocking=True)
-            measured = None if layer is None else self._fetch(moved.slices, places, masses)
+            measured = None if layer is None else self._fetch(slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
+            left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             self._steps.append(
                 SubmittedStep(
                     sampled,
-                    [self._rows[s.seq_id] for s in sampled],
-                    [n for n, s in enumerate(sampled) if not self._chooses(s)],
+                    self.rows_of(sampled),
+                    [n for n, s in enumerate(sampled) if s.seq_id in left] if left else [],
                     results,
                     self.device.record(),
                     measured,
@@ -288,15 +296,16 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, measured: int | None) -> tuple[list[int], list[int]]:
-        """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Per slice the row
-        of its logits, if it samples, and that of its masses."""
-        slices, unread = batch.slices, None
-        singles = [len(s.token_ids) for s in slices].count(1)
+    def _enqueue(
+        self, slices: list[SequenceSlice], ways: list[str], measured: int | None
+    ) -> tuple[list[int], list[int]]:
+        """Put a step on the stream, and attention at layer `measured`; singles come first. Per slice the row of its
+        logits, if it samples, and that of its masses."""
+        singles, unread = [len(s.token_ids) for s in slices].count(1), None
         if slices[0].token_ids[0] == UNREAD:
-            assert all([s.token_ids == [UNREAD] for s in slices]), "tokens are read, or they are not"
+            assert not [s for s in slices if s.token_ids[0] != UNREAD], "tokens are read, or they are not"
             unread = Unread(self.memory.results[0], self.rows_of(slices))
-        padded = self._graph(batch, singles)
+        padded = self._graph(slices, singles)
         if padded is not None:
             (size, graph), chunks = padded, len(slices) - singles
             count = size.singles + chunks if chunks else singles
@@ -311,22 +320,21 @@ class TritonExecutor:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
             self.run(self.block.upload(self.inputs(slices), singles, unread), measured)
-        drawn = {
-            row: piece
-            for row, piece in zip(rows, slices, strict=True)
-            if piece.sample and piece.params is not None and piece.params.temperature and self._draws(piece)
-        }
-        if drawn:
-            self._device_sampler.enqueue(count, drawn)
+        if DRAWN in ways:
+            of_row = zip(rows, slices, ways, strict=True)
+            drawn = {row: piece for row, piece, way in of_row if piece.sample and way is DRAWN}
+            if drawn:
+                self._device_sampler.enqueue(count, drawn)
         return rows, places
 
-    def _graph(self, batch: StepBatch, singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
+    def _graph(self, slices: list[SequenceSlice], singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
         """What runs a step, and the size that it is to be padded to; None where there is no graph for it."""
-        chunks, tokens = len(batch.slices) - singles, batch.num_tokens
+        chunks = len(slices) - singles
         if not chunks:
             return next(((decode_size(rows), graph) for rows, graph in self.graphs.items() if rows >= singles), None)
-        if any(s.targets for s in batch.slices):
+        if any(s.targets for s in slices):
             return None
+        tokens = StepBatch(slices).num_tokens
         return next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
 
     def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
@@ -341,15 +349,20 @@ class TritonExecutor:
         """Pages that each slice looks at."""
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
-    def _draws(self, piece: SequenceSlice) -> bool:
-        """Whether a slice's token is drawn on the device."""
-        assert piece.params is not None
-        return not piece.params.greedy and self._device_sampler.available and on_device(piece)
+    def _ways(self, slices: list[SequenceSlice]) -> list[str]:
+        """Who chooses the token of each slice, if it samples."""
+        params = [s.params for s in slices]
+        if params != self._asked[0]:  # else it is as in the last step, since parameters do not change
+            self._asked = params, [self._way(p) for p in params]
+        ways = self._asked[1]
+        if any(map(SUPPRESSED, slices)) or any(map(ALLOWED, slices)):
+            ways = [HOST if s.suppress_eos or s.allowed else way for s, way in zip(slices, ways, strict=True)]
+        return ways
 
-    def _chooses(self, piece: SequenceSlice) -> bool:
-        """Whether a slice's token is chosen on the device."""
-        assert piece.params is not None
-        return on_device(piece) and (piece.params.greedy or self._draws(piece))
+    def _way(self, params: SamplingParams | None) -> str:
+        if params is None or (params.greedy and plain(params)):
+            return GREEDY
+        return DRAWN if self._device_sampler.available and plain(params) else HOST
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
@@ -360,18 +373,19 @@ class TritonExecutor:
 
     def _chosen(self, step: SubmittedStep) -> StepResult:
         """The tokens of a step that is over."""
-        slices, rows, left, (tokens, status) = step.slices, step.rows, step.left, step.results.tolist()
+        slices, rows, left = step.slices, step.rows, step.left
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        if not left and not any(map(status.__getitem__, rows)):
-            return StepResult([SampledToken(s.seq_id, tokens[row]) for s, row in zip(slices, rows, strict=True)])
+        tokens, status = step.results.numpy()[:, rows].tolist()
+        if not left and not any(status):
+            return StepResult([SampledToken(s.seq_id, token) for s, token in zip(slices, tokens, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
         found, failed = {token.seq_id: token for token in hosts.tokens}, dict(hosts.failed)
         here = {*left}
-        for n, (piece, row) in enumerate(zip(slices, rows, strict=True)):
-            if n not in here and status[row]:
+        for n, piece in enumerate(slices):
+            if n not in here and status[n]:
                 failed[piece.seq_id] = NOT_FINITE
             elif n not in here:
-                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[row])
+                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[n])
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
     def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
@@ -391,7 +405,7 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), next(iter(self._measurable), None))
+                self._enqueue(slices, self._ways(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
             for rows in self._buckets:
                 self.graphs[rows] = self._captured(decode_size(rows))

@@ -18,7 +18,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.backends.triton.tables import Changes, HeldTables
-from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.step_inputs import StepInputs
 
@@ -88,7 +88,7 @@ class StepBlock:
         tokens = max(limits.tokens, padded)
         # Whatever divides the sequences into singles and chunks, this holds it.
         largest = StepSizes(tokens, max(limits.rows, padded), tokens, tokens, 0)
-        tables = max(limits.rows, padded) * (len(groups) * pages + 2) + (len(groups) + 1) * ALIGNMENT
+        tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
         self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
         self._held = HeldTables(self._groups, padded, pages, device)
@@ -126,25 +126,27 @@ class StepBlock:
         the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its last
         token's. The pools have `num_pages`."""
         arrays, (offsets, end) = self._fill(size)
-        counts = [len(s.token_ids) for s in slices]
-        starts, begin, singles = np.array([s.start for s in slices], np.int32), size.singles, counts.count(1)
-        assert min(counts) > 0 and starts.min() >= 0, "a step has slices and they have tokens"
+        singles, begin = [len(s.token_ids) for s in slices].count(1), size.singles
+        alone, chunks, starts = slices[:singles], slices[singles:], np.array([s.start for s in slices], np.int32)
+        assert starts.min() >= 0, "a step has slices"
         tokens, positions = arrays["token_ids"], arrays["positions"]
         tokens[singles:] = positions[singles:] = -1
-        tokens[:singles] = [s.token_ids[0] for s in slices[:singles]]
+        tokens[:singles] = UNREAD if unread is not None else [s.token_ids[0] for s in alone]
         positions[:singles] = starts[:singles]
         arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin, dtype=np.int32)
         arrays["kv_lengths"][:] = positions[:begin] + 1
-        self._fill_chunks(arrays, slices[singles:], starts[singles:], size)
         arrays["sources"][:singles] = 0 if unread is None else unread.rows
-        rows = [*range(singles), *range(begin, begin + len(slices) - singles)]
-        changes = self._held.changes(slices, rows, begin + size.chunks, num_pages)
-        used = (starts + counts + self._page_tokens - 1) // self._page_tokens
-        assert (self._held.lengths(rows) >= used).all(), "a sequence lacks pages"
-        places = self._put(changes, end)
-        self._send(places[-1])
+        arrays["cu_seqlens"][:] = 0
+        if size.chunks:
+            self._fill_chunks(arrays, chunks, starts[singles:], size)
+        owners = [*alone, *[None] * (begin - singles), *chunks, *[None] * (size.chunks - len(chunks))]
+        changes = self._held.changes(owners, num_pages)
+        lasts = np.append(positions[:begin], [s.start + len(s.token_ids) - 1 for s in chunks]).astype(np.int32)
+        assert (self._held.lengths(len(lasts)) > lasts // self._page_tokens).all(), "a page is missing"
+        tables, last = self._put(changes, end)
+        self._send(last)
         self._read(unread, offsets)
-        self._take(changes, places)
+        self._take(changes, end, tables)
 
     def _fill_chunks(
         self, arrays: dict[str, np.ndarray], chunks: Sequence[SequenceSlice], starts: np.ndarray, size: StepSizes
@@ -164,22 +166,21 @@ class StepBlock:
         arrays["cu_seqlens"][: count + 1] = bounds
         arrays["cu_seqlens"][count + 1 :] = bounds[-1]
 
-    def _put(self, changes: Changes, at: int) -> list[int]:
-        """Write changes to the host's block from `at` on: where their rows (int64) and tables lie, and the end."""
-        places, host = [], self._hosts[0].numpy()
-        for array in (np.array(changes.rows, np.int64).view(np.int32), *changes.tables.values()):
-            places.append(at)
-            host[at : at + array.size] = array.ravel()
-            at += div_ceil(array.size, ALIGNMENT) * ALIGNMENT
-        assert at <= len(host), "the step is larger than the executor's limits"
-        return [*places, at]
+    def _put(self, changes: Changes, at: int) -> tuple[int, int]:
+        """Write changes to the host's block from `at` on, their rows as int64: where the tables lie, and the end."""
+        host, rows, values = self._hosts[0].numpy(), np.array(changes.rows, np.int64), changes.tables.ravel()
+        tables = at + div_ceil(2 * len(rows), ALIGNMENT) * ALIGNMENT
+        end = tables + div_ceil(values.size, ALIGNMENT) * ALIGNMENT
+        assert end <= len(host), "the step is larger than the executor's limits"
+        host[at : at + 2 * len(rows)], host[tables : tables + values.size] = rows.view(np.int32), values
+        return tables, end
 
-    def _take(self, changes: Changes, places: Sequence[int]) -> None:
+    def _take(self, changes: Changes, at: int, tables: int) -> None:
         """Put changes from the device's block where the kernels read them."""
-        rows = self._block[places[0] :][: 2 * len(changes.rows)].view(torch.int64)
-        for at, (group, array) in zip(places[1:], changes.tables.items(), strict=False):
-            new = self._block[at : at + array.size].view(array.shape)
-            self._held.on_device[group][:, : array.shape[1]].index_copy_(0, rows, new)
+        if changes.rows:
+            rows = self._block[at:][: 2 * len(changes.rows)].view(torch.int64)
+            new = self._block[tables:][: changes.tables.size].view(changes.tables.shape)
+            self._held.on_device[:, :, : new.shape[2]].index_copy_(1, rows, new)
 
     def forget(self) -> None:
         """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
@@ -187,15 +188,17 @@ class StepBlock:
 
     def order(self, slices: Sequence[SequenceSlice]) -> list[int]:
         """Indices of `slices` with those of one token first, each in the row where its tables are, if it can be."""
-        alone, others = list[int](), list[int]()
-        for i, piece in enumerate(slices):
-            (others if len(piece.token_ids) > 1 else alone).append(i)
-        places = self._held.places([slices[i].seq_id for i in alone])
-        return [*(alone[i] for i in places), *others]
+        counts, others = [len(s.token_ids) for s in slices], list[int]()
+        alone: Sequence[int] = range(len(slices))
+        if counts.count(1) < len(counts):
+            others = [i for i, count in enumerate(counts) if count > 1]
+            alone = [i for i, count in enumerate(counts) if count == 1]
+        return [alone[i] for i in self._held.places([slices[i].seq_id for i in alone])] + others
 
     def padded(self, size: StepSizes) -> StepArrays:
         """Where `upload_padded` puts a step of this size."""
-        tables = {g: (held.data_ptr(), self._held.pages) for g, held in self._held.on_device.items()}
+        held = zip(self._groups, self._held.on_device, strict=True)
+        tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
         return self._arrays(size, size.offsets(self._groups)[0], tables)
 
     def _fill(self, shape: StepSizes) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
@@ -224,4 +227,3 @@ class StepBlock:
         if unread is not None:
             count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]
             torch.index_select(unread.tokens, 0, self._block[at : at + count], out=self._block[to : to + count])
-

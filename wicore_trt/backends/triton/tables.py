@@ -1,13 +1,14 @@
 """Page tables of padded steps: on the device, a row for each sequence, and sent again only where one changed.
 
 A sequence that decodes keeps its row from step to step. What a row holds is known by the stamp of the tables that it
-was filled from (`SequenceSlice.stamp`), so it makes no difference who joins, leaves, moves or comes back: a row is good
-if its stamp is the one that is wanted. Knows neither steps nor kernels. Invariant: behind its table a row is ABSENT, and
-all of it is in a row of nobody.
+was filled from (`SequenceSlice.stamp`): it is good if its stamp is the one that is wanted, so it makes no difference who
+joined, left, moved or came back. Knows neither steps nor kernels. Invariant: a row is ABSENT behind its table, and as a
+whole if it is nobody's.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,35 +17,35 @@ import torch
 
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
-from wicore_trt.runtime.step_inputs import ABSENT
+from wicore_trt.runtime.step_inputs import ABSENT, page_table
 
-NOBODY = object()
-"""The stamp of an empty table."""
+NOBODY, EMPTY = object(), array("i")
+"""Of a row of nobody: the stamp, and the table."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Rows to be written, int32 [rows, width] by group."""
+    """Rows to be written, and what: `tables` int32 [groups, rows, width], of width 0 for no rows."""
 
     rows: list[int]
-    tables: dict[str, np.ndarray]
+    tables: np.ndarray
 
 
 class HeldTables:
-    """`on_device[group]` int32 [rows, pages]. Whoever takes `changes` is to write them before the next step reads."""
+    """`on_device` int32 [groups, rows, pages]. Who takes `changes` is to write them there before a step reads it."""
 
     def __init__(self, groups: Sequence[str], rows: int, pages: int, device: Device) -> None:
-        self.on_device = {g: device.empty((rows, pages), torch.int32).fill_(ABSENT) for g in groups if rows}
-        self.pages = pages
+        self.on_device = device.empty((len(groups), rows, pages), torch.int32).fill_(ABSENT)
+        self.pages, self._groups = pages, tuple(groups)
         self._stamps: list[object] = [NOBODY] * rows
-        self._lengths = np.zeros(rows, np.int32)
+        self._least, self._most = np.zeros(rows, np.int32), np.zeros(rows, np.int32)  # pages of a row's tables
         self._seq_ids: list[int] = []
         self._order: list[int] = []
 
     def forget(self) -> None:
         """What the device holds is not known."""
         self._stamps = [None] * len(self._stamps)
-        self._lengths[:] = self.pages
+        self._most[:] = self.pages
 
     def places(self, seq_ids: list[int]) -> list[int]:
         """Which of these sequences each row is for, from the first row on: those that have a row keep it, but for the
@@ -63,39 +64,26 @@ class HeldTables:
             self._seq_ids, self._order = seq_ids, [next(new) if i < 0 else i for i in order]
         return self._order
 
-    def changes(
-        self, slices: Sequence[SequenceSlice], rows: Sequence[int], count: int, num_pages: Mapping[str, int]
-    ) -> Changes:
-        """What is to be written so that the first `count` rows are those of the slices, each in its one of `rows`, and
-        of nobody. The pools have `num_pages`."""
-        wanted = [NOBODY] * count
-        for row, piece in zip(rows, slices, strict=True):
-            wanted[row] = piece.stamp
-        held = self._stamps
+    def changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> Changes:
+        """What is to be written so that the first rows are those of `owners`, None is nobody. The pools have
+        `num_pages`."""
+        held, wanted = self._stamps, [NOBODY if piece is None else piece.stamp for piece in owners]
         changed = [row for row, stamp in enumerate(wanted) if stamp is not held[row] or stamp is None]
         if not changed:
-            return Changes([], {})
-        owners = dict(zip(rows, slices, strict=True))
-        before = self._lengths[changed]
-        filled = [self._tables(owners.get(row)) for row in changed]
-        self._lengths[changed] = after = [max(map(len, tables.values()), default=0) for tables in filled]
-        held[:count] = wanted
-        width = max(before.max(), *after)
-        arrays = {group: np.full((len(changed), width), ABSENT, np.int32) for group in self.on_device}
-        for group, array in arrays.items():
-            for line, tables in zip(array, filled, strict=True):
-                if tables:
-                    line[: len(tables[group])] = tables[group]
-            # Kernels index the pool with these unchecked, so a bad page must stop here.
-            assert array.min() >= ABSENT and array.max() < num_pages[group], "a page is outside its pool"
-        return Changes(changed, arrays)
+            return Changes([], np.zeros((len(self._groups), 0, 0), np.int32))
+        pieces, count = [owners[row] for row in changed], len(changed)
+        tables = [EMPTY if piece is None else piece.pages[g] for g in self._groups for piece in pieces]
+        lengths = np.minimum([*map(len, tables)], self.pages)
+        each = lengths.reshape(-1, count)
+        most = each.max(0)
+        inside = np.arange(max(most.max(), self._most[changed].max())) < lengths[:, None]
+        found = page_table(tables, lengths, inside, max(num_pages.values())).reshape(len(self._groups), count, -1)
+        for group, part in zip(self._groups, found, strict=True):
+            assert not part.size or part.max() < num_pages[group], "a page is outside its pool"
+        held[: len(wanted)] = wanted
+        self._least[changed], self._most[changed] = each.min(0), most
+        return Changes(changed, found)
 
-    def lengths(self, rows: Sequence[int]) -> np.ndarray:
-        """Pages in each of these rows."""
-        return self._lengths[rows]
-
-    def _tables(self, piece: SequenceSlice | None) -> dict[str, Sequence[int]]:
-        """By group; empty for nobody."""
-        if piece is None:
-            return {}
-        return {group: piece.pages[group][: self.pages] for group in self.on_device}
+    def lengths(self, count: int) -> np.ndarray:
+        """How many pages each of the first rows has, at least."""
+        return self._least[:count]
