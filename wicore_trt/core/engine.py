@@ -27,6 +27,7 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.progress import computed, decoded
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.types import (
@@ -268,17 +269,16 @@ class EngineCore(Core):
         """Take what a step brings to those sequences that did not end while it ran."""
         failed, attention = result.failed, result.attention
         tokens = {t.seq_id: t for t in result.tokens if t.seq_id not in failed}
-        signals, computed, matchers = self.scheduler.manager.attention, self.scheduler.computed, self._matchers
+        manager, matchers = self.scheduler.manager, self._matchers
         live = [(s, count, tokens.get(s.seq_id)) for s, count in flight.schedule.slices if s.finish_reason is None]
-        done = self.scheduler.decoded([s for s, count, token in live if count == 1 and token is not None])
         outputs, plain = list[TokenOutput](), 0
-        for sequence, count, token in live:
-            if sequence.seq_id not in done:
+        for (sequence, count, token), recorded in zip(live, decoded(manager, live), strict=True):
+            if not recorded:
                 if sequence.seq_id in failed:
                     outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
                     continue
                 try:
-                    computed(sequence, count, finite=token is not None)
+                    computed(manager, sequence, count, finite=token is not None)
                 except UnwrittenPageError as unwritten:
                     log.exception("a sequence read pages that nobody wrote")
                     outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
@@ -298,8 +298,8 @@ class EngineCore(Core):
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
                     name = sequence.request.request_id
                     outputs.append(TokenOutput(name, sequence.index, (found,), (), None, None, usage))
-            if attention and signals is not None and sequence.seq_id in attention:
-                signals.measured(sequence.pages.keys, attention[sequence.seq_id])
+            if attention and manager.attention is not None and sequence.seq_id in attention:
+                manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
         self._counts["generated"] += plain
         return outputs
 
@@ -348,14 +348,14 @@ class EngineCore(Core):
 
     def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
-        slices, matchers = [], self._matchers
+        slices, matchers, unread = [], self._matchers, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params = sequence.tokens, sequence.params
             if sequence.begun is None:
                 sequence.begun = self._clock()
             length, prompt_len = len(tokens), sequence.prompt_len
             start = length if ahead else sequence.computed
-            ids = [UNREAD] if ahead else tokens[start : start + count]
+            ids = unread if ahead else tokens[start : start + count]
             sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
                 sequence.seq_id, ids, start, sequence.pages.tables, sample, params, tokens, prompt_len, sequence.seed,

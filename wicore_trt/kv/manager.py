@@ -99,6 +99,7 @@ class KVCacheManager:
         self._copies = CopyDown(self.pools, tiers, options.write_policy, options.threshold)
         self.window = window
         self.page_tokens = chain.page_tokens
+        self._window_pages = div_ceil(window - 1, chain.page_tokens)
         self._chain = chain
         self.memory = Memory(self.pools)
         if slabs is not None and policy is not None:
@@ -292,13 +293,12 @@ class KVCacheManager:
     def commit_tokens(self, rows: Iterable[tuple[SequencePages, int]]) -> list[bool]:
         """`commit` of one position of each of these by a step with finite logits, where nearly nothing is to be done:
         the token fills no page, and what came before it is published and trusted. False where `commit` is to be
-        called."""
+        called, and for a position of -1."""
         size, failures, wrote, done = self.page_tokens, self.failures, self.memory.wrote_token, []
         for pages, position in rows:
-            index, place = divmod(position, size)
-            said = index == pages.published == pages.trusted and not pages.left and pages.load is None
-            plain = said and place + 1 < size and wrote(pages.tables, index, place)
-            if plain:
+            index, place = position // size, position % size
+            plain = index == pages.published == pages.trusted and place + 1 < size and not pages.left
+            if plain := plain and pages.load is None and wrote(pages.tables, index, place):
                 pages.failures = failures
             done.append(plain)
         return done
@@ -375,10 +375,6 @@ class KVCacheManager:
         self.pools[GLOBAL].release([table[i] for i in slots])
         pages.put(GLOBAL, slots)
 
-    def extend_global(self, pages: SequencePages, slots: Iterable[int]) -> None:
-        """Put `slots` at the end of the global table."""
-        pages.extend(GLOBAL, slots)
-
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
         self._leave(pages, pages.first_local, len(pages.tables[LOCAL]))
@@ -390,7 +386,7 @@ class KVCacheManager:
 
     def near(self, points: Iterable[int], page: int) -> bool:
         """Whether local page `page` lies in the window of one of `points` (page counts), where a request may start."""
-        return any(self.first_visible_page(n * self.page_tokens) <= page < n for n in points)
+        return any(page < n <= page + self._window_pages for n in points)  # first_visible_page(n * page_tokens) <= page
 
     def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import cycle
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
 """Who chooses a token: the graph, the kernels that draw, or the host."""
-SUPPRESSED, ALLOWED = attrgetter("suppress_eos"), attrgetter("allowed")
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 """Parameters that take the host's sampler the most memory."""
 
@@ -301,10 +299,13 @@ class TritonExecutor:
     ) -> tuple[list[int], list[int]]:
         """Put a step on the stream, and attention at layer `measured`; singles come first. Per slice the row of its
         logits, if it samples, and that of its masses."""
-        singles, unread = [len(s.token_ids) for s in slices].count(1), None
-        if slices[0].token_ids[0] == UNREAD:
-            assert not [s for s in slices if s.token_ids[0] != UNREAD], "tokens are read, or they are not"
+        tokens, unread = [s.token_ids for s in slices], None
+        singles = waiting = tokens.count([UNREAD])
+        if waiting:
+            assert waiting == len(slices), "tokens are read, or they are not"
             unread = Unread(self.memory.results[0], self.rows_of(slices))
+        else:
+            singles = [*map(len, tokens)].count(1)
         padded = self._graph(slices, singles)
         if padded is not None:
             (size, graph), chunks = padded, len(slices) - singles
@@ -355,7 +356,8 @@ class TritonExecutor:
         if params != self._asked[0]:  # else it is as in the last step, since parameters do not change
             self._asked = params, [self._way(p) for p in params]
         ways = self._asked[1]
-        if any(map(SUPPRESSED, slices)) or any(map(ALLOWED, slices)):
+        special = [s for s in slices if s.suppress_eos or s.allowed is not None]
+        if special:
             ways = [HOST if s.suppress_eos or s.allowed else way for s, way in zip(slices, ways, strict=True)]
         return ways
 

@@ -126,7 +126,7 @@ class StepBlock:
         the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its last
         token's. The pools have `num_pages`."""
         arrays, (offsets, end) = self._fill(size)
-        singles, begin = [len(s.token_ids) for s in slices].count(1), size.singles
+        singles, begin = len(slices) if not size.chunks else [len(s.token_ids) for s in slices].count(1), size.singles
         alone, chunks, starts = slices[:singles], slices[singles:], np.array([s.start for s in slices], np.int32)
         assert starts.min() >= 0, "a step has slices"
         tokens, positions = arrays["token_ids"], arrays["positions"]

@@ -1,9 +1,9 @@
 """Page tables of padded steps: on the device, a row for each sequence, and sent again only where one changed.
 
 A sequence that decodes keeps its row from step to step. What a row holds is known by the stamp of the tables that it
-was filled from (`SequenceSlice.stamp`): it is good if its stamp is the one that is wanted, so it makes no difference who
-joined, left, moved or came back. Knows neither steps nor kernels. Invariant: a row is ABSENT behind its table, and as a
-whole if it is nobody's.
+was filled from (`SequenceSlice.stamp`): with the one that is wanted it is good, whoever joined, left, moved or came back
+meanwhile. Knows neither steps nor kernels. Invariant: a row is ABSENT behind its table, and as a whole if it is
+nobody's.
 """
 
 from __future__ import annotations
