@@ -1,7 +1,7 @@
 """Page tables of padded steps: on the device, a row for each sequence, and sent again only where one changed.
 
 A sequence that decodes keeps its row from step to step. What a row holds is known by the stamp of the tables that it
-was filled from (`SequenceSlice.stamp`): with the one that is wanted it is good, whoever joined, left, moved or came back
+was filled from (`SequenceSlice.stamp`): with the one that is wanted it is good, whoever joined, left or came back
 meanwhile. Knows neither steps nor kernels. Invariant: a row is ABSENT behind its table, and as a whole if it is
 nobody's.
 """
