@@ -354,17 +354,14 @@ class TritonExecutor:
         """Who chooses the token of each slice, if it samples."""
         params = [s.params for s in slices]
         if params != self._asked[0]:  # else it is as in the last step, since parameters do not change
-            self._asked = params, [self._way(p) for p in params]
+            self._asked = params, [_way(p) for p in params]
         ways = self._asked[1]
+        if not self._device_sampler.available:
+            ways = [HOST if way is DRAWN else way for way in ways]
         special = [s for s in slices if s.suppress_eos or s.allowed is not None]
         if special:
             ways = [HOST if s.suppress_eos or s.allowed else way for s, way in zip(slices, ways, strict=True)]
         return ways
-
-    def _way(self, params: SamplingParams | None) -> str:
-        if params is None or (params.greedy and plain(params)):
-            return GREEDY
-        return DRAWN if self._device_sampler.available and plain(params) else HOST
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
@@ -430,6 +427,13 @@ class TritonExecutor:
     def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
         pages = [-1] * div_ceil(tokens, self.layout.page_tokens)
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
+
+
+def _way(params: SamplingParams | None) -> str:
+    """Who chooses by these parameters."""
+    if params is None:
+        return GREEDY  # nobody does
+    return HOST if not plain(params) else GREEDY if params.greedy else DRAWN
 
 
 def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:
