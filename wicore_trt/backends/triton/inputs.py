@@ -188,12 +188,12 @@ class StepBlock:
 
     def order(self, slices: Sequence[SequenceSlice]) -> list[int]:
         """Indices of `slices` with those of one token first, each in the row where its tables are, if it can be."""
-        counts, others = [len(s.token_ids) for s in slices], list[int]()
-        alone: Sequence[int] = range(len(slices))
-        if counts.count(1) < len(counts):
-            others = [i for i, count in enumerate(counts) if count > 1]
-            alone = [i for i, count in enumerate(counts) if count == 1]
-        return [alone[i] for i in self._held.places([slices[i].seq_id for i in alone])] + others
+        counts = [len(s.token_ids) for s in slices]
+        if counts.count(1) == len(counts):
+            return self._held.places([s.seq_id for s in slices])
+        alone = [i for i, count in enumerate(counts) if count == 1]
+        places = self._held.places([slices[i].seq_id for i in alone])
+        return [*(alone[i] for i in places), *(i for i, count in enumerate(counts) if count > 1)]
 
     def padded(self, size: StepSizes) -> StepArrays:
         """Where `upload_padded` puts a step of this size."""
