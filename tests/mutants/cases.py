@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "                pool.acquire(slot)\n                pages.extend(group, [slot])",
-        "                pages.extend(group, [slot])",
+        "                pool.acquire(slot)\n                slots.append(slot)",
+        "                slots.append(slot)",
     ),
     Mutant(
         "kv/manager.py",

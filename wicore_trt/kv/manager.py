@@ -168,12 +168,12 @@ class KVCacheManager:
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [pool.find(key) for key in pages.keys[start:count]]
-            pages.extend(group, [-1] * start)
-            for slot in slots:
+            slots = [-1] * start
+            for slot in [pool.find(key) for key in pages.keys[start:count]]:
                 assert slot is not None, "a hit was attached after its pages left"
                 pool.acquire(slot)
-                pages.extend(group, [slot])
+                slots.append(slot)
+            pages.extend(group, slots)
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
