@@ -374,7 +374,7 @@ class TritonExecutor:
         """The tokens of a step that is over."""
         slices, rows, left = step.slices, step.rows, step.left
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        tokens, status = step.results.numpy()[:, rows].tolist()
+        tokens, status = step.results.numpy().take(rows, axis=1).tolist()
         if not left and not any(status):
             return StepResult([SampledToken(s.seq_id, token) for s, token in zip(slices, tokens, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
