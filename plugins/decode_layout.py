@@ -80,8 +80,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
 @dataclass(frozen=True)
 class Segments:
     """Where the keys of a prompt's slice lie far enough behind it for all of its rows to see them, a product without
-    pages and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once, by
-    `rows` rows of the slice. Rows left over at its end are taken alone if they are at least `least`, and padded."""
+    pages and masks takes them: whole segments of `tokens` keys from the prompt's start, up to `most` of them at once,
+    by `rows` rows of the slice. Rows left over at its end are taken alone if they are at least `least`, and padded."""
 
     tokens: int
     rows: int
@@ -241,29 +241,13 @@ def prefill_launch(
     softmax_scale: float,
     window: int,
     rows: tuple[int, int] = (0, 0),
-    segmented: tuple[Segments, Any] | None = None,
-    split: tuple[Any, int] | None = None,
 ) -> Launch:
     """`kernels.prefill_attention.paged_prefill` of (q, out) [tokens, heads, D] whose tokens lie `rows` elements apart
-    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence. `segmented`: segments and
-    `lse` of a kernel that leaves them out; `split`: `lse` and `split_rows` of one with splits. `out` is float32 then."""
+    (multiples of 16; 0: contiguous). `pool` is the layer's, `tables` has a row per sequence."""
     shape = pool.shape
     heads = shape.kv_heads * constants["REPEAT"]
-    more: dict[str, Any] = {}
-    if segmented is not None:
-        assert constants["SEGMENTED"] and not window and not segmented[0].tokens % constants["BLOCK_K"]
-        sizes = {"segment": segmented[0].tokens, "segment_rows": segmented[0].rows, "least_rows": segmented[0].least}
-        assert not (sizes["segment_rows"] % constants["BLOCK_M"] or sizes["least_rows"] % constants["BLOCK_M"])
-        more = {"lse": segmented[1], **sizes}
-    elif split is not None:
-        assert not window
-        more = {"lse": split[0], "split_rows": split[1]}
     return Launch(
-        (
-            heads,
-            slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0,
-            constants.get("SPLITS", 1),
-        ),
+        (heads, slices.tokens // constants["BLOCK_M"] + tables.rows if slices.tokens else 0, 1),
         {
             "q": q_out[0],
             "out": q_out[1],
@@ -279,9 +263,24 @@ def prefill_launch(
             "q_row": rows[0] or heads * shape.head_dim,
             "out_row": rows[1] or heads * shape.head_dim,
             "pool_page": shape.strides()["pool_page"],
-            **more,
         },
     )
+
+
+def segmented(whole: Launch, constants: Mapping[str, Any], segments: Segments, lse: Any) -> Launch:
+    """`prefill_launch` of a kernel that leaves segments out, whose `out` is float32, and `lse` beside it."""
+    assert constants["SEGMENTED"] and not whole.arguments["window"] and not segments.tokens % constants["BLOCK_K"]
+    assert not (segments.rows % constants["BLOCK_M"] or segments.least % constants["BLOCK_M"])
+    sizes = {"segment": segments.tokens, "segment_rows": segments.rows, "least_rows": segments.least}
+    return whole._replace(arguments={**whole.arguments, "lse": lse, **sizes})
+
+
+def split(whole: Launch, constants: Mapping[str, Any], lse: Any, split_rows: int) -> Launch:
+    """`prefill_launch` of a kernel with splits, whose `out` is float32 [splits, split_rows, heads, D], as is `lse`
+    [splits, split_rows, heads]."""
+    assert not whole.arguments["window"]
+    arguments = {**whole.arguments, "lse": lse, "split_rows": split_rows}
+    return Launch((*whole.grid[:2], constants["SPLITS"]), arguments)
 
 
 def add_splits_launch(

@@ -17,7 +17,6 @@ from benchmarks.answers.data import Piece, next_step
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.triton.executor import TritonExecutor
-from wicore_trt.backends.triton.inputs import ordered
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
@@ -36,9 +35,7 @@ def triton_step(executor: TritonExecutor) -> Step:
         result = executor.execute(StepBatch(slices))
         if result.failed:
             raise WicoreError(f"sequences failed: {result.failed}.")
-        order = ordered(slices)
-        rows = [order.index(i) for i in range(len(slices))]
-        return [t.token_id for t in result.tokens], executor.memory.logits[rows].float()
+        return [t.token_id for t in result.tokens], executor.memory.logits[executor.rows_of(slices)].float()
 
     return step
 

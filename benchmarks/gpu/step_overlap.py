@@ -118,7 +118,7 @@ def _pass(
             if number % 2:  # every other step finds NaN where it must not read, the others what the last one left
                 for name in ACTIVATIONS:
                     getattr(memory, name).view(torch.uint8).fill_(0xFF)
-            executor.block.upload_padded(executor.inputs(slices), singles, size)
+            executor.block.upload_padded(slices, size, executor.layout.num_pages)
             graph()
             rows = [*range(singles), *range(size.singles, size.singles + len(slices) - singles)]
             bits = memory.logits[rows].view(torch.int32).long()

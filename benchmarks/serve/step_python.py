@@ -98,7 +98,7 @@ class HostSide(TritonExecutor):
         self.memory = SimpleNamespace(results=results, logits=logits)  # type: ignore[assignment]
         self._sampler, self._device_sampler = Sampler(), Drawing(rows)
         self._measured_layers = cycle([0])
-        self._steps, self._rows = deque(), {}
+        self._steps, self._rows, self._asked = deque(), {}, ([], [])
         self._page_copies = Copies(layout, WINDOW, BATCH_TOKENS)
         self.copier = self._page_copies
         self._step_s, self._end = step_s, 0.0

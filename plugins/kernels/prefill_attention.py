@@ -6,7 +6,8 @@ are never read; a page that a block of tokens sees and that is absent makes the 
 depend on which rows share its block, because key blocks lie at absolute positions and a block without visible keys
 changes nothing. A key of the own sequence that is not finite may reach rows of its block that do not see it.
 Rows whose keys of whole segments another product takes (`kernels.segments`) leave those out here. Few rows behind many
-keys are shared by several programs, each with a range of the keys; `kernels.segments.add_splits` adds up what they give.
+keys are shared by several programs, each with a range of the keys; `kernels.segments.add_splits` adds up what those
+give.
 
 Online softmax: arXiv:2205.14135. A block holds tokens of one sequence and one query head; the programs of one KV head
 are neighbours and share its keys in L2. The scale is applied inside the exponent's multiply-add.

@@ -37,7 +37,8 @@ def gather_segment(
 
     PAGE: elements of a page's keys, and of its values, of one layer, whose part of page 0 `pool` is: [page_tokens,
     kv_heads, D], which is how they lie in `dense`, one page behind the other; its values begin `values` elements behind
-    its keys. FP8 as in `split_decode`; `dense` then gets what the bytes stand for. Grid: (pages, 2 * cdiv(PAGE, BLOCK)).
+    its keys. FP8 as in `split_decode`; `dense` then gets what the bytes stand for.
+    Grid: (pages, 2 * cdiv(PAGE, BLOCK)).
     """
     BLOCKS: tl.constexpr = (PAGE + BLOCK - 1) // BLOCK
     number = tl.program_id(0)
@@ -109,8 +110,8 @@ def add_splits(
     SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr = 0,
 ):
-    """out [rows, HEADS, D] from sums float32 [SPLITS, split_rows, HEADS, D] and lse float32 [SPLITS, split_rows, HEADS],
-    as `paged_prefill` leaves them: where lse is -inf nothing is read. Rows of nobody become anything.
+    """out [rows, HEADS, D] from sums float32 [SPLITS, split_rows, HEADS, D] and lse float32 [SPLITS, split_rows,
+    HEADS], as `paged_prefill` leaves them: where lse is -inf nothing is read. Rows of nobody become anything.
     Grid: (cdiv(rows, BLOCK), HEADS).
     """
     take_turn(DEPENDENT)

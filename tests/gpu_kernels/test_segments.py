@@ -66,10 +66,8 @@ def divided(case: Case, problem: Any) -> torch.Tensor:
         torch.tensor(bounds, dtype=torch.int32), torch.tensor([f for f, _ in case.slices], dtype=torch.int32), total
     )
     tables = Tables(problem.tables, *problem.tables.shape)
-    call = decode_layout.prefill_launch(
-        spec.constants, (problem.q, sums), pool, tables, slices, case.head_dim**-0.5, 0, segmented=(SMALL, lse)
-    )
-    interpreted.launch(spec, call)
+    call = decode_layout.prefill_launch(spec.constants, (problem.q, sums), pool, tables, slices, case.head_dim**-0.5, 0)
+    interpreted.launch(spec, decode_layout.segmented(call, spec.constants, SMALL, lse))
     gather = specs.gather_spec(shape, case.dtype, "sm90")
     adding = specs.add_segment_spec(shape, case.dtype, case.heads)
     out = torch.full((total + 5, width), 77.0, dtype=problem.q.dtype)
@@ -132,9 +130,8 @@ def split(case: Case, problem: Any, config: PrefillConfig, rows: int) -> torch.T
         Slices(torch.tensor(problem.bounds(), dtype=torch.int32), first, total),
         case.head_dim**-0.5,
         0,
-        split=(lse, rows),
     )
-    interpreted.launch(spec, call)
+    interpreted.launch(spec, decode_layout.split(call, spec.constants, lse, rows))
     assert not lse[:, :total].isnan().any() or (problem.tables < 0).any()
     out = torch.full((total + 5, width), 77.0, dtype=problem.q.dtype)
     interpreted.launch(adding, decode_layout.add_splits_launch(adding.constants, (sums, lse), rows, out, total))

@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "                pool.acquire(slot)\n                table.append(slot)",
-        "                table.append(slot)",
+        "                pool.acquire(slot)\n                slots.append(slot)",
+        "                slots.append(slot)",
     ),
     Mutant(
         "kv/manager.py",
@@ -310,6 +310,17 @@ MUTANTS = (
         "        found = [name for name, at in self.items() if at <= now]\n",
         "        found = [name for name, at in self.items() if at <= now - 0.05]\n",
         "tests/schedule/test_against_reference.py",
+    ),
+    Mutant(
+        "kv/sequence_pages.py",
+        "        self.tables[group].extend(slots)\n        self.stamp = object()\n",
+        "        self.tables[group].extend(slots)\n",
+    ),
+    Mutant(
+        "kv/sequence_pages.py",
+        "            table[i] = slot\n        self.stamp = object()\n",
+        "            table[i] = slot\n",
+        "tests/runtime/test_held_tables.py",
     ),
     Mutant(
         "core/engine.py",

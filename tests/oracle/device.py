@@ -57,6 +57,7 @@ class Device:
         self.size = layout.page_tokens
         self.copier: object = None
         self.bad = Bad()
+        self._tables: dict[object, dict[str, Sequence[int]]] = {}
         self.steps = self.tokens = 0
         self.busy_s = self.busy_until = 0.0
         self.pages: dict[str, list[memoryview]] = {}
@@ -90,7 +91,7 @@ class Device:
         seconds = self._seconds(batch)
         self.world.advance(seconds)
         self.busy_s += seconds
-        return self.run(batch)
+        return self.run(StepBatch([replace(s, pages=self._held(s)) for s in batch.slices], batch.measure_attention))
 
     def release(self, seq_id: int) -> None:
         pass
@@ -98,6 +99,12 @@ class Device:
     def close(self) -> None:
         self.copier.close()
         self.pages = {}
+
+    def _held(self, piece: SequenceSlice) -> dict[str, Sequence[int]]:
+        """A slice's page tables as who keeps a copy has them: good for ever if its stamp says what is in them."""
+        if piece.stamp not in self._tables:
+            self._tables[piece.stamp] = {group: table[:] for group, table in piece.pages.items()}
+        return self._tables[piece.stamp]
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -217,10 +224,7 @@ class AheadDevice(Device):
         self._ends.append(begin + seconds)
         self.busy_until = begin + seconds
         self.led += any(UNREAD in piece.token_ids for piece in batch.slices)
-        pieces = [
-            replace(s, token_ids=[*s.token_ids], history=[*s.history], pages={g: s.pages[g][:] for g in s.pages})
-            for s in batch.slices
-        ]
+        pieces = [replace(s, token_ids=[*s.token_ids], history=[*s.history], pages=self._held(s)) for s in batch.slices]
         self._todo.append(StepBatch(pieces, batch.measure_attention))
         if self.world.rng.random() < 0.3:
             self.flush()

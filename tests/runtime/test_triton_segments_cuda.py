@@ -22,7 +22,7 @@ from wicore_trt.backends.triton.segments import LongSlice, segment_attention  # 
 from wicore_trt.backends.triton.table import ADD_SEGMENT, ANY, GATHER, PREFILL_SEGMENTS, EngineShape, Entry, KernelTable  # noqa: E402  # noqa: E402
 from wicore_trt.kv.sizing import builtin_spec  # noqa: E402
 from wicore_trt.plugins.aot import compile_kernel  # noqa: E402
-from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch  # noqa: E402
+from wicore_trt.plugins.decode_layout import prefill_config, prefill_launch, segmented  # noqa: E402
 from wicore_trt.plugins.kernels import fast_attention_specs as specs  # noqa: E402
 from wicore_trt.plugins.launch import SHARED_LAUNCHER  # noqa: E402
 from wicore_trt.plugins.layout import Slices  # noqa: E402
@@ -70,17 +70,9 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
             with torch.inference_mode():
                 attention.ready(empty((2048, 4096), torch.bfloat16))
                 assert attention.wanted
-                left_out = attention.segments, pointer(attention.lse)
-                call = prefill_launch(
-                    kernels[1].constants,
-                    (pointer(q), pointer(sums)),
-                    p.pools[1],
-                    p.table,
-                    slices,
-                    scale,
-                    0,
-                    segmented=left_out,
-                )
+                args = (pointer(q), pointer(sums)), p.pools[1], p.table, slices, scale, 0
+                call = prefill_launch(kernels[1].constants, *args)
+                call = segmented(call, kernels[1].constants, attention.segments, pointer(attention.lse))
                 SHARED_LAUNCHER.launch(kernels[1], call, stream)
                 attention.add(
                     (SHARED_LAUNCHER, stream), q, sums, out, p.pools[1], p.table, [LongSlice(0, length, first, 0)]

@@ -56,7 +56,7 @@ class Simulated:
 
     def execute(self, batch: StepBatch) -> StepResult:
         self.steps.append([(s.seq_id, len(s.token_ids)) for s in batch.slices])
-        seconds = self.device.step_s(load_of((s.start, len(s.token_ids)) for s in batch.slices))
+        seconds = self.device.step_s(load_of([(s.start, len(s.token_ids)) for s in batch.slices]))
         self.now += seconds * self.rng.lognormvariate(0, self.noise)
         return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
 

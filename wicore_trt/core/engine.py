@@ -27,6 +27,7 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import AheadExecutor, Executor
 from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.progress import computed, decoded
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.types import (
@@ -251,7 +252,6 @@ class EngineCore(Core):
 
     def _land(self, flight: Flight) -> list[TokenOutput]:
         """Wait for a step and take what it brings; `self._flight` is the one after it."""
-        manager = self.scheduler.manager
         if flight.result is None:
             assert self._ahead is not None
             try:
@@ -266,31 +266,47 @@ class EngineCore(Core):
         self._step_seconds += seconds
         if not flight.again:
             self.scheduler.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
-        tokens = {token.seq_id: token for token in result.tokens}
-        outputs, failed, attention, computed = [], result.failed, result.attention, self.scheduler.computed
-        for (sequence, count), piece in zip(flight.schedule.slices, flight.batch.slices, strict=True):
-            if sequence.finish_reason is not None:
-                continue  # it ended while this step ran
-            if failed and sequence.seq_id in failed:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
-                continue
-            token = tokens.get(sequence.seq_id)
-            try:
-                computed(sequence, count, finite=token is not None)
-            except UnwrittenPageError as unwritten:
-                log.exception("a sequence read pages that nobody wrote")
-                outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
-                continue
-            if sequence.scoring:
-                outputs.append(self._scored(sequence, piece.start, result.prompt_logprobs.get(sequence.seq_id, [])))
-            if token is not None and sequence.params.max_tokens == 0:
-                outputs.append(self._finish(sequence, FinishReason.LENGTH))
-            elif token is not None:
-                outputs.append(self._append(sequence, token))
-            if attention and sequence.seq_id in attention and manager.attention is not None:
-                manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
+        outputs = self._taken(flight, result)
         for sequence in flight.ended:
             self._release(sequence)
+        return outputs
+
+    def _taken(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
+        """Take what a step brings to those sequences that did not end while it ran."""
+        failed, attention = result.failed, result.attention
+        tokens = {t.seq_id: t for t in result.tokens if t.seq_id not in failed}
+        manager, matchers = self.scheduler.manager, self._matchers
+        live = [(s, count, tokens.get(s.seq_id)) for s, count in flight.schedule.slices if s.finish_reason is None]
+        outputs, plain = list[TokenOutput](), 0
+        for (sequence, count, token), recorded in zip(live, decoded(manager, live), strict=True):
+            if not recorded:
+                if sequence.seq_id in failed:
+                    outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
+                    continue
+                try:
+                    computed(manager, sequence, count, finite=token is not None)
+                except UnwrittenPageError as unwritten:
+                    log.exception("a sequence read pages that nobody wrote")
+                    outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
+                    continue
+            if sequence.scoring:
+                start = sequence.computed - count
+                outputs.append(self._scored(sequence, start, result.prompt_logprobs.get(sequence.seq_id, [])))
+            if token is not None:
+                found, known, prompt_len = token.token_id, sequence.tokens, sequence.prompt_len
+                length = len(known) + 1
+                ends = length >= sequence.longest or found in sequence.stop_ids
+                if ends or length <= prompt_len + 1 or token.logprob is not None or matchers:
+                    outputs.append(self._append(sequence, token))
+                else:  # nearly always; `_append` does all the rest
+                    known.append(found)
+                    plain += 1
+                    usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
+                    name = sequence.request.request_id
+                    outputs.append(TokenOutput(name, sequence.index, (found,), (), None, None, usage))
+            if attention and manager.attention is not None and sequence.seq_id in attention:
+                manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
+        self._counts["generated"] += plain
         return outputs
 
     def outlook(self) -> Outlook:
@@ -338,18 +354,18 @@ class EngineCore(Core):
 
     def _batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
         """`ahead`: the token to compute is the one after all that are known."""
-        slices, matchers = [], self._matchers
+        slices, matchers, unread = [], self._matchers, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params = sequence.tokens, sequence.params
             if sequence.begun is None:
                 sequence.begun = self._clock()
             length, prompt_len = len(tokens), sequence.prompt_len
             start = length if ahead else sequence.computed
-            ids = [UNREAD] if ahead else tokens[start : start + count]
+            ids = unread if ahead else tokens[start : start + count]
             sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
                 sequence.seq_id, ids, start, sequence.pages.tables, sample, params, tokens, prompt_len, sequence.seed,
-                suppress_eos, sequence.stop_ids,
+                suppress_eos, sequence.stop_ids, None, (), sequence.pages.stamp,
             )  # fmt: skip
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
@@ -374,7 +390,9 @@ class EngineCore(Core):
         return self._output(sequence, (), (), prompt_logprobs=tuple(new))
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
-        """Add a sampled token and end the sequence if that token, or its number, ends it."""
+        """Add a sampled token and end the sequence if that token, or its number, ends it, or if it asked for none."""
+        if sequence.params.max_tokens == 0:
+            return self._finish(sequence, FinishReason.LENGTH)
         found, tokens = token.token_id, sequence.tokens
         tokens.append(found)
         self._counts["generated"] += 1

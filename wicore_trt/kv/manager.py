@@ -12,7 +12,6 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.a2cr import AttentionSignals
 from wicore_trt.kv.policy.policy import ChainPolicy, LRUPolicy
 from wicore_trt.kv.pool import PagePool
-from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages, empty_tables
+from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.shared_memory import SharedMemory
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
@@ -85,6 +84,7 @@ class KVCacheManager:
         self._copies = CopyDown(self.pools, tiers, options.write_policy, options.threshold)
         self.window = window
         self.page_tokens = chain.page_tokens
+        self._window_pages = div_ceil(window - 1, chain.page_tokens)
         self._chain = chain
         self.memory = Memory(self.pools)
         if slabs is not None and policy is not None:
@@ -154,13 +154,12 @@ class KVCacheManager:
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [pool.find(key) for key in pages.keys[start:count]]
-            table = pages.tables[group]
-            table.extend([-1] * start)
-            for slot in slots:
+            slots = [-1] * start
+            for slot in [pool.find(key) for key in pages.keys[start:count]]:
                 assert slot is not None, "a hit was attached after its pages left"
                 pool.acquire(slot)
-                table.append(slot)
+                slots.append(slot)
+            pages.extend(group, slots)
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
@@ -244,24 +243,24 @@ class KVCacheManager:
         count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
-        lacking = {g: [tables[g]] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
+        lacking = {g: [pages] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
         fits = not spare or self.memory.fits({group: len(short) + spare for group, short in lacking.items() if short})
         return fits and self._extend(lacking)
 
     def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
         """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        lacking: dict[str, list[array[int]]] = {group: [] for group in self.pools}
+        lacking: dict[str, list[SequencePages]] = {group: [] for group in self.pools}
         for pages, tokens in wanted:
             for group, short in lacking.items():
-                short += [pages.tables[group]] * (self.pages_for(tokens) - len(pages.tables[group]))
+                short += [pages] * (self.pages_for(tokens) - len(pages.tables[group]))
         return self._extend(lacking)
 
-    def _extend(self, lacking: dict[str, list[array[int]]]) -> bool:
-        """Put a slot more at the end of each of these tables, as often as it is there, or of none: False."""
+    def _extend(self, lacking: dict[str, list[SequencePages]]) -> bool:
+        """Put a slot more at the end of each one's table of a group, as often as it is there, or of none: False."""
         found = self.memory.allocate({group: len(short) for group, short in lacking.items() if short})
         for group, slots in (found or {}).items():
-            for table, slot in zip(lacking[group], slots, strict=True):
-                table.append(slot)
+            for pages, slot in zip(lacking[group], slots, strict=True):
+                pages.extend(group, [slot])
         return found is not None
 
     def commit(
@@ -296,13 +295,17 @@ class KVCacheManager:
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
 
-    def commit_token(self, pages: SequencePages, position: int) -> bool:
-        """`commit` of one position by a step with finite logits where nearly nothing is to be done: the token fills no
-        page, and what came before it is published and trusted. Else False, and `commit` is to be called."""
-        index, place = divmod(position, self.page_tokens)
-        said = index == pages.published == pages.trusted and not pages.left and pages.load is None
-        done = said and place + 1 < self.page_tokens and self.memory.wrote_token(pages.tables, index, place)
-        pages.failures = self.failures if done else pages.failures
+    def commit_tokens(self, rows: Iterable[tuple[SequencePages, int]]) -> list[bool]:
+        """`commit` of one position of each of these by a step with finite logits, where nearly nothing is to be done:
+        the token fills no page, and what came before it is published and trusted. False where `commit` is to be
+        called, and for a position of -1."""
+        size, failures, wrote, done = self.page_tokens, self.failures, self.memory.wrote_token, []
+        for pages, position in rows:
+            index, place = position // size, position % size
+            plain = index == pages.published == pages.trusted and place + 1 < size and not pages.left
+            if plain := plain and pages.load is None and wrote(pages.tables, index, place):
+                pages.failures = failures
+            done.append(plain)
         return done
 
     def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
@@ -359,10 +362,11 @@ class KVCacheManager:
         """Take the local pages [start, stop) out of the table, last one first."""
         table, pool = pages.tables[LOCAL], self.pools[LOCAL]
         durable, checkpoints = self._windows.before(pages.resume_points), self._windows.at_checkpoints(start, stop)
+        gone: dict[int, int] = {}
         for i in range(stop - 1, start - 1, -1):
-            if (slot := table[i]) < 0:
+            if table[i] < 0:
                 continue
-            table[i] = -1
+            slot = gone[i] = table[i]
             if i not in durable and i not in checkpoints:
                 self._release(LOCAL, [slot], keep=False)
                 continue
@@ -373,25 +377,20 @@ class KVCacheManager:
                     self._copies.finished(LOCAL, slot)
             # fewer requests start in the middle of a prompt than at its end, whose windows those would crowd out
             self._release(LOCAL, [slot], keep=True, spare=i not in durable)
+        pages.put(LOCAL, dict.fromkeys(gone, -1))
 
     def replace_global(self, pages: SequencePages, slots: Mapping[int, int]) -> None:
         """Put `slots` into the global table, by page index, in place of those it has there, which are released."""
         table = pages.tables[GLOBAL]
         self.pools[GLOBAL].release([table[i] for i in slots])
-        for i, slot in slots.items():
-            table[i] = slot
-
-    def extend_global(self, pages: SequencePages, slots: Iterable[int]) -> None:
-        """Put `slots` at the end of the global table."""
-        pages.tables[GLOBAL].extend(slots)
+        pages.put(GLOBAL, slots)
 
     def replace_window(self, pages: SequencePages, first: int, slots: Sequence[int]) -> None:
         """Put `slots` into the local table as pages first, first + 1, ... in place of all it holds."""
-        table = pages.tables[LOCAL]
-        self._leave(pages, pages.first_local, len(table))
-        del table[first:]
-        table.extend([-1] * (first - len(table)))
-        table.extend(slots)
+        self._leave(pages, pages.first_local, len(pages.tables[LOCAL]))
+        pages.cut(LOCAL, first)
+        pages.extend(LOCAL, [-1] * (first - len(pages.tables[LOCAL])))
+        pages.extend(LOCAL, slots)
         pages.first_local = first
         pages.trusted = min(pages.trusted, first)
 
@@ -413,7 +412,7 @@ class KVCacheManager:
             self.done_computing(key, owner)
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
-        pages.tables = empty_tables()
+        pages.clear()
         pages.published = pages.trusted = pages.attached = pages.first_local = 0
         pages.left.clear()
 

@@ -1,13 +1,13 @@
 """What a sequence holds of the KV cache: its page tables, the names of its pages, and where they are on their way from.
 
 Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant: `keys` name a prefix of the
-sequence's tokens, and a table never has a slot before a page that slid out.
+sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are the same.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.kv.pages.hashing import TenantNames
@@ -48,6 +48,8 @@ class SequencePages:
     local windows stay cached when they slide out; `left` are slots of such pages, by index, that slid out before they
     were trusted. `failures` is the manager's count of failed steps when what this sequence holds was last known to be
     good. `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
+    `stamp` stands for what the tables hold: each change brings another object, so that who keeps it beside a copy of
+    the tables knows by it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
     """
 
     names: TenantNames
@@ -55,6 +57,7 @@ class SequencePages:
     keys: list[bytes] = field(default_factory=list)
     blocks: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
+    stamp: object = field(default_factory=object)
     published: int = 0
     trusted: int = 0
     attached: int = 0
@@ -64,6 +67,27 @@ class SequencePages:
     failures: int = 0
     load: PrefixLoad | None = None
     parked: ParkedPages | None = None
+
+    def extend(self, group: str, slots: Iterable[int]) -> None:
+        """Put `slots` at the end of a table."""
+        self.tables[group].extend(slots)
+        self.stamp = object()
+
+    def put(self, group: str, slots: Mapping[int, int]) -> None:
+        """Put `slots` into a table, by page index, in place of those it has there."""
+        table = self.tables[group]
+        for i, slot in slots.items():
+            table[i] = slot
+        self.stamp = object()
+
+    def cut(self, group: str, length: int) -> None:
+        """Take from a table what is behind its first `length` pages."""
+        del self.tables[group][length:]
+        self.stamp = object()
+
+    def clear(self) -> None:
+        """Empty tables in place of these."""
+        self.tables, self.stamp = empty_tables(), object()
 
     def name(self, tokens: Sequence[int]) -> None:
         """Give all full pages of `tokens` their names."""

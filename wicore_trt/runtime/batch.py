@@ -48,6 +48,7 @@ class SequenceSlice(msgspec.Struct):
     stop_ids: tuple[int, ...] = ()
     allowed: Callable[[], bytes] | None = None
     targets: Sequence[int] = ()
+    stamp: object = None
 
 
 @dataclass(slots=True)

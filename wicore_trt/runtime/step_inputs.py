@@ -64,15 +64,16 @@ class StepInputs:
             positions=torch.from_numpy(positions),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             page_tables={
-                g: torch.from_numpy(_page_table([s.pages[g] for s in slices], used, inside, layout.num_pages[g]))
+                g: torch.from_numpy(page_table([s.pages[g] for s in slices], used, inside, layout.num_pages[g]))
                 for g in groups
             },
             sample_rows=torch.from_numpy(sample_rows),
         )
 
 
-def _page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
-    """int32[S, max(used)]: the first used[s] pages of each table, where `inside` is set, and ABSENT."""
+def page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
+    """int32 of the shape of `inside` [S, pages]: the first used[s] pages of each table, where that is set, and ABSENT.
+    Asserts that they are there and in the pool."""
     lengths = np.array([len(table) for table in tables])
     if (lengths != used).any():  # some were reserved ahead
         assert (lengths >= used).all(), "a sequence lacks pages"
@@ -80,7 +81,7 @@ def _page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarra
     # one copy for all rows: arrays give their memory as it is
     flat = np.frombuffer(b"".join([t if isinstance(t, array) else array("i", t) for t in tables]), np.int32)
     # Kernels index the pool with these unchecked, so a bad page must stop here.
-    assert flat.min() >= ABSENT and flat.max() < num_pages, "a page is outside its pool"
+    assert not flat.size or (flat.min() >= ABSENT and flat.max() < num_pages), "a page is outside its pool"
     table = np.full(inside.shape, ABSENT, np.int32)
     table[inside] = flat
     return table

@@ -94,7 +94,7 @@ class Scheduler:
     @property
     def loading(self) -> bool:
         """Whether a running sequence waits for pages from lower tiers."""
-        return any(sequence.pages.load is not None for sequence in self.running)
+        return len([s for s in self.running if s.pages.load is not None]) > 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
@@ -220,7 +220,7 @@ class Scheduler:
         if self.loading:
             return None
         self.manager.before_step()
-        decoding = [s for s, count in schedule.slices if s.finish_reason is None and count == s.remaining]
+        decoding = [s for s, n in schedule.slices if s.finish_reason is None and n == len(s.tokens) - s.computed]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
         if len(decoding) < len([s for s in self.running if s.finish_reason is None]):
             return None
@@ -476,15 +476,6 @@ class Scheduler:
         share /= 1 + sum(self.loader is not None and self.loader.splits(s.pages) for s in self.running)
         rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
         return replace(rate, delay_s=rate.seconds(0, ahead))
-
-    def computed(self, sequence: Sequence, count: int, *, finite: bool) -> None:
-        """Record that a step computed `count` more tokens of a running sequence; `finite`: it had logits, and they were
-        finite. Raises UnwrittenPageError when the tokens before them are in no page."""
-        begin, pages, manager = sequence.computed, sequence.pages, self.manager
-        sequence.computed = end = begin + count
-        sequence.ran += 1
-        if not (count == 1 and finite and manager.commit_token(pages, begin)):
-            manager.commit(pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""

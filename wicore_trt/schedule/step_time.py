@@ -13,7 +13,7 @@ a row that are off alike bring them there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from wicore_trt.kv.prefix.rates import PositiveSum
@@ -45,18 +45,11 @@ class StepLoad(NamedTuple):
         return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
 
 
-def load_of(slices: Iterable[tuple[int, int]]) -> StepLoad:
+def load_of(slices: Sequence[tuple[int, int]]) -> StepLoad:
     """The load of a step that computes (start, count) of each sequence. One token counts as decoded."""
-    rows = keys = tokens = 0
-    pairs = 0.0
-    for start, count in slices:
-        if count == 1:
-            rows += 1
-            keys += start
-        else:
-            tokens += count
-            pairs += count * (start + count / 2)
-    return StepLoad(rows, keys, tokens, pairs)
+    keys, prompts = [start for start, count in slices if count == 1], [(s, n) for s, n in slices if n > 1]
+    pairs = sum(count * (start + count / 2) for start, count in prompts)
+    return StepLoad(len(keys), sum(keys), sum(count for _, count in prompts), pairs)
 
 
 class StepTime:

@@ -32,10 +32,10 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.index import load_table
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size, ordered
+from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
-from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, on_device
+from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, plain
 from wicore_trt.backends.triton.segments import segment_attention
 from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
+"""Who chooses a token: the graph, the kernels that draw, or the host."""
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 """Parameters that take the host's sampler the most memory."""
 
@@ -152,15 +154,10 @@ class TritonExecutor:
         """Those of the fewest tokens first."""
         with device.active(), _must_fit():
             constants = loading.constants(positions)
-            segments = None if invariant else segment_attention(loading.shape, loading.table, limits, device.empty)
-            self.memory = StepMemory(
-                loading.shape,
-                loading.table,
-                limits,
-                device.empty,
-                invariant=invariant,
-                spare_queries=segments.segments.rows if segments else 0,
-            )
+            shape, table = loading.shape, loading.table
+            segments = None if invariant else segment_attention(shape, table, limits, device.empty)
+            spare = segments.segments.rows if segments else 0
+            self.memory = StepMemory(shape, table, limits, device.empty, invariant=invariant, spare_queries=spare)
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
             # Of each step under way: results, and masses.
@@ -187,6 +184,8 @@ class TritonExecutor:
         self._steps: deque[SubmittedStep] = deque()
         self._rows: dict[int, int] = {}
         """Of the last step: row of the logits by seq_id."""
+        self._asked: tuple[list[SamplingParams | None], list[str]] = ([], [])
+        """Of the last step: parameters, and who chooses by them."""
         if measured:
             self.layout = layout_of(*cache, positions, settings, self._room(settings.kv_fraction))
         check_pool_room(self.layout, device.free_bytes())
@@ -240,29 +239,29 @@ class TritonExecutor:
             self._begin(batch)
         except Exception:
             self.device.synchronize()  # what was begun reads the host's memory, which later steps write, and pages
+            self.block.forget()
             raise
 
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
-        moved = batch
-        if batch.num_tokens > len(batch.slices):
-            moved = StepBatch([batch.slices[i] for i in ordered(batch.slices)])
+        slices = [batch.slices[i] for i in self.block.order(batch.slices)]
+        moved, ways = StepBatch(slices), self._ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(moved)
-            inputs = self.inputs(moved.slices)
-            rows, places = self._enqueue(moved, inputs, layer)
-            self._rows = dict(zip([s.seq_id for s in moved.slices], rows, strict=True))
+            rows, places = self._enqueue(slices, ways, layer)
+            self._rows = dict(zip([s.seq_id for s in slices], rows, strict=True))
             self._hosts.reverse()
             results, masses = self._hosts[0]
             results.copy_(self.memory.results, non_blocking=True)
-            measured = None if layer is None else self._fetch(moved.slices, places, inputs, masses)
+            measured = None if layer is None else self._fetch(slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
+            left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             self._steps.append(
                 SubmittedStep(
                     sampled,
-                    [self._rows[s.seq_id] for s in sampled],
-                    [n for n, s in enumerate(sampled) if not self._chooses(s)],
+                    self.rows_of(sampled),
+                    [n for n, s in enumerate(sampled) if s.seq_id in left] if left else [],
                     results,
                     self.device.record(),
                     measured,
@@ -302,67 +301,74 @@ class TritonExecutor:
         self.pools = {}
         del self.model, self.memory, self.block, self.copier, self._page_copies
 
-    def _enqueue(self, batch: StepBatch, inputs: StepInputs, measured: int | None) -> tuple[list[int], list[int]]:
-        """Put a step on the stream, and attention at layer `measured`; singles come first in `batch`. Per slice the row
-        of its logits, if it samples, and that of its masses."""
-        singles = [len(s.token_ids) for s in batch.slices].count(1)
-        unread, ids = None, inputs.token_ids.numpy()
-        if ids[0] == UNREAD:
-            assert (ids == UNREAD).all(), "tokens are read, or they are not"
-            unread = Unread(self.memory.results[0], self.rows_of(batch.slices))
-        padded = self._graph(batch, singles)
+    def _enqueue(
+        self, slices: list[SequenceSlice], ways: list[str], measured: int | None
+    ) -> tuple[list[int], list[int]]:
+        """Put a step on the stream, and attention at layer `measured`; singles come first. Per slice the row of its
+        logits, if it samples, and that of its masses."""
+        tokens, unread = [s.token_ids for s in slices], None
+        singles = waiting = tokens.count([UNREAD])
+        if waiting:
+            assert waiting == len(slices), "tokens are read, or they are not"
+            unread = Unread(self.memory.results[0], self.rows_of(slices))
+        else:
+            singles = [*map(len, tokens)].count(1)
+        padded = self._graph(slices, singles)
         if padded is not None:
-            (size, graph), chunks = padded, len(batch.slices) - singles
+            (size, graph), chunks = padded, len(slices) - singles
             count = size.singles + chunks if chunks else singles
             rows = places = [*range(singles), *range(size.singles, size.singles + chunks)]
-            self.block.upload_padded(inputs, singles, size, unread)
+            self.block.upload_padded(slices, size, self.layout.num_pages, unread)
             graph()
             if measured is not None:
-                pages = inputs.page_tables[GLOBAL].shape[1]
-                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, pages)
+                TritonOps(self.model, self.block.padded(size)).page_masses(measured, count, max(self._pages(slices)))
         else:
-            rows, places, count = [], [*range(len(batch.slices))], 0
-            for piece in batch.slices:
+            rows, places, count = [], [*range(len(slices))], 0
+            for piece in slices:
                 rows.append(count if piece.sample else -1)
                 count += piece.sample
-            self.run(self.block.upload(inputs, singles, unread), measured)
-        drawn = {
-            row: piece
-            for row, piece in zip(rows, batch.slices, strict=True)
-            if piece.sample and piece.params is not None and piece.params.temperature and self._draws(piece)
-        }
-        if drawn:
-            self._device_sampler.enqueue(count, drawn)
+            self.run(self.block.upload(self.inputs(slices), singles, unread), measured)
+        if DRAWN in ways:
+            of_row = zip(rows, slices, ways, strict=True)
+            drawn = {row: piece for row, piece, way in of_row if piece.sample and way is DRAWN}
+            if drawn:
+                self._device_sampler.enqueue(count, drawn)
         return rows, places
 
-    def _graph(self, batch: StepBatch, singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
+    def _graph(self, slices: list[SequenceSlice], singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
         """What runs a step, and the size that it is to be padded to; None where there is no graph for it."""
-        chunks, tokens = len(batch.slices) - singles, batch.num_tokens
+        chunks = len(slices) - singles
         if not chunks:
             return next(((decode_size(rows), graph) for rows, graph in self.graphs.items() if rows >= singles), None)
-        if any(s.targets for s in batch.slices):
+        if any(s.targets for s in slices):
             return None
+        tokens = StepBatch(slices).num_tokens
         return next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
 
-    def _fetch(
-        self, slices: list[SequenceSlice], places: list[int], inputs: StepInputs, host: torch.Tensor
-    ) -> Measured:
+    def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
         """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""
-        count, pages = places[-1] + 1, inputs.page_tables[GLOBAL].shape[1]
+        counts = self._pages(slices)
+        count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]
         found.copy_(self.memory.masses[: count * pages], non_blocking=True)
-        counts = [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
         return Measured([s.seq_id for s in slices], places, counts, found.view(count, pages))
 
-    def _draws(self, piece: SequenceSlice) -> bool:
-        """Whether a slice's token is drawn on the device."""
-        assert piece.params is not None
-        return not piece.params.greedy and self._device_sampler.available and on_device(piece)
+    def _pages(self, slices: list[SequenceSlice]) -> list[int]:
+        """Pages that each slice looks at."""
+        return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
 
-    def _chooses(self, piece: SequenceSlice) -> bool:
-        """Whether a slice's token is chosen on the device."""
-        assert piece.params is not None
-        return on_device(piece) and (piece.params.greedy or self._draws(piece))
+    def _ways(self, slices: list[SequenceSlice]) -> list[str]:
+        """Who chooses the token of each slice, if it samples."""
+        params = [s.params for s in slices]
+        if params != self._asked[0]:  # else it is as in the last step, since parameters do not change
+            self._asked = params, [_way(p) for p in params]
+        ways = self._asked[1]
+        if not self._device_sampler.available:
+            ways = [HOST if way is DRAWN else way for way in ways]
+        special = [s for s in slices if s.suppress_eos or s.allowed is not None]
+        if special:
+            ways = [HOST if s.suppress_eos or s.allowed else way for s, way in zip(slices, ways, strict=True)]
+        return ways
 
     def run(self, arrays: StepArrays, measured: int | None = None) -> None:
         """Put all kernels of a step on the stream, greedy tokens included, and attention at layer `measured`."""
@@ -373,18 +379,19 @@ class TritonExecutor:
 
     def _chosen(self, step: SubmittedStep) -> StepResult:
         """The tokens of a step that is over."""
-        slices, rows, left, (tokens, status) = step.slices, step.rows, step.left, step.results.tolist()
+        slices, rows, left = step.slices, step.rows, step.left
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        if not left and not any(map(status.__getitem__, rows)):
-            return StepResult([SampledToken(s.seq_id, tokens[row]) for s, row in zip(slices, rows, strict=True)])
+        tokens, status = step.results.numpy().take(rows, axis=1).tolist()
+        if not left and not any(status):
+            return StepResult([SampledToken(s.seq_id, token) for s, token in zip(slices, tokens, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
         found, failed = {token.seq_id: token for token in hosts.tokens}, dict(hosts.failed)
         here = {*left}
-        for n, (piece, row) in enumerate(zip(slices, rows, strict=True)):
-            if n not in here and status[row]:
+        for n, piece in enumerate(slices):
+            if n not in here and status[n]:
                 failed[piece.seq_id] = NOT_FINITE
             elif n not in here:
-                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[row])
+                found[piece.seq_id] = SampledToken(piece.seq_id, tokens[n])
         return StepResult([found[s.seq_id] for s in slices if s.seq_id in found], failed)
 
     def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
@@ -406,7 +413,7 @@ class TritonExecutor:
                 tokens = longest - count + 1
                 lengths = [1] * (count - 1) + [tokens]
                 slices = [self._nobody(i, length) for i, length in enumerate(lengths)]
-                self._enqueue(StepBatch(slices), self.inputs(slices), next(iter(self._measurable), None))
+                self._enqueue(slices, self._ways(slices), next(iter(self._measurable), None))
                 self.device.synchronize()
             for rows in self._buckets:
                 self.graphs[rows] = self._captured(decode_size(rows))
@@ -417,7 +424,7 @@ class TritonExecutor:
     def _captured(self, size: StepSizes) -> Callable[[], None]:
         """The graph of padded steps of this size."""
         arrays, singles = self.block.padded(size), int(size.singles > 0)
-        self.block.upload_padded(self.inputs([self._nobody(0, 2 - singles)]), singles, size)
+        self.block.upload_padded([self._nobody(0, 2 - singles)], size, self.layout.num_pages)
         self.run(arrays)
         self.device.synchronize()
         return self.device.capture(lambda: self.run(arrays))
@@ -429,6 +436,13 @@ class TritonExecutor:
     def _nobody(self, seq_id: int, tokens: int) -> SequenceSlice:
         pages = [-1] * div_ceil(tokens, self.layout.page_tokens)
         return SequenceSlice(seq_id, [0] * tokens, 0, dict.fromkeys(GROUPS, pages), sample=True, params=FILTERED)
+
+
+def _way(params: SamplingParams | None) -> str:
+    """Who chooses by these parameters."""
+    if params is None:
+        return GREEDY  # nobody does
+    return HOST if not plain(params) else GREEDY if params.greedy else DRAWN
 
 
 def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TritonExecutor:

@@ -18,9 +18,10 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.backends.triton.segments import LongSlice
-from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.backends.triton.tables import Changes, HeldTables
+from wicore_trt.runtime.batch import UNREAD, SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
-from wicore_trt.runtime.step_inputs import ABSENT, StepInputs
+from wicore_trt.runtime.step_inputs import StepInputs
 
 ALIGNMENT = 4  # int32s: 16 bytes
 
@@ -83,21 +84,21 @@ class StepBlock:
         self, limits: StepLimits, groups: Sequence[str], page_tokens: int, padded: int, device: Device
     ) -> None:
         """`padded`: the most sequences, and sampled rows, of a padded step, 0 for none."""
-        self._groups, self._pages = tuple(groups), div_ceil(limits.positions, page_tokens)
+        self._groups, self._page_tokens = tuple(groups), page_tokens
+        pages = div_ceil(limits.positions, page_tokens)
         tokens = max(limits.tokens, padded)
         # Whatever divides the sequences into singles and chunks, this holds it.
         largest = StepSizes(tokens, max(limits.rows, padded), tokens, tokens, 0)
-        tables = len(groups) * max(limits.rows, padded) * self._pages + len(groups) * ALIGNMENT
+        tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
         self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
-        self._full = {g: device.empty((padded, self._pages), torch.int32).fill_(ABSENT) for g in groups if padded}
+        self._held = HeldTables(self._groups, padded, pages, device)
 
     def upload(self, inputs: StepInputs, singles: int, unread: Unread | None = None) -> StepArrays:
         """A step as it is; its first `singles` slices have one token. Nothing waits."""
         lengths = inputs.cu_seqlens.diff().numpy()
-        shape = StepSizes(
-            len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, _pages(inputs)
-        )
+        pages = next(iter(inputs.page_tables.values())).shape[1]
+        shape = StepSizes(len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, pages)
         arrays, offsets = self._fill(shape)
         starts = inputs.cu_seqlens.numpy()
         arrays["token_ids"][:] = inputs.token_ids.numpy()
@@ -118,45 +119,90 @@ class StepBlock:
         places = zip(rows, lengths[singles:], arrays["first_positions"], range(shape.chunks), strict=True)
         return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
 
-    def upload_padded(self, inputs: StepInputs, singles: int, size: StepSizes, unread: Unread | None = None) -> None:
-        """A step whose first `singles` slices have one token, padded for the graph of `padded(size)`: behind those, and
-        behind the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its
-        last token's."""
-        size, count = replace(size, pages=_pages(inputs)), len(inputs.token_ids)
-        arrays, offsets = self._fill(size)
-        begin, end = size.singles, size.singles + count - singles  # of the chunks' tokens
-        starts = inputs.cu_seqlens.numpy()[singles:] - singles
-        chunks = len(starts) - 1
-        for name in ("token_ids", "positions"):
-            array, given = arrays[name], getattr(inputs, name).numpy()
-            array[:singles], array[begin:end] = given[:singles], given[singles:]
-            array[singles:begin] = array[end:] = -1
-        rows = np.arange(begin, dtype=np.int32)
-        arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = rows
-        arrays["sequences"][begin:end] = begin + np.repeat(np.arange(chunks, dtype=np.int32), np.diff(starts))
-        arrays["sequences"][end:] = -1
-        arrays["sample_rows"][begin : begin + chunks] = begin + starts[1:] - 1
-        arrays["sample_rows"][begin + chunks :] = 0  # anyone's: nobody reads what is sampled there
-        arrays["kv_lengths"][:] = arrays["positions"][:begin] + 1
-        arrays["cu_seqlens"][: chunks + 1] = starts
-        arrays["cu_seqlens"][chunks + 1 :] = starts[-1]
-        arrays["first_positions"][:chunks] = arrays["positions"][begin + starts[:-1]]
-        arrays["first_positions"][chunks:] = 0
-        for group in self._groups:
-            table, given = arrays[group].reshape(-1, size.pages), inputs.page_tables[group].numpy()
-            table[:singles], table[begin : begin + chunks] = given[:singles], given[singles:]
-            table[singles:begin] = table[begin + chunks :] = ABSENT
+    def upload_padded(
+        self,
+        slices: Sequence[SequenceSlice],
+        size: StepSizes,
+        num_pages: Mapping[str, int],
+        unread: Unread | None = None,
+    ) -> None:
+        """A step whose first slices have one token, padded for the graph of `padded(size)`: behind those, and behind
+        the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its last
+        token's. The pools have `num_pages`."""
+        arrays, (offsets, end) = self._fill(size)
+        singles, begin = len(slices) if not size.chunks else [len(s.token_ids) for s in slices].count(1), size.singles
+        alone, chunks, starts = slices[:singles], slices[singles:], np.array([s.start for s in slices], np.int32)
+        assert starts.min() >= 0, "a step has slices"
+        tokens, positions = arrays["token_ids"], arrays["positions"]
+        tokens[singles:] = positions[singles:] = -1
+        tokens[:singles] = UNREAD if unread is not None else [s.token_ids[0] for s in alone]
+        positions[:singles] = starts[:singles]
+        arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin, dtype=np.int32)
+        arrays["kv_lengths"][:] = positions[:begin] + 1
         arrays["sources"][:singles] = 0 if unread is None else unread.rows
-        self._send(offsets[1])
-        self._read(unread, offsets[0])
-        sequences = size.singles + size.chunks
-        for group, full in self._full.items():
-            part = self._block[offsets[0][group] :][: sequences * size.pages]
-            full[:sequences, : size.pages].copy_(part.view(sequences, size.pages))
+        arrays["cu_seqlens"][:] = 0
+        if size.chunks:
+            self._fill_chunks(arrays, chunks, starts[singles:], size)
+        owners = [*alone, *[None] * (begin - singles), *chunks, *[None] * (size.chunks - len(chunks))]
+        changes = self._held.changes(owners, num_pages)
+        lasts = np.append(positions[:begin], [s.start + len(s.token_ids) - 1 for s in chunks]).astype(np.int32)
+        assert (self._held.lengths(len(lasts)) > lasts // self._page_tokens).all(), "a page is missing"
+        tables, last = self._put(changes, end)
+        self._send(last)
+        self._read(unread, offsets)
+        self._take(changes, end, tables)
+
+    def _fill_chunks(
+        self, arrays: dict[str, np.ndarray], chunks: Sequence[SequenceSlice], starts: np.ndarray, size: StepSizes
+    ) -> None:
+        """What a padded step has of sequences with several tokens."""
+        begin, count, bounds = size.singles, len(chunks), np.cumsum([0, *(len(s.token_ids) for s in chunks)])
+        lengths, end = np.diff(bounds), begin + bounds[-1]
+        if count:
+            arrays["token_ids"][begin:end] = [token for s in chunks for token in s.token_ids]
+            arrays["positions"][begin:end] = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
+            arrays["sequences"][begin:end] = begin + np.repeat(np.arange(count), lengths)
+            arrays["sample_rows"][begin : begin + count] = begin + bounds[1:] - 1
+            arrays["first_positions"][:count] = starts
+        arrays["sequences"][end:] = -1
+        arrays["sample_rows"][begin + count :] = 0  # anyone's: nobody reads what is sampled there
+        arrays["first_positions"][count:] = 0
+        arrays["cu_seqlens"][: count + 1] = bounds
+        arrays["cu_seqlens"][count + 1 :] = bounds[-1]
+
+    def _put(self, changes: Changes, at: int) -> tuple[int, int]:
+        """Write changes to the host's block from `at` on, their rows as int64: where the tables lie, and the end."""
+        host, rows, values = self._hosts[0].numpy(), np.array(changes.rows, np.int64), changes.tables.ravel()
+        tables = at + div_ceil(2 * len(rows), ALIGNMENT) * ALIGNMENT
+        end = tables + div_ceil(values.size, ALIGNMENT) * ALIGNMENT
+        assert end <= len(host), "the step is larger than the executor's limits"
+        host[at : at + 2 * len(rows)], host[tables : tables + values.size] = rows.view(np.int32), values
+        return tables, end
+
+    def _take(self, changes: Changes, at: int, tables: int) -> None:
+        """Put changes from the device's block where the kernels read them."""
+        if changes.rows:
+            rows = self._block[at:][: 2 * len(changes.rows)].view(torch.int64)
+            new = self._block[tables:][: changes.tables.size].view(changes.tables.shape)
+            self._held.on_device[:, :, : new.shape[2]].index_copy_(1, rows, new)
+
+    def forget(self) -> None:
+        """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
+        self._held.forget()
+
+    def order(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Indices of `slices` with those of one token first, each in the row where its tables are, if it can be."""
+        counts = [len(s.token_ids) for s in slices]
+        if counts.count(1) == len(counts):
+            return self._held.places([s.seq_id for s in slices])
+        alone = [i for i, count in enumerate(counts) if count == 1]
+        places = self._held.places([slices[i].seq_id for i in alone])
+        return [*(alone[i] for i in places), *(i for i, count in enumerate(counts) if count > 1)]
 
     def padded(self, size: StepSizes) -> StepArrays:
         """Where `upload_padded` puts a step of this size."""
-        tables = {g: (full.data_ptr(), self._pages) for g, full in self._full.items()}
+        held = zip(self._groups, self._held.on_device, strict=True)
+        tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
         return self._arrays(size, size.offsets(self._groups)[0], tables)
 
     def _fill(self, shape: StepSizes) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
@@ -185,12 +231,3 @@ class StepBlock:
         if unread is not None:
             count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]
             torch.index_select(unread.tokens, 0, self._block[at : at + count], out=self._block[to : to + count])
-
-
-def ordered(slices: Sequence[SequenceSlice]) -> list[int]:
-    """Indices of `slices` with those of one token first."""
-    return sorted(range(len(slices)), key=lambda i: len(slices[i].token_ids) > 1)
-
-
-def _pages(inputs: StepInputs) -> int:
-    return next(iter(inputs.page_tables.values())).shape[1]

@@ -64,6 +64,8 @@ from wicore_trt.plugins.decode_layout import (
     decode_launch,
     page_masses_launches,
     prefill_launch,
+    segmented,
+    split,
 )
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
@@ -370,8 +372,9 @@ class TritonOps:
         prefill, adding = (model.find(role, self._step.tokens) for role in (PREFILL_SPLITS, ADD_SPLITS))
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
         to, pool = (q.data_ptr(), sums[0]), self._pool(layer)
-        call = prefill_launch(prefill.kernel.constants, to, pool, tables, slices, scale, 0, split=(sums[1], rows))
-        model.launch(prefill, call)
+        constants = prefill.kernel.constants
+        call = prefill_launch(constants, to, pool, tables, slices, scale, 0)
+        model.launch(prefill, split(call, constants, sums[1], rows))
         model.launch(adding, add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out)))
 
     def _segmented(
@@ -382,10 +385,9 @@ class TritonOps:
         q, pool = self._memory.q[step.singles :], self._pool(layer)
         sums = self._memory.wide(torch.float32, *out.shape)  # nobody needs the queries' product any more
         entry, rows = model.find(PREFILL_SEGMENTS, step.tokens), (q.data_ptr(), sums.data_ptr())
-        left_out = segments.segments, segments.lse.data_ptr()
-        scale = self._spec.query_pre_attn_scalar**-0.5
-        call = prefill_launch(entry.kernel.constants, rows, pool, tables, slices, scale, 0, segmented=left_out)
-        model.launch(entry, call)
+        constants, scale = entry.kernel.constants, self._spec.query_pre_attn_scalar**-0.5
+        call = prefill_launch(constants, rows, pool, tables, slices, scale, 0)
+        model.launch(entry, segmented(call, constants, segments.segments, segments.lse.data_ptr()))
         segments.add((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, scale: float, window: int) -> None:

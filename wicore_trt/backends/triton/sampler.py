@@ -32,10 +32,14 @@ WIDE, WIDE_ROWS = "wide", 8
 
 def on_device(piece: SequenceSlice) -> bool:
     """Whether a slice asks for nothing but what the kernels do, drawing included."""
-    p = piece.params
-    assert p is not None, "a slice that samples has parameters"
+    assert piece.params is not None, "a slice that samples has parameters"
+    return plain(piece.params) and not piece.suppress_eos and piece.allowed is None
+
+
+def plain(p: SamplingParams) -> bool:
+    """Whether the kernels know all of these parameters."""
     edited = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return p.logprobs is None and not edited and not piece.suppress_eos and piece.allowed is None
+    return p.logprobs is None and not edited
 
 
 def _filtered(piece: SequenceSlice) -> bool:

@@ -454,7 +454,7 @@ class PrefixLoader:
         window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
         first = manager.first_visible_page(parked.tokens)
         if GLOBAL in slots:
-            manager.extend_global(pages, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
+            pages.extend(GLOBAL, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
         pages.load = PrefixLoad(
             parked.tokens,
             manager.pages_for(parked.tokens),
