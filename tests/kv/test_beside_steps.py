@@ -91,3 +91,22 @@ def test_memory_is_taken_slowly_while_there_is_work() -> None:
         core.step()
     assert not backing.working()
     core.close()
+
+
+def test_what_breaks_beside_a_step_lets_it_land_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next step would be taken for it."""
+    core, _ = core_of(monkeypatch)
+    core.add(GenerateRequest("a", tuple(range(5, 85)), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)))
+    while core._flight is None:
+        core.step()
+    landed, following, land = [], core._flight, core._land
+
+    def breaks(tokens: int) -> None:
+        raise RuntimeError("copies failed")
+
+    monkeypatch.setattr(core, "_land", lambda flight: (landed.append(flight), land(flight))[1])
+    monkeypatch.setattr(core.scheduler.manager, "beside_step", breaks)
+    with pytest.raises(RuntimeError, match="copies failed"):
+        core.step()
+    assert landed == [following]
+    core.close()

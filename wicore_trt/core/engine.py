@@ -177,8 +177,10 @@ class EngineCore(Core):
         self._flight = self._start_next(flight)
         if self._flight is not None:  # those that wait were passed over
             outputs += self._shed()
-        self.scheduler.manager.beside_step(flight.batch.num_tokens)
-        outputs += self._land(flight)
+        try:
+            self.scheduler.manager.beside_step(flight.batch.num_tokens)
+        finally:  # whatever breaks there, this step lands before the one after it
+            outputs += self._land(flight)
         if not self.scheduler.has_work:
             self.scheduler.manager.beside_step(0)  # nobody waits for the device
         self.scheduler.manager.events.publish()
