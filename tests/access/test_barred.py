@@ -226,7 +226,7 @@ async def test_of_a_burst_only_the_first_ask_the_engine(way, monkeypatch):
         hints = sorted(int(told) / 1e3 for told in found)
         assert hints[0] >= 1.0 and hints[-1] > 20.0 and len(set(hints)) > 40, "they come back one by one"
         assert hints[-1] <= LATEST_S
-        assert server.engine._turns._value == TURNS, "no turn is lost"
+        assert server.engine.turns.free == TURNS, "no turn is lost"
 
 
 async def test_a_turn_ends_however_its_request_ends(monkeypatch):
@@ -238,13 +238,13 @@ async def test_a_turn_ends_however_its_request_ends(monkeypatch):
             assert (await server.ask("http", temperature=-1))[0] == "400"
             server.tasks += [asyncio.ensure_future(server.ask(how)) for how in WAYS]
         await until(lambda: len(server.asked) >= 2 + 4 * 2 * TURNS)
-        await until(lambda: server.engine._turns._value == TURNS)
+        await until(lambda: server.engine.turns.free == TURNS)
 
 
 @pytest.mark.parametrize("how", WAYS)
 async def test_who_leaves_while_it_waits_for_a_turn_is_missed(how, monkeypatch):
     async with crowded(monkeypatch, Limits()) as (server, servers):
-        host, turns, calls = server.engine.engine.host, server.engine._turns, servers._admission.calls
+        host, turns, calls = server.engine.engine.host, server.engine.turns, servers._admission.calls
         answering, add = threading.Event(), host.add
 
         def held(*args):
@@ -257,13 +257,13 @@ async def test_who_leaves_while_it_waits_for_a_turn_is_missed(how, monkeypatch):
             await until(turns.locked)
             taken = calls.taken
             leaver = asyncio.ensure_future(server.ask(how))
-            await until(lambda: turns._waiters)
+            await until(lambda: len(turns))
             leaver.cancel()
-            await until(lambda: not turns._waiters and calls.taken == taken)
+            await until(lambda: not turns and calls.taken == taken)
         finally:
             answering.set()
             server.go.set()
-        assert {end for end, _ in await asyncio.gather(*others)} == {"200"} and turns._value == TURNS
+        assert {end for end, _ in await asyncio.gather(*others)} == {"200"} and turns.free == TURNS
 
 
 def test_a_request_waits_for_those_before_it_alone():

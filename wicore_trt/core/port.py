@@ -50,6 +50,11 @@ class EnginePort(ABC):
         Raises InvalidRequestError, QueueFullError, UnavailableError or EngineDeadError; there is then no output.
         """
 
+    @property
+    def bars(self) -> bool:
+        """Whether `barred` knows of anything now."""
+        return False
+
     def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
         """What `add` would raise now for such a request with at most so many prompt tokens, where it is known without
         asking the engine."""

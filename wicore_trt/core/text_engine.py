@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from wicore_trt.core.limits import Hints
+from wicore_trt.core.line import Line
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
@@ -220,7 +221,7 @@ class TextEngine:
         self._tallies: dict[str, Tally] = {}
         self._offload = Offload(TEXT_THREADS)
         self._serial = itertools.count()
-        self._turns, self._hints = asyncio.Semaphore(TURNS), Hints()
+        self.turns, self._hints = Line(TURNS), Hints()
         self._idle = asyncio.Event()
         self._idle.set()
         self._started = False
@@ -265,32 +266,45 @@ class TextEngine:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
-    def turn(self, tenant: str, priority: int, size: int | None) -> AbstractAsyncContextManager[None]:
+    def turn(
+        self, tenant: str, priority: int, size: int | None, place: ExitStack | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """A turn at making a request out of a message and asking the engine, which is over as soon as that has
-        answered. The prompt comes from `size` bytes of the message, None where it may be any longer. Raises
-        QueueFullError, here or when it is entered and before anything is made of the message, for a request that the
-        engine is known to refuse now; never for one that it would take.
+        answered. The prompt comes from `size` bytes of the message, None where it may be any longer. `place` is one of
+        `turns` that it has already, and gives back. Raises QueueFullError, here or when it is entered and before
+        anything is made of the message, for a request that the engine is known to refuse now; never for one that it
+        would take.
 
         Of requests that come all at once the first hear what holds for the others, which wait for that here.
         """
+        check = self.check(tenant, priority, size)
+        check()
+        return self._turn(check, place)
+
+    def check(self, tenant: str, priority: int, size: int | None) -> Callable[[], None]:
+        """What raises QueueFullError as `turn` does."""
         tokens = self.info.max_context_tokens
         if size is not None:
             tokens = min(TOKENS_PER_BYTE * size + WORDS, tokens)
-        check = partial(self._check_barred, tenant, priority, tokens)
-        check()
-        return self._turn(check)
+        return partial(self._check_barred, tenant, priority, tokens)
+
+    def place(self) -> ExitStack:
+        """What gives a place of `turns` back that was taken."""
+        end = ExitStack()
+        end.callback(self.turns.release)
+        return end
 
     @asynccontextmanager
-    async def _turn(self, check: Callable[[], None]) -> AsyncIterator[None]:
-        await self._turns.acquire()
-        end = ExitStack()
-        end.callback(self._turns.release)
-        _TURN.set(Turn(end, check))
+    async def _turn(self, check: Callable[[], None], place: ExitStack | None) -> AsyncIterator[None]:
+        if place is None:
+            await self.turns.acquire()
+            place = self.place()
+        _TURN.set(Turn(place, check))
         try:
             check()
             yield
         finally:
-            end.close()
+            place.close()
 
     def _check_barred(self, tenant: str, priority: int, tokens: int) -> None:
         error = self.engine.barred(tenant, priority, tokens)

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
+from wicore_trt.http.protocol import Door, GuardedHttp, GuardedWebSocket, Visitors
 
 KEEP_ALIVE_S = 75
 """Seconds for which a connection without requests stays open."""
@@ -33,8 +33,9 @@ class Listener:
     `flag` is the option that chooses the port, as errors name it."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16
-    ) -> None:
+        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16,
+        door: Door | None = None,
+    ) -> None:  # fmt: skip
         """Raises ConfigError for bad TLS files."""
         self.app = app
         self._host, self._port, self._flag = host, port, flag
@@ -54,7 +55,7 @@ class Listener:
             ws_per_message_deflate=False,
         )
         self._config.load()
-        self._state = Visitors(settings.http_connections_per_address)
+        self._state = Visitors(settings.http_connections_per_address, door)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
 

@@ -16,6 +16,7 @@ from wicore_trt.access.listening import http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
+from wicore_trt.http.door import Door
 from wicore_trt.http.listener import Listener
 from wicore_trt.http.routes import routes
 from wicore_trt.http.socket import MAX_FRAME
@@ -40,7 +41,7 @@ class HttpServer:
         )
         self._listener = Listener(
             self._make_app(settings.cors_origins), settings, host, settings.http_port or 0,
-            flag="--http-port", max_frame=min(limit, MAX_FRAME),
+            flag="--http-port", max_frame=min(limit, MAX_FRAME), door=Door(self.context),
         )  # fmt: skip
 
     def _make_app(self, origins: Sequence[str]) -> ASGIApp:

@@ -88,6 +88,10 @@ class RemoteEngine(EnginePort):
             self._live.pop(request.request_id, None)
             raise
 
+    @property
+    def bars(self) -> bool:
+        return bool(self._bars)
+
     def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
         if not self._bars:
             return None
