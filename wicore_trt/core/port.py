@@ -64,6 +64,11 @@ class EnginePort(ABC):
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ask for the end of a request, or of one of its sequences; nothing when it is not live."""
 
+    async def abort_named(self, tenant: str, name: str) -> bool:
+        """Ask for the end of a tenant's request that another front has, by its `GenerateRequest.name`; whether it is
+        live."""
+        return False
+
     @abstractmethod
     async def stats(self, tenant: str | None = None) -> EngineStats:
         """Counters and gauges of the engine; of one tenant alone its uptime and load."""
