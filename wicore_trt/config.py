@@ -188,8 +188,7 @@ class ServerSettings:
     gives back what it did not use. Default: no limit."""
     fronts: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that clients talk to, all at the same ports; the system spreads connections over them. One serves some
-    thousand streams; more of them tell bursts sooner what cannot be met, on machines with cores to spare. Each takes
-    some 60 MB."""
+    thousand streams; more of them tell bursts sooner what cannot be met, on machines with cores to spare."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     watchdog_s: Seconds = 300.0
