@@ -137,20 +137,21 @@ async def crowded(monkeypatch, limits: Limits | None = None, key: str = "", **se
 
 @pytest.mark.parametrize("how", WAYS)
 async def test_what_the_engine_refused_is_refused_without_asking_it(how, monkeypatch, caplog):
+    def lines() -> list[logging.LogRecord]:
+        return [line for line in caplog.records if line.facts["code"] in ("429", "RESOURCE_EXHAUSTED")]
+
+    caplog.set_level(logging.INFO, "wicore_trt.access")
     async with crowded(monkeypatch) as (server, servers):
         assert (await server.ask(how))[0] == "429"
+        await until(lambda: len(lines()) == 1)  # over gRPC a client may know before
+        caplog.clear()
         asked = len(server.asked)
-        caplog.set_level(logging.INFO, "wicore_trt.access")
         for priority in (0, 1, 2):
             end, retry_s = await server.ask(how, priority=priority)
             assert end == "429" and (retry_s is None) == (how == "websocket")
             assert retry_s is None or retry_s >= 1.0
         assert len(server.asked) == asked, "the front knew"
-
-        def lines() -> list[logging.LogRecord]:
-            return [line for line in caplog.records if line.facts["code"] in ("429", "RESOURCE_EXHAUSTED")]
-
-        await until(lambda: len(lines()) >= 3)  # over gRPC a client may know before
+        await until(lambda: len(lines()) >= 3)
         assert len(lines()) == 3 and all("too busy" in line.facts["error"] for line in lines())
         counts = servers._admission.counts
         if how != "websocket":
