@@ -240,6 +240,7 @@ class GenerateRequest:
     `deadline` is a time.monotonic() stamp or None. `priority`, in [-2, 2]: of one tenant's requests lower runs first, 0
     is normal. `tenant` is who asks, as the server knows it; no client sets it. `cache_salt` is the client's own: two
     requests share pages only when their tenants and their salts are equal. `log_id`: what lines of the log name it by.
+    `name`: the tenant's, which no other live one of its requests has, "" for none.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range; integers of numpy
     among the token ids become plain ones.
@@ -254,6 +255,7 @@ class GenerateRequest:
     cache_salt: str = ""
     cache: CacheHints = CacheHints()
     log_id: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         _check_request(self)

@@ -1,14 +1,17 @@
 """Requests that come all at once, most of which cannot be met: how soon are they told?
 
     python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc] [--step-ms 20] [--sequences 32]
-                                     [--ttft-ms 450]
+                                     [--ttft-ms 450] [--fronts 1,4] [--clients N] [--rounds 1]
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
-at once and promises a first token within `--ttft-ms`. Clients in processes of their own open their connections, wait
-for each other and send everything at once. Prints, for each surface, how many were served with their first token in
-time, how many later, how many were refused and how long after sending they knew, and that no other end came. The floor
-is the same burst on a server that looks at nothing and refuses everything, in one process: what this machine, these
-clients and, over gRPC, the library take. CPU is the front's alone, or that server's.
+at once and promises a first token within `--ttft-ms`. Clients in processes of their own, half of the cores unless
+`--clients` says, open their connections, wait for each other and send everything at once; over gRPC each has 4
+connections. Prints, for each surface and number of fronts, how many were served with their first token in time, how
+many later, how many were refused and how long after sending they knew, and that no other end came. The floor is the
+same burst on servers that look at nothing and refuse everything, as many as there are fronts: what this machine, these
+clients and, over gRPC, the library take. CPU is the fronts' alone, or those servers', for each request, and what the
+busiest of them took in all: no burst is told sooner. With `--rounds` all of it in turn, so that what else the machine
+does meets everything alike.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from benchmarks.common import say
 from benchmarks.serve.paced import OPTIONS, serve
 from benchmarks.serve.step_wait import child, stop
 
-CLIENTS = 2
+CHANNELS = 4
+"""Connections of each client process over gRPC."""
+MUST_S = 0.05
 TOKENS = 64
 PROMPT = "p" * 600
 REFUSED = {"429", "RESOURCE_EXHAUSTED"}
@@ -88,8 +93,8 @@ class RefusesAll(asyncio.Protocol):
         self._transport.close()
 
 
-async def refuse_all() -> None:
-    """The floor: prints its two addresses, as `serve` does."""
+async def refuse_all(ports: list[int]) -> None:
+    """The floor: prints its two addresses, as `serve` does. Others may listen at the same ports."""
     import grpc
 
     async def refuse(_: object, context: Any) -> None:
@@ -99,11 +104,13 @@ async def refuse_all() -> None:
         def service(self, call: object) -> Any:
             return grpc.stream_stream_rpc_method_handler(refuse)
 
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
     server.add_generic_rpc_handlers((Handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{ports[0]}")
     await server.start()
-    web = await asyncio.get_running_loop().create_server(RefusesAll, "127.0.0.1", 0, backlog=2048)
+    web = await asyncio.get_running_loop().create_server(
+        RefusesAll, "127.0.0.1", ports[1], backlog=2048, reuse_port=True
+    )
     print(f"127.0.0.1:{port} http://127.0.0.1:{web.sockets[0].getsockname()[1]}", flush=True)
     await server.wait_for_termination()
 
@@ -123,17 +130,18 @@ async def clients(how: str, target: str, requests: int) -> None:
     import grpc
 
     loop, ready = asyncio.get_running_loop(), asyncio.Semaphore(0)
-    channels = [grpc.aio.insecure_channel(target, options=[("wicore.n", n)]) for n in range(4)] if how == "grpc" else []
+    options = [[("wicore.n", n)] for n in range(CHANNELS if how == "grpc" else 0)]
+    channels = [grpc.aio.insecure_channel(target, options=some) for some in options]
     port = int(target.rpartition(":")[2])
 
     def one(number: int, start: asyncio.Event) -> Any:
-        return over_grpc(channels[number % 4], start, ready) if channels else over_http(how, port, start, ready)
+        return over_grpc(channels[number % CHANNELS], start, ready) if channels else over_http(how, port, start, ready)
 
     at_once, start = asyncio.Event(), asyncio.Event()
     at_once.set()
-    await asyncio.gather(*(one(n, at_once) for n in range(4)))
+    await asyncio.gather(*(one(n, at_once) for n in range(CHANNELS)))
     tasks = [asyncio.ensure_future(one(n, start)) for n in range(requests)]
-    for _ in range(requests + 4):
+    for _ in range(requests + CHANNELS):
         await ready.acquire()
     print("ready", flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
@@ -141,45 +149,67 @@ async def clients(how: str, target: str, requests: int) -> None:
     print(json.dumps(await asyncio.gather(*tasks)), flush=True)
 
 
-def measure(how: str, given: argparse.Namespace, *, floor: bool = False) -> bool:
+def started(fronts: int, *, floor: bool) -> tuple[subprocess.Popen[str], str, str, list[int]]:
+    """A server, its addresses over gRPC and HTTP, and the processes that clients talk to."""
+    more: dict[str, Any] = {"module": __spec__.name, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    server = child(*(("--floor",) if floor else ("--serve", "--fronts", str(fronts))), **more)
+    assert server.stdout is not None
+    address, url = server.stdout.readline().split()
+    if not floor:
+        return server, address, url, [pid for middle in children(server.pid) for pid in children(middle)]
+    ports = ",".join(at.rpartition(":")[2] for at in (address, url))
+    others = [child("--floor", "--ports", ports, **more) for _ in range(fronts - 1)]
+    for other in others:
+        assert other.stdout is not None
+        other.stdout.readline()
+    FLOORS.extend(others)
+    return server, address, url, [server.pid, *(other.pid for other in others)]
+
+
+FLOORS: list[subprocess.Popen[str]] = []
+
+
+def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = False) -> bool:
     """One burst; whether every request was served or refused."""
     limits = {"sequences": given.sequences, "target_ttft_s": given.ttft_ms / 1e3}
     os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
-    server = child(
-        "--floor" if floor else "--serve", module=__spec__.name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert server.stdout is not None
-    address, url = server.stdout.readline().split()
-    front = server.pid if floor else next(pid for middle in children(server.pid) for pid in children(middle))
-    share = str(given.requests // CLIENTS)
+    server, address, url, pids = started(fronts, floor=floor)
+    each = [given.requests // given.clients + (n < given.requests % given.clients) for n in range(given.clients)]
     others = [
-        child("--client", how, "--target", address if how == "grpc" else url, "--requests", share,
+        child("--client", how, "--target", address if how == "grpc" else url, "--requests", str(share),
               module=__spec__.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(CLIENTS)
+        for share in each
     ]  # fmt: skip
     try:
         for other in others:
             assert other.stdout is not None and other.stdout.readline().strip() == "ready"
-        begun = cpu_s(front)
+        begun = [cpu_s(pid) for pid in pids]
         for other in others:
             assert other.stdin is not None
             other.stdin.write("\n")
             other.stdin.flush()
         found = [tuple(end) for other in others if other.stdout for end in json.loads(other.stdout.readline())]
-        cpu_us = 1e6 * (cpu_s(front) - begun) / len(found)
+        took = [cpu_s(pid) - before for pid, before in zip(pids, begun, strict=True)]
     finally:
-        stop(server, others)
+        stop(server, [*others, *FLOORS])
+        FLOORS.clear()
     refused = sorted(seconds for end, seconds in found if end in REFUSED)
     served = [seconds for end, seconds in found if end == "ok"]
     late = sum(seconds > given.ttft_ms / 1e3 for seconds in served)
     rest = Counter(end for end, _ in found if end not in (*REFUSED, "ok"))
     told = [f"{1e3 * refused[int(part * (len(refused) - 1))]:.0f}" for part in (0.5, 0.99, 1)] if refused else []
-    name = f"{how}, floor" if floor else how
+    soon = sum(seconds <= MUST_S for seconds in refused)
+    name = f"{how}, {fronts} {'floor' if floor else 'front'}{'s' * (fronts > 1)}"
     if not floor:
         say(
-            f"{how}: {len(served) - late} served in time, {late} late, {len(refused)} refused; other ends: {dict(rest)}"
+            f"{name}: {len(served) - late} served in time, {late} late, {len(refused)} refused; "
+            f"other ends: {dict(rest)}"
         )
-    say(f"{name}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}; {cpu_us:.0f} us of CPU a request")
+    say(
+        f"{name}: ms from sending to a refusal, p50, p99, longest: {', '.join(told)}; "
+        f"{soon} within {1e3 * MUST_S:.0f}; "
+        f"{1e6 * sum(took) / len(found):.0f} us of CPU a request, the busiest {1e3 * max(took):.0f} ms"
+    )
     return not rest
 
 
@@ -190,21 +220,32 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--ttft-ms", type=float, default=450.0)
     parser.add_argument("--over", default="http,grpc")
+    parser.add_argument("--fronts", default="1", help="numbers of fronts, with commas")
+    parser.add_argument("--clients", type=int, default=max(2, (os.cpu_count() or 2) // 2), help="processes")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
+    parser.add_argument("--ports", default="0,0", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(0)
+        serve(0, fronts=int(given.fronts))
     elif given.floor:
         import uvloop
 
-        uvloop.run(refuse_all())
+        uvloop.run(refuse_all([int(port) for port in given.ports.split(",")]))
     elif given.client:
         asyncio.run(clients(given.client, given.target, given.requests))
     else:
-        results = [measure(how, given, floor=floor) for how in given.over.split(",") for floor in (True, False)]
+        say(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {given.clients} client processes")
+        results = [
+            measure(how, int(fronts), given, floor=floor)
+            for _ in range(given.rounds)
+            for how in given.over.split(",")
+            for fronts in given.fronts.split(",")
+            for floor in (True, False)
+        ]
         sys.exit(0 if all(results) else 1)
 
 

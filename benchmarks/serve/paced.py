@@ -153,14 +153,14 @@ def load_tokenizer(settings: Settings | None = None) -> PlainTokenizer:
     return PlainTokenizer()
 
 
-def serve(http_port: int | None, tokenizer: str = f"{__name__}:load_tokenizer") -> None:
+def serve(http_port: int | None, tokenizer: str = f"{__name__}:load_tokenizer", fronts: int = 1) -> None:
     """Such an engine as `wicore serve` runs one; prints the address of gRPC and the URL of HTTP, where there is one.
-    `tokenizer` loads the front's, as `process.supervisor.Parts` has it."""
+    `tokenizer` loads the fronts', as `process.supervisor.Parts` has it."""
     from wicore_trt.config import LoadedSettings, SchedulerSettings, ServerSettings
     from wicore_trt.process.supervisor import Parts, Supervisor
 
     settings = Settings(
-        server=ServerSettings(port=0, http_port=http_port), scheduler=SchedulerSettings(max_waiting=4096)
+        server=ServerSettings(port=0, http_port=http_port, fronts=fronts), scheduler=SchedulerSettings(max_waiting=4096)
     )
     parts = Parts(load_engine=f"{__name__}:load_engine", load_tokenizer=tokenizer)
     announce = lambda *at: print(*filter(None, at), flush=True)  # noqa: E731

@@ -46,7 +46,8 @@ def test_lines_that_nobody_read_are_counted():
     def write(line: bytes) -> None:
         begun.set()
         reads.wait(60)
-        written.put(line.decode())
+        for text in line.decode().splitlines():
+            written.put(text)
 
     handler = log.DroppingHandler(write, max_lines=5)
     handler.setFormatter(log.LineFormatter())

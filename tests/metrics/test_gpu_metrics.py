@@ -15,7 +15,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.http import metrics
 from wicore_trt.http.context import Context
 from wicore_trt.metrics import machine
-from wicore_trt.metrics.exposition import exposition
+from wicore_trt.metrics.exposition import families, rendered
 
 
 class NVMLError(Exception):
@@ -61,8 +61,8 @@ def installed(monkeypatch):
 async def samples() -> dict[tuple[str, str], float]:
     """GPU samples of a scrape, by name and uuid."""
     found = await metrics.snapshot(Context(Admission.of(ServerSettings()), 0, 1.0))
-    families = text_string_to_metric_families(exposition(found)[0].decode())
-    return {(s.name, s.labels["uuid"]): s.value for f in families for s in f.samples if s.name.startswith("wicore_gpu")}
+    told = text_string_to_metric_families(rendered(families(found))[0].decode())
+    return {(s.name, s.labels["uuid"]): s.value for f in told for s in f.samples if s.name.startswith("wicore_gpu")}
 
 
 async def test_what_nvml_tells_is_told(installed):

@@ -29,6 +29,8 @@ WISHED = (
     "left",
     "left while it waited for a turn",
     "waited for a turn",
+    "waited at the door",
+    "refused at the door",
     "engine ended",
     "drained",
     "served",
@@ -40,10 +42,10 @@ SEEDS = 60
 
 def watched(site: Site, monkeypatch) -> None:
     """Count which ways requests take."""
-    take, release = site.engine._turns.acquire, site.engine._check_barred
+    take, release = site.engine.turns.acquire, site.engine._check_barred
 
     async def acquire():
-        waits = site.engine._turns.locked()
+        waits = site.engine.turns.locked()
         site.paths["waited for a turn"] += waits
         try:
             return await take()
@@ -63,7 +65,7 @@ def watched(site: Site, monkeypatch) -> None:
         site.waiting[asyncio.current_task()] = True
 
     site.waiting = {}
-    monkeypatch.setattr(site.engine._turns, "acquire", acquire)
+    monkeypatch.setattr(site.engine.turns, "acquire", acquire)
     monkeypatch.setattr(site.engine, "_check_barred", check)
     assert turn
 

@@ -11,7 +11,7 @@ import json
 import selectors
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,6 +32,8 @@ from wicore_trt.core.text_engine import TURNS, TextEngine
 from wicore_trt.errors import QueueFullError, WicoreError
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
+from wicore_trt.http.door import Door
+from wicore_trt.http.protocol import _giving_back
 from wicore_trt.http.routes import routes
 from wicore_trt.link import host as host_end
 from wicore_trt.link import remote as remote_end
@@ -68,6 +70,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+
+class Cycle:
+    """What the door sees of a connection."""
+
+    default_headers = ()
+    keep_alive, disconnected, waiting_for_100_continue = True, False, False
+
+    def __init__(self, scope: dict, body: bytes, on_response) -> None:
+        self.scope, self.body, self.on_response = scope, body, on_response
+        self.flow = SimpleNamespace(write_paused=False)
+        self.transport = SimpleNamespace(written=[])
+        self.transport.write = self.transport.written.append
 
 
 class Wire:
@@ -205,6 +220,7 @@ class Site:
         self.context = Context(self.admission, 1 << 20, 1000.0)
         self.service = InferenceService(max_message_bytes=1 << 20, admission=self.admission)
         self.app = make_app(self.context, routes(self.context), ())
+        self.door = Door(self.context)
         self.ends: Counter[int] = Counter()
         self.by_way: dict[str, Counter[int]] = {}
         self._steps: asyncio.Task | None = None
@@ -340,7 +356,10 @@ class Site:
 
         timer = self.loop.call_later(leave_s, gone.set) if leave_s is not None else None
         left_at = None if leave_s is None else self.loop.time() + leave_s
-        await self.app(scope, receive, send)
+        if slow_s:
+            await self.app(scope, receive, send)
+        else:
+            await self._by_the_door(scope, raw, receive, send, gone)
         if timer is not None:
             timer.cancel()
         if not messages or messages[-1].get("more_body"):
@@ -355,6 +374,37 @@ class Site:
         if messages[0]["status"] == 429:
             assert int(head[b"retry-after"]) >= 1
         return self.noted(End(messages[0]["status"], body.decode(), int(retry) / 1e3 if retry else None), "http")
+
+    async def _by_the_door(self, scope: dict, raw: bytes, receive, send, gone: asyncio.Event) -> None:
+        """A request that came whole."""
+        over = self.loop.create_future()
+        cycle = Cycle(scope, raw, lambda: over.done() or over.set_result(None))
+
+        def start(place) -> None:
+            if place is not None:
+                scope["state"]["place"] = place
+            task = asyncio.ensure_future(_giving_back(place or ExitStack(), self.app, scope, receive, send))
+            task.add_done_callback(lambda task: over.done() or over.set_result(task.result()))
+
+        async def leave() -> None:
+            await gone.wait()
+            cycle.disconnected = True
+            self.door.left(cycle)
+
+        leaving = asyncio.ensure_future(leave())
+        self.door.begin(cycle, start)
+        if not over.done() and self.door._waiting:
+            self.paths["waited at the door"] += 1
+        await over
+        leaving.cancel()
+        if cycle.transport.written:
+            self.paths["refused at the door"] += 1
+            head, _, body = b"".join(cycle.transport.written).partition(b"\r\n\r\n")
+            status, *fields = head.split(b"\r\n")
+            headers = [tuple(field.split(b": ", 1)) for field in fields]
+            assert int(dict(headers)[b"content-length"]) == len(body)
+            await send({"type": "http.response.start", "status": int(status.split()[1]), "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     async def websocket(self, tenant: str, frame: dict, *, leave_s: float | None = None, cancel=False) -> End:
         scope = {"type": "websocket", "path": "/v1/stream", "raw_path": b"/v1/stream", "query_string": b"",
@@ -445,8 +495,8 @@ class Site:
 
     def check_idle(self) -> None:
         """Nothing is held when nobody asks."""
-        turns = self.engine._turns
-        assert turns._value == TURNS and not turns._waiters, "a turn is lost"
+        turns = self.engine.turns
+        assert turns.free == TURNS and not turns, "a turn is lost"
         assert not self.context.open and self.context.idle.is_set() and self.service.idle.is_set()
         assert not self.service.streams_open and not self.admission.calls.taken and not self.context.room.taken
         assert not self.engine._streams and not self.engine._keys

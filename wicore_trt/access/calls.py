@@ -8,9 +8,9 @@ are answers.
 from __future__ import annotations
 
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,11 @@ access_log = logging.getLogger("wicore_trt.access")
 
 REQUEST_ID_HEADER = "x-request-id"
 VALID_ID = re.compile(r"[!-~]{1,128}")
+
+
+def new_id() -> str:
+    """An id that no other call has. It is no secret, and must cost no system call; forks draw others."""
+    return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class Call:
         its name."""
         offered_id = header(REQUEST_ID_HEADER) or ""
         from_client = VALID_ID.fullmatch(offered_id) is not None
-        made = cls(offered_id if from_client else uuid.uuid4().hex, method, from_client, who)
+        made = cls(offered_id if from_client else new_id(), method, from_client, who)
         if tracing.on():
             made.parent = {name: text for name in tracing.PARENTS if (text := header(name))}
         return made

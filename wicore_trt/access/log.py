@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -30,6 +30,8 @@ QUIET_S = 10.0
 """What strangers can cause as often as they like is logged once in so many seconds."""
 MAX_VALUE = 512
 """Characters of a value in a line; what a client wrote may be as long as a message."""
+MOST_AT_ONCE = 64
+"""Lines of one write; those that wait behind it count as waiting."""
 MAX_TRACEBACK = 16_384
 OTHERS = ("asyncio", "grpc._cython.cygrpc", "grpc.aio._server", "uvicorn.error", "websockets.server", "opentelemetry")
 """Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
@@ -86,42 +88,52 @@ class JsonFormatter(_Bounded):
 
 
 class DroppingHandler(logging.Handler):
-    """Writes lines on a thread of its own, by `write`, which may wait for ever."""
+    """Writes lines on a thread of its own, by `write`, which may wait for ever; what came meanwhile at once."""
 
     def __init__(self, write: Callable[[bytes], None], max_lines: int = MAX_LINES) -> None:
         super().__init__()
-        self._write = write
-        self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
-        self._dropped = 0
+        self._write, self._max_lines = write, max_lines
+        self._lines: deque[str] = deque()
+        self._came = threading.Event()
+        self._dropped, self._closed = 0, False
         self._thread = threading.Thread(target=self._run, name="wicore-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-            if self._dropped:
+            room = self._max_lines - len(self._lines)
+            if self._dropped and room:
                 note = logging.LogRecord(
                     __name__, logging.WARNING, __file__, 0, f"{self._dropped} lines of the log were lost", None, None
                 )
-                self._lines.put_nowait(self.format(note))
-                self._dropped = 0
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._dropped += 1
+                self._lines.append(self.format(note))
+                self._dropped, room = 0, room - 1
+            if room <= 0:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            if not self._came.is_set():
+                self._came.set()
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
         """Let the lines that wait be written, for a moment."""
-        with suppress(queue.Full):
-            self._lines.put_nowait(None)
-            self._thread.join(CLOSE_S)
+        self._closed = True
+        self._came.set()
+        self._thread.join(CLOSE_S)
         super().close()
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            with suppress(OSError, ValueError):  # nobody is there to read it
-                self._write(f"{line}\n".encode(errors="backslashreplace"))
+        closed = False
+        while not closed:
+            self._came.wait()
+            self._came.clear()
+            closed = self._closed
+            while lines := [self._lines.popleft() for _ in range(min(len(self._lines), MOST_AT_ONCE))]:
+                with suppress(OSError, ValueError):  # nobody is there to read it
+                    self._write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 class Seldom(logging.Filter):
@@ -177,6 +189,9 @@ def _stderr() -> Callable[[bytes], None]:
     return write
 
 
+UNTOLD = ("logThreads", "logProcesses", "logMultiprocessing", "logAsyncioTasks")
+
+
 def set_level(level: str) -> None:
     """Log from this level on: debug, info, warning or error."""
     logging.getLogger("wicore_trt").setLevel(level.upper())
@@ -186,6 +201,8 @@ def configure(*, json_lines: bool = False, level: str = "INFO") -> None:
     """Send this package's log to stderr, and warnings of the libraries below it. Calling it again replaces the former
     set-up. To be called before grpc is imported: its core writes to stderr itself, and waits for whoever reads it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for name in UNTOLD:  # which no line tells and each would look up
+        setattr(logging, name, False)
     handler = DroppingHandler(_stderr())
     handler.setFormatter(JsonFormatter() if json_lines else LineFormatter())
     for name in ("wicore_trt", *OTHERS):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wicore_trt.access.keys import Identity
+from wicore_trt.core.cells import Cells, Pair
 from wicore_trt.errors import RateLimitError
 
 MINUTE_S = 60.0
@@ -20,20 +21,21 @@ MINUTE_S = 60.0
 class Bucket:
     """`per_minute` units, full at first. It can be in debt, and then nothing is granted until that is paid."""
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+    def __init__(self, per_minute: int, clock: Callable[[], float], pair: Pair | None = None) -> None:
+        """`pair` holds what is there and when that was so, where others fill and take, too."""
         self.capacity = per_minute
         self._per_s = per_minute / MINUTE_S
         self._clock = clock
-        self._level = float(per_minute)
-        self._stamp = clock()
+        self._pair = pair if pair is not None else [float(per_minute), clock()]
 
     @property
     def level(self) -> float:
         """What is there now."""
         now = self._clock()
-        self._level = min(float(self.capacity), self._level + (now - self._stamp) * self._per_s)
-        self._stamp = now
-        return self._level
+        level, stamp = self._pair
+        self._pair[0] = level = min(float(self.capacity), level + (now - stamp) * self._per_s)
+        self._pair[1] = now
+        return level
 
     def wait_s(self, units: float) -> float:
         """Seconds until `units` are there, 0 when they are."""
@@ -43,11 +45,11 @@ class Bucket:
         """Hold and fill as much from now on; debts stay."""
         level = self.level
         self.capacity, self._per_s = per_minute, per_minute / MINUTE_S
-        self._level = min(level, float(per_minute))
+        self._pair[0] = min(level, float(per_minute))
 
     def add(self, units: float) -> None:
         """Put units in, or take them out."""
-        self._level = min(float(self.capacity), self.level + units)
+        self._pair[0] = min(float(self.capacity), self.level + units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,14 @@ class Allowance:
 class Grant:
     """What one request reserved."""
 
-    def __init__(self, tokens: Bucket | None, reserved: int) -> None:
-        self._tokens, self._reserved = tokens, reserved
+    def __init__(self, tokens: Bucket | None, reserved: int, cells: Cells) -> None:
+        self._tokens, self._reserved, self._cells = tokens, reserved, cells
 
     def settle(self, used: int) -> None:
         """The request has ended and took `used` tokens. Only the first call counts."""
         if self._tokens is not None:
-            self._tokens.add(self._reserved - used)
+            with self._cells.held():
+                self._tokens.add(self._reserved - used)
             self._tokens = None
 
 
@@ -80,7 +83,10 @@ class Rates:
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cells: Cells | None = None,
     ) -> None:
+        """`cells` hold the buckets of several processes."""
+        self._cells = cells or Cells()
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         self._clock = clock
         self._buckets: dict[tuple[str | bytes, str], Bucket] = {}
@@ -90,6 +96,12 @@ class Rates:
 
         Raises RateLimitError, and takes nothing, when one of the two is not there.
         """
+        if self._bucket(who, "requests") is None and self._bucket(who, "tokens") is None:
+            return Grant(None, 0, self._cells)
+        with self._cells.held():
+            return self._take(who, tokens, requests)
+
+    def _take(self, who: Identity, tokens: int, requests: int) -> Grant:
         wanted = {}
         for kind, units in (("requests", requests), ("tokens", tokens)):
             bucket = self._bucket(who, kind)
@@ -103,7 +115,7 @@ class Rates:
             bucket = self._bucket(who, kind)
             assert bucket is not None
             bucket.add(-units)
-        return Grant(self._bucket(who, "tokens"), wanted.get("tokens", 0))
+        return Grant(self._bucket(who, "tokens"), wanted.get("tokens", 0), self._cells)
 
     def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         """Other limits from now on; what was taken counts."""
@@ -115,18 +127,23 @@ class Rates:
         for kind in self._limits:
             bucket = self._bucket(who, kind)
             if bucket is not None:
-                found[kind] = Allowance(bucket.capacity, max(0, int(bucket.level)), bucket.wait_s(bucket.capacity))
+                with self._cells.held():
+                    left, wait_s = max(0, int(bucket.level)), bucket.wait_s(bucket.capacity)
+                found[kind] = Allowance(bucket.capacity, left, wait_s)
         return found
 
     def _bucket(self, who: Identity, kind: str) -> Bucket | None:
         own: int | None = getattr(who, f"{kind}_per_minute")
         limit, name = (own, (who.key, kind)) if own is not None else (self._limits[kind], (who.tenant, kind))
         if limit is None:
-            self._buckets.pop(name, None)
+            if self._buckets.pop(name, None) is not None:
+                self._cells.forget(name)
             return None
         bucket = self._buckets.get(name)
         if bucket is None:
-            bucket = self._buckets[name] = Bucket(limit, self._clock)
+            pair = self._cells.pair(name, float(limit), self._clock())
+            bucket = self._buckets[name] = Bucket(limit, self._clock, pair)
         elif bucket.capacity != limit:  # it was changed
-            bucket.change(limit)
+            with self._cells.held():
+                bucket.change(limit)
         return bucket

@@ -313,7 +313,11 @@ class EngineCore(Core):
 
     def outlook(self) -> Outlook:
         outlook = self.scheduler.outlook()
-        return replace(outlook, turnover_s=self._turnover_s(len(self.scheduler.running) + max(0, outlook.free)))
+        places = len(self.scheduler.running) + max(0, outlook.free)
+        begun = tuple(self._begun.values())
+        return replace(
+            outlook, turnover_s=self._turnover_s(places), begun=begun, now=self._clock(), hold_s=self._hold_s
+        )
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
@@ -360,7 +364,7 @@ class EngineCore(Core):
         for sequence, count in schedule.slices:
             tokens, params = sequence.tokens, sequence.params
             if sequence.begun is None:
-                sequence.begun = self._clock()
+                self._begin(sequence)
             length, prompt_len = len(tokens), sequence.prompt_len
             start = length if ahead else sequence.computed
             ids = unread if ahead else tokens[start : start + count]

@@ -59,6 +59,7 @@ class Core(ABC):
         self._sequences: dict[str, dict[int, Any]] = {}  # live ones, by request and index
         self.limits = Limits()
         self._deadlines, self._start_by = Alarms(), Alarms()  # by request
+        self._begun: dict[int, float] = {}  # when sequences had their first step, by identity, in order
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
         self._counts: Counter[str] = Counter()
@@ -185,8 +186,13 @@ class Core(ABC):
             self._start_by.pop(name, None)
         self._finished[reason.value] += 1
         if sequence.begun:
+            self._begun.pop(id(sequence), None)
             held = self._clock() - sequence.begun
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
+
+    def _begin(self, sequence: Any) -> None:
+        """A sequence has its first step."""
+        sequence.begun = self._begun[id(sequence)] = self._clock()
 
     def _turnover_s(self, places: int) -> float:
         """Seconds from one of so many places that becomes free to the next, 0 where that is not known."""

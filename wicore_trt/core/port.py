@@ -50,6 +50,11 @@ class EnginePort(ABC):
         Raises InvalidRequestError, QueueFullError, UnavailableError or EngineDeadError; there is then no output.
         """
 
+    @property
+    def bars(self) -> bool:
+        """Whether `barred` knows of anything now."""
+        return False
+
     def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
         """What `add` would raise now for such a request with at most so many prompt tokens, where it is known without
         asking the engine."""
@@ -58,6 +63,11 @@ class EnginePort(ABC):
     @abstractmethod
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ask for the end of a request, or of one of its sequences; nothing when it is not live."""
+
+    async def abort_named(self, tenant: str, name: str) -> bool:
+        """Ask for the end of a tenant's request that another front has, by its `GenerateRequest.name`; whether it is
+        live."""
+        return False
 
     @abstractmethod
     async def stats(self, tenant: str | None = None) -> EngineStats:

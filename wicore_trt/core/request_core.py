@@ -113,8 +113,9 @@ class RequestCore(Core):
     def outlook(self) -> Outlook:
         free = self.executor.max_sequences - self._running
         return Outlook(
-            queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self.executor.max_sequences)
-        )
+            queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self.executor.max_sequences),
+            begun=tuple(self._begun.values()), hold_s=self._hold_s, now=self._clock(),
+        )  # fmt: skip
 
     def _waits(self, sequence: RequestSequence) -> bool:
         return sequence.turn is None
@@ -139,7 +140,7 @@ class RequestCore(Core):
         outputs = []
         while self._running < self.executor.max_sequences and (sequence := self._waiting.pop()) is not None:
             self._running += 1
-            sequence.begun = self._clock()
+            self._begin(sequence)
             request = sequence.request
             try:
                 stop_ids = stop_ids_of(request.params, self.eos_ids)

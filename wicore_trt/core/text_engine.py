@@ -13,14 +13,16 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from wicore_trt.core.cells import Cells
 from wicore_trt.core.limits import Hints
+from wicore_trt.core.line import Line
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
@@ -187,6 +189,15 @@ class Tally:
     generated: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Tally:
+        """What `told` told."""
+        return cls(told["prompt"], told["cached"], told["generated"], Counter(told["finished"]))
+
+    def told(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def add(self, output: TextOutput) -> None:
         self.generated += len(output.token_ids)
         if output.finish_reason is not None:
@@ -207,8 +218,10 @@ class TextEngine:
         tokenizer: Tokenizer,
         info: ModelInfo,
         check_constraint: Callable[[Constraint], None] = check,
+        cells: Cells | None = None,
     ) -> None:
-        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread."""
+        """`check_constraint` raises InvalidRequestError for one that cannot be kept; it is called on a thread. `cells`
+        are shared with the other fronts of this engine."""
         self.tokenizer = tokenizer
         self._check_constraint = check_constraint
         self.info = info
@@ -220,7 +233,7 @@ class TextEngine:
         self._tallies: dict[str, Tally] = {}
         self._offload = Offload(TEXT_THREADS)
         self._serial = itertools.count()
-        self._turns, self._hints = asyncio.Semaphore(TURNS), Hints()
+        self.turns, self._hints = Line(TURNS), Hints(cells)
         self._idle = asyncio.Event()
         self._idle.set()
         self._started = False
@@ -265,32 +278,45 @@ class TextEngine:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
         return replace(request, prompt=None, messages=None, prompt_token_ids=token_ids, timeout_s=left)
 
-    def turn(self, tenant: str, priority: int, size: int | None) -> AbstractAsyncContextManager[None]:
+    def turn(
+        self, tenant: str, priority: int, size: int | None, place: ExitStack | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """A turn at making a request out of a message and asking the engine, which is over as soon as that has
-        answered. The prompt comes from `size` bytes of the message, None where it may be any longer. Raises
-        QueueFullError, here or when it is entered and before anything is made of the message, for a request that the
-        engine is known to refuse now; never for one that it would take.
+        answered. The prompt comes from `size` bytes of the message, None where it may be any longer. `place` is one of
+        `turns` that it has already, and gives back. Raises QueueFullError, here or when it is entered and before
+        anything is made of the message, for a request that the engine is known to refuse now; never for one that it
+        would take.
 
         Of requests that come all at once the first hear what holds for the others, which wait for that here.
         """
+        check = self.check(tenant, priority, size)
+        check()
+        return self._turn(check, place)
+
+    def check(self, tenant: str, priority: int, size: int | None) -> Callable[[], None]:
+        """What raises QueueFullError as `turn` does."""
         tokens = self.info.max_context_tokens
         if size is not None:
             tokens = min(TOKENS_PER_BYTE * size + WORDS, tokens)
-        check = partial(self._check_barred, tenant, priority, tokens)
-        check()
-        return self._turn(check)
+        return partial(self._check_barred, tenant, priority, tokens)
+
+    def place(self) -> ExitStack:
+        """What gives a place of `turns` back that was taken."""
+        end = ExitStack()
+        end.callback(self.turns.release)
+        return end
 
     @asynccontextmanager
-    async def _turn(self, check: Callable[[], None]) -> AsyncIterator[None]:
-        await self._turns.acquire()
-        end = ExitStack()
-        end.callback(self._turns.release)
-        _TURN.set(Turn(end, check))
+    async def _turn(self, check: Callable[[], None], place: ExitStack | None) -> AsyncIterator[None]:
+        if place is None:
+            await self.turns.acquire()
+            place = self.place()
+        _TURN.set(Turn(place, check))
         try:
             check()
             yield
         finally:
-            end.close()
+            place.close()
 
     def _check_barred(self, tenant: str, priority: int, tokens: int) -> None:
         error = self.engine.barred(tenant, priority, tokens)
@@ -331,6 +357,7 @@ class TextEngine:
             cache_salt=request.cache_salt,
             cache=request.cache,
             log_id=request.log_id,
+            name=request.request_id,
         )
         try:
             await self.engine.add(made)
@@ -353,7 +380,7 @@ class TextEngine:
         """End a tenant's request with FinishReason.CANCELLED; false when it is not live."""
         key = self._keys.get((tenant, request_id))
         if key is None:
-            return False
+            return await self.engine.abort_named(tenant, request_id)
         self.engine.abort(key)
         return True
 
@@ -380,15 +407,16 @@ class TextEngine:
         """Counters and gauges of the whole engine."""
         return await self.engine.stats()
 
-    async def stats_of(self, tenant: str) -> EngineStats:
-        """The same of one tenant's requests; what does not belong to one tenant is left at nothing."""
-        found, tally = await self.engine.stats(tenant), self.tally(tenant)
+    async def stats_of(self, tenant: str, elsewhere: Sequence[Tally] = ()) -> EngineStats:
+        """The same of one tenant's requests, with those of other fronts; what does not belong to one tenant is left at
+        nothing."""
+        found, tallies = await self.engine.stats(tenant), [self.tally(tenant), *elsewhere]
         return replace(
             found,
-            requests_finished=dict(tally.finished),
-            prompt_tokens=tally.prompt,
-            cached_prompt_tokens=tally.cached,
-            generated_tokens=tally.generated,
+            requests_finished=dict(sum((tally.finished for tally in tallies), Counter())),
+            prompt_tokens=sum(tally.prompt for tally in tallies),
+            cached_prompt_tokens=sum(tally.cached for tally in tallies),
+            generated_tokens=sum(tally.generated for tally in tallies),
         )
 
     async def drain(self, timeout_s: float) -> bool:

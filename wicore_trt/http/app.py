@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, Call, offered_key, write_access_line
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
@@ -28,9 +27,10 @@ from wicore_trt.http.errors import (
     CLIENT_GONE,
     ClientGoneError,
     HttpError,
-    anthropic_error_bytes,
     error_bytes,
     error_headers,
+    error_maker,
+    id_headers,
     status_of,
 )
 from wicore_trt.http.page import assets
@@ -107,11 +107,9 @@ class Answer:
 
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
-        self._ids = [(REQUEST_ID_HEADER.encode(), call.call_id.encode())]
-        self._error_bytes = error_bytes
-        if scope["path"] in ANTHROPIC:
-            self._ids.append((b"request-id", call.call_id.encode()))
-            self._error_bytes = partial(anthropic_error_bytes, request_id=call.call_id)
+        anthropic = scope["path"] in ANTHROPIC
+        self._ids = id_headers(call.call_id, anthropic=anthropic)
+        self._error_bytes = error_maker(call.call_id, anthropic=anthropic)
         self._begun = False
         self.status = 0
 

@@ -96,7 +96,7 @@ class Hold:
             self.blocks += more
 
 
-def check_kind(headers: Headers) -> None:
+def check_kind(headers: Mapping[str, str]) -> None:
     """Raise HttpError for a body that is not plain JSON.
 
     This is also what keeps web pages of strangers from posting here: a browser sends JSON only after asking.

@@ -15,10 +15,11 @@ from email.utils import formatdate
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 
+from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import address_of, check_free, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.http.protocol import GuardedHttp, GuardedWebSocket, Visitors
+from wicore_trt.http.protocol import Door, GuardedHttp, GuardedWebSocket, Visitors
 
 KEEP_ALIVE_S = 75
 """Seconds for which a connection without requests stays open."""
@@ -33,9 +34,11 @@ class Listener:
     `flag` is the option that chooses the port, as errors name it."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16
-    ) -> None:
+        self, app: ASGIApp, settings: ServerSettings, host: str, port: int, *, flag: str, max_frame: int = 1 << 16,
+        door: Door | None = None, fronts: Fronts | None = None,
+    ) -> None:  # fmt: skip
         """Raises ConfigError for bad TLS files."""
+        self._fronts = fronts or Fronts()
         self.app = app
         self._host, self._port, self._flag = host, port, flag
         self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -54,7 +57,7 @@ class Listener:
             ws_per_message_deflate=False,
         )
         self._config.load()
-        self._state = Visitors(settings.http_connections_per_address)
+        self._state = Visitors(settings.http_connections_per_address, door)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
 
@@ -77,7 +80,8 @@ class Listener:
         Raises EnvironmentUnfitError for an address that cannot be used.
         """
         host, port = self._host, self._port
-        check_free(host, port, self._flag)
+        if not self._fronts.listening:
+            check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
         context = self._tls.context if self._tls is not None else None
         handshake = HANDSHAKE_S if context is not None else None
@@ -91,8 +95,9 @@ class Listener:
                 )
             else:
                 self._listener = await loop.create_server(
-                    self._protocol, host, port, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
-                )
+                    self._protocol, host, port, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG,
+                    reuse_port=self._fronts.count > 1,
+                )  # fmt: skip
                 port = self._listener.sockets[0].getsockname()[1]
         except OSError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None

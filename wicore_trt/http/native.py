@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
+from wicore_trt.core.text_engine import Tally
+from wicore_trt.core.times import Histogram, Times
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http import convert
 from wicore_trt.http.bodies import DetokenizeBody, InferenceBody, TokenizeBody
@@ -42,12 +44,14 @@ async def status(context: Context, call: Call) -> Response:
     """State, model and open requests; an operator hears of everybody's."""
     tenant, state = call.who.tenant, context.state
     model = None if state == "starting" else asdict(context.engine().info)
+    elsewhere = await context.admission.fronts.ask(None if call.who.operator else tenant)
+    opened = context.open.total() if call.who.operator else context.open[tenant]
     return json_reply(
         {
             "state": state,
             "version": __version__,
             "uptime_s": round(time.time() - context.began, 3),
-            "requests_open": context.open.total() if call.who.operator else context.open[tenant],
+            "requests_open": opened + sum(told["http"] for told in elsewhere),
             "model": model,
         }
     )
@@ -56,10 +60,12 @@ async def status(context: Context, call: Call) -> Response:
 async def stats(context: Context, call: Call) -> Response:
     """Counters since start and gauges of the engine."""
     engine, who = context.engine(), call.who
-    found = await engine.stats() if who.operator else await engine.stats_of(who.tenant)
+    told = await context.admission.fronts.ask(None if who.operator else who.tenant)
+    found = await engine.stats() if who.operator else await engine.stats_of(who.tenant, [Tally.of(one) for one in told])
     answer = asdict(found)
     if who.operator:
-        first, gap = engine.times.first, engine.times.gap
+        times = [engine.times, *(Times.of(one["times"]) for one in told)]
+        first, gap = (Histogram.sum([getattr(one, name) for one in times]) for name in ("first", "gap"))
         answer["latency"] = {
             name: {"bounds_s": seen.bounds, "counts": seen.counts, "total_s": seen.total}
             for name, seen in (("first_token", first), ("inter_token", gap))

@@ -40,9 +40,10 @@ class Endpoint:
                 raw = await read_body(receive, Headers(scope=scope), context.max_body_bytes, hold)
                 scope["state"]["read"] = True
                 value, size = decoded(raw, context.most_items()), prompt_bytes(raw)
-                turn = (
-                    context.turn(call.who.tenant, value.get("priority"), size) if operation.generates else nullcontext()
-                )
+                turn: AbstractAsyncContextManager[None] = nullcontext()
+                if operation.generates:
+                    place = scope["state"].pop("place", None)
+                    turn = context.turn(call.who.tenant, value.get("priority"), size, place)
                 arguments = {"value": value, "turn": turn}
                 del raw, value
             work = (operation.handle if operation.body is None else self._handle)(context, call, **arguments)

@@ -16,6 +16,7 @@ from wicore_trt.access.listening import http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.http.app import make_app
 from wicore_trt.http.context import Context
+from wicore_trt.http.door import Door
 from wicore_trt.http.listener import Listener
 from wicore_trt.http.routes import routes
 from wicore_trt.http.socket import MAX_FRAME
@@ -35,12 +36,12 @@ class HttpServer:
         limit = message_limit(max_context, settings.max_message_mb)
         host = http_host(settings)
         local = is_local(host) and not host.startswith("unix:")
-        self.context = Context(
-            admission or Admission.of(settings), limit, settings.sse_keep_alive_s, local, settings.allowed_hosts
-        )
+        admission = admission or Admission.of(settings)
+        self.context = Context(admission, limit, settings.sse_keep_alive_s, local, settings.allowed_hosts)
         self._listener = Listener(
             self._make_app(settings.cors_origins), settings, host, settings.http_port or 0,
-            flag="--http-port", max_frame=min(limit, MAX_FRAME),
+            flag="--http-port", max_frame=min(limit, MAX_FRAME), door=Door(self.context),
+            fronts=admission.fronts,
         )  # fmt: skip
 
     def _make_app(self, origins: Sequence[str]) -> ASGIApp:

@@ -22,6 +22,7 @@ from wicore_trt.errors import InvalidRequestError, WicoreError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
+    AbortNamed,
     Add,
     AskStats,
     Done,
@@ -37,6 +38,7 @@ from wicore_trt.link.messages import (
     decode_to_engine,
     encode,
 )
+from wicore_trt.link.names import Names
 from wicore_trt.types import ModelInfo, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class EngineHost:
         self._info = info
         self.engine = EngineLoop(core, self._emit, max_waiting=max_waiting, looked=self._looked)
         self._links: dict[str, _Link] = {}
+        self._names = Names()
         self._numbers = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="wicore-link", daemon=True)
 
@@ -104,10 +107,15 @@ class EngineHost:
         if self.engine.dead is not None:
             for link in list(self._links.values()):
                 link.send(Down(self.engine.dead))
-        for prefix, link in list(self._links.items()):  # the link thread takes one out at any time
-            batch = [output for output in outputs if output.request_id.startswith(prefix)]
-            if batch:
-                link.send(Outputs(batch))
+        batches: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            batches.setdefault(output.request_id.partition("/")[0], []).append(output)
+            if output.finish_reason is not None:
+                self._names.ended(output)
+        for number, batch in batches.items():
+            served = self._links.get(f"{number}/")  # the link thread takes one out at any time
+            if served is not None:
+                served.send(Outputs(batch))
 
     def _looked(self) -> None:
         """On the engine's thread."""
@@ -119,6 +127,7 @@ class EngineHost:
     def left(self, prefix: str) -> None:
         """A front has gone; on the link thread."""
         self._links.pop(prefix, None)
+        self._names.leave(prefix)
         for request_id in self.engine.live_ids():
             if request_id.startswith(prefix):
                 self.engine.abort(request_id)
@@ -127,7 +136,22 @@ class EngineHost:
         """Raises WicoreError when the engine does not take it."""
         if not message.request_id.startswith(prefix):
             raise InvalidRequestError("The request is of another link.", field="request_id")
-        self.engine.add(message.request())
+        self._names.take(message)
+        try:
+            self.engine.add(message.request())
+        except BaseException:
+            self._names.drop(message.request_id)
+            raise
+
+    def abort(self, request_id: str, index: int | None) -> None:
+        """The end of a request, or of one of its sequences; its name is free at once."""
+        self._names.drop(request_id, index)
+        self.engine.abort(request_id, index)
+
+    def abort_named(self, tenant: str, name: str) -> bool:
+        """The end of a tenant's request, whichever front has it; whether it is live."""
+        request_id = self._names.find(tenant, name)
+        return request_id is not None and self.engine.abort(request_id)
 
 
 class _Link:
@@ -148,7 +172,9 @@ class _Link:
             case Add():
                 self._add(message)
             case Abort():
-                self._host.engine.abort(message.request_id, message.index)
+                self._host.abort(message.request_id, message.index)
+            case AbortNamed():
+                self.send(Done(message.call, live=self._host.abort_named(message.tenant, message.name)))
             case AskStats():
                 self.send(Done(message.call, self._host.engine.stats(message.tenant)))
             case Follow():

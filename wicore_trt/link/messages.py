@@ -43,13 +43,14 @@ class Add(Struct, tag=0, array_like=True):
     cache_salt: str
     cache: CacheHints
     log_id: str
+    name: str
 
     @classmethod
     def of(cls, call: int, made: GenerateRequest) -> Add:
         ids = array("I", made.prompt_token_ids).tobytes()
         return cls(
             call, made.request_id, ids, made.params, made.deadline, made.priority, made.tenant, made.cache_salt,
-            made.cache, made.log_id,
+            made.cache, made.log_id, made.name,
         )  # fmt: skip
 
     def request(self) -> GenerateRequest:
@@ -58,7 +59,7 @@ class Add(Struct, tag=0, array_like=True):
         ids.frombytes(self.token_ids)
         return GenerateRequest(
             self.request_id, tuple(ids), self.params, self.deadline, self.priority, self.tenant, self.cache_salt,
-            self.cache, self.log_id,
+            self.cache, self.log_id, self.name,
         )  # fmt: skip
 
 
@@ -95,7 +96,15 @@ class Unfollow(Struct, tag=5, array_like=True):
     call: int
 
 
-ToEngine = Add | Abort | AskStats | Follow | More | Unfollow
+class AbortNamed(Struct, tag=6, array_like=True):
+    """The end of a tenant's request, whichever front has it. Answered by Done."""
+
+    call: int
+    tenant: str
+    name: str
+
+
+ToEngine = AbortNamed | Add | Abort | AskStats | Follow | More | Unfollow
 
 # --- from the engine -------------------------------------------------------------------------------------------------
 
@@ -115,8 +124,11 @@ class Outputs(Struct, tag=1, array_like=True):
 
 
 class Done(Struct, tag=2, array_like=True):
+    """`live`: there is such a request."""
+
     call: int
     stats: EngineStats | None = None
+    live: bool = False
 
 
 class Refused(Struct, tag=3, array_like=True):

@@ -18,6 +18,7 @@ from wicore_trt.errors import EngineDeadError, QueueFullError, UnavailableError,
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.messages import (
     Abort,
+    AbortNamed,
     Add,
     AskStats,
     Changes,
@@ -88,6 +89,10 @@ class RemoteEngine(EnginePort):
             self._live.pop(request.request_id, None)
             raise
 
+    @property
+    def bars(self) -> bool:
+        return bool(self._bars)
+
     def barred(self, tenant: str, priority: int, tokens: int) -> QueueFullError | None:
         if not self._bars:
             return None
@@ -102,6 +107,9 @@ class RemoteEngine(EnginePort):
     def abort(self, request_id: str, index: int | None = None) -> None:
         if self._channel is not None and request_id.startswith(self.prefix):
             self._channel.post(encode(Abort(request_id, index)))
+
+    async def abort_named(self, tenant: str, name: str) -> bool:
+        return self._down is None and (await self._ask(lambda call: AbortNamed(call, tenant, name))).live
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
         found = (await self._ask(lambda call: AskStats(call, tenant))).stats

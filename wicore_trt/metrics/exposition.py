@@ -40,13 +40,8 @@ class Snapshot:
     gpus: Sequence[GpuUse] = ()
 
 
-def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
-    """The text of a scrape and its content type, in the form that the scraper accepts."""
-    return rendered(families(snapshot), accept)
-
-
 def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
-    """Families as text, and its content type."""
+    """The text of a scrape and its content type, in the form that the scraper accepts."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(found))
     encode, content_type = choose_encoder(accept)
@@ -56,13 +51,37 @@ def rendered(found: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """All of it."""
     yield from _server(snapshot)
-    yield from _latencies(snapshot)
+    model = snapshot.model.model_id if snapshot.engine is not None and snapshot.model is not None else None
+    yield from _books(snapshot, model)
     if snapshot.engine is not None:
         yield from _engine(snapshot.engine)
         yield from _tiers(snapshot.engine.kv.tiers)
-        if snapshot.model is not None:
-            yield from _vllm(snapshot, snapshot.engine, snapshot.model.model_id)
+        if model is not None:
+            yield from _vllm(snapshot, snapshot.engine, model)
     yield from _machine(snapshot)
+
+
+def _books(s: Snapshot, model: str | None) -> Iterator[Metric]:
+    """What a front counts; with the name of the model also under the names of vLLM."""
+    yield from _calls(s)
+    yield from _latencies(s)
+    if model is not None:
+        yield from _vllm_books(s, model)
+
+
+def families_of(own: Snapshot, number: int, others: Mapping[int, Snapshot]) -> Iterator[Metric]:
+    """The same of a server with several fronts: what each counts has its number as a label, so that one which ends
+    takes nothing from the others' counts. `own` is that of front `number`."""
+    found = {metric.name: metric for metric in families(own)}
+    model = own.model.model_id if own.engine is not None and own.model is not None else None
+    for front, snapshot in ((number, own), *sorted(others.items())):
+        for metric in _books(snapshot, model):
+            samples = [sample._replace(labels={**sample.labels, "front": str(front)}) for sample in metric.samples]
+            if front == number:
+                found[metric.name].samples = samples
+            else:
+                found[metric.name].samples += samples
+    yield from found.values()
 
 
 def supervised(processes: Mapping[str, tuple[bool, int]]) -> Iterator[Metric]:
@@ -119,6 +138,9 @@ def _server(s: Snapshot) -> Iterator[Metric]:
     about = "1 for the state that the server is in, 0 for the others."
     yield _by(GaugeMetricFamily, "wicore_state", about, ["state"], [(x, int(x == s.state)) for x in STATES])
     yield _gauge("wicore_engine_up", "1 when the engine answered this scrape.", int(s.engine is not None))
+
+
+def _calls(s: Snapshot) -> Iterator[Metric]:
     yield _gauge("wicore_requests_open", "Generations in progress, over HTTP and gRPC.", s.open_requests)
     about = "Ended HTTP requests; 499 is a client that left."
     yield _by(CounterMetricFamily, "wicore_http_requests", about, ["method", "path", "status"],
@@ -226,6 +248,10 @@ def _vllm(s: Snapshot, e: EngineStats, name: str) -> Iterator[Metric]:
     yield one(CounterMetricFamily, "prompt_tokens_cached", "As wicore_cached_prompt_tokens.", e.cached_prompt_tokens)
     yield one(CounterMetricFamily, "generation_tokens", "As wicore_generated_tokens.", e.generated_tokens)
     yield one(CounterMetricFamily, "num_preemptions", "As wicore_preemptions.", e.preemptions)
+
+
+def _vllm_books(s: Snapshot, name: str) -> Iterator[Metric]:
+    label = {"model_name": name}
     ended: dict[str, int] = dict.fromkeys(VLLM_REASONS.values(), 0)
     for reason, theirs in VLLM_REASONS.items():
         ended[theirs] += s.finished.get(reason, 0)

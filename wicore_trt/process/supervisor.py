@@ -1,10 +1,10 @@
-"""Starts the engine's process and the front's, joins them, and starts again what ends.
+"""Starts the engine's process and the fronts', joins them, and starts again what ends.
 
-The front is forked from a template that has loaded what every front needs, so that the next one is there at once.
+Fronts are forked from a template that has loaded what every front needs, so that the next one is there at once.
 Operators' calls (`http/admin.py`) are answered here, whatever the others do. It must not know messages, models or
 devices, and imports nothing that could bring it down, but what answers these calls where they are wanted. Invariants:
-while it runs there is one engine and one front, or the next one is being started; no process that hangs holds it up; a
-loaded engine that has work and gets on with nothing for server.watchdog_s is ended, with its stacks in the log;
+while it runs there are one engine and all its fronts, or the next one is being started; no process that hangs holds it
+up; a loaded engine that has work and gets on with nothing for server.watchdog_s is ended, with its stacks in the log;
 when it has ended nothing of them is left; a second signal ends everything at once.
 """
 
@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.errors import EngineDeadError, WicoreError
 from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, how_it_ended, named
+from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
 from wicore_trt.process.reload import checked, has_terminal
 
 log = logging.getLogger(__name__)
@@ -33,18 +33,14 @@ log = logging.getLogger(__name__)
 Told = Callable[[str, "str | None"], None]
 """What is told the address of gRPC and the URL of HTTP, where that is served."""
 
-KILL_S, STOP_S = 1.0, 5.0
-"""For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for the front
-to close after its grace time."""
 FORK_S = 30.0
 """After which a template that has loaded and not made a front, though it was told to, counts as hung."""
 DUMP_S = 1.0
 """For a stuck engine to write its stacks, before it is killed."""
 ANSWER_S = 3.0
-"""How long the front may take to tell its metrics."""
-QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
-"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause, and
-so is one that the system has no room for."""
+"""How long a front may take to tell its metrics and those of the others."""
+MOST_ASKED = 3
+"""Fronts that are asked one after the other, should the first ones hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +77,18 @@ class Supervisor:
         self._max_context = max_context
         self._parts = parts or Parts()
         self._announce, self._bound = announce, bound
-        self._engine, self._front, self._template = _Place(), _Place(), _Place()
+        self._engine, self._template = Place(), Place()
+        self._fronts = [FrontPlace(number) for number in range(1, settings.server.fronts + 1)]
         self._was_bound = self._announced = self._stopping = False
         self._engine_ready = self._template_ready = False
         self._silent_s = self._stuck_s = (
             0.0  # how long the engine has told nothing, and gets on with nothing as it told
         )
         self._refusing = False
-        self._idle = asyncio.Event()  # the front refuses generations and has none
+        self._idle = asyncio.Event()  # all fronts refuse generations and have none
         self._asked: dict[int, asyncio.Future[str]] = {}  # metrics, by call
         self._calls = itertools.count()
         self._admin: Any = None
-        self._links = 0  # that the front was given
         self._end: asyncio.Future[int] | None = None
 
     def run(self) -> int:
@@ -126,8 +122,9 @@ class Supervisor:
             log.info("operators' calls on %s", await self._admin.start())
 
     @property
-    def _places(self) -> dict[str, _Place]:
-        return {"front": self._front, "template": self._template, "engine": self._engine}
+    def _places(self) -> dict[str, Place]:
+        fronts: dict[str, Place] = {front.name: front for front in self._fronts}
+        return {**fronts, "template": self._template, "engine": self._engine}
 
     # --- processes -----------------------------------------------------------------------------------------------
 
@@ -143,62 +140,67 @@ class Supervisor:
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
         child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
-        self._later(0.0, self._start_front)
+        self._later(0.0, self._start_fronts)
 
-    def _start_front(self) -> None:
-        """Have the template make a front, unless there is none, or the former front has not quite ended."""
+    def _start_fronts(self) -> None:
+        for front in self._fronts:
+            self._start_front(front)
+
+    def _start_front(self, front: FrontPlace) -> None:
+        """Have the template make a front, unless there is none, or the former front has not quite ended. Until the
+        first one listens the others wait: they listen where it does."""
         template = self._template.process
-        if template is None or self._front.process is not None:
+        if template is None or front.process is not None or (front is not self._fronts[0] and not self._was_bound):
             return
-        fork, self._links = Fork(), 0
-        self._front.put(fork, self._heard_front, self._front_ended)
-        template.control.send("fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context)
+        fork = Fork()
+        front.begin(fork, self._heard_front, self._front_ended)
+        listening = any(other.bound and other.process is not None for other in self._fronts)
+        template.control.send(
+            "fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context,
+            front=front.number, listening=listening,
+        )  # fmt: skip
         fork.theirs.close()
-        self._watch_fork()
+        self._watch_fork(front)
         self._idle.clear()
         if self._refusing:
             fork.control.send("refuse")
-        self._join()
+        self._join(front)
 
-    def _watch_fork(self) -> None:
+    def _watch_fork(self, front: FrontPlace) -> None:
         if self._template_ready:
-            asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, self._front.process)
+            asyncio.get_running_loop().call_later(FORK_S, self._end_hung_template, front, front.process)
 
-    def _end_hung_template(self, fork: Child | Fork | None) -> None:
-        if (
-            isinstance(fork, Fork)
-            and fork is self._front.process
-            and fork.pid is None
-            and self._template.process is not None
-        ):
+    def _end_hung_template(self, front: FrontPlace, fork: Child | Fork | None) -> None:
+        if isinstance(fork, Fork) and fork is front.process and fork.pid is None and self._template.process is not None:
             log.error("the template of fronts hangs; it is ended")
             self._template.process.kill()
 
-    def _join(self) -> None:
-        """Give both a socket to each other."""
-        engine, front = self._engine.process, self._front.process
-        if self._engine_ready and engine is not None and front is not None:
+    def _join(self, front: FrontPlace) -> None:
+        """Give engine and front a socket to each other."""
+        engine, process = self._engine.process, front.process
+        if self._engine_ready and engine is not None and process is not None:
             try:
                 one, other = socket.socketpair()
             except OSError as error:
                 log.error("engine and front cannot be joined: %s; trying again", error)
-                self._later(SLOW_S, lambda: self._join_again(engine, front))
+                self._later(SLOW_S, lambda: self._join_again(engine, front, process))
                 return
-            self._links += 1
+            front.links += 1
             with one, other:
                 engine.control.send("link", [one.fileno()])
-                front.control.send("link", [other.fileno()])
+                process.control.send("link", [other.fileno()])
 
-    def _join_again(self, engine: Child | Fork, front: Child | Fork) -> None:
+    def _join_again(self, engine: Child | Fork, front: FrontPlace, process: Child | Fork) -> None:
         """Join them, unless one of them has ended and the next one was joined."""
-        if self._engine.process is engine and self._front.process is front:
-            self._join()
+        if self._engine.process is engine and front.process is process:
+            self._join(front)
 
     def _heard_engine(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ready":
                 self._engine_ready = True
-                self._join()
+                for front in self._fronts:
+                    self._join(front)
                 self._watch_engine(self._engine.process)
             case "beat":
                 self._silent_s, self._stuck_s = 0.0, message["stuck_s"]
@@ -224,37 +226,62 @@ class Supervisor:
         loop.call_later(DUMP_S, engine.kill)
 
     def _heard_template(self, message: dict[str, Any]) -> None:
-        front = self._front.process
         match message["kind"]:
             case "ready":
                 self._template_ready = True
-                self._watch_fork()
-            case "forked" if isinstance(front, Fork):
-                front.pid = message["pid"]
-            case "exited" if isinstance(front, Fork) and front.pid == message["pid"]:
-                front.code.set_result(message["code"])
+                for front in self._fronts:
+                    self._watch_fork(front)
+            case "forked":
+                fork = self._fronts[message["front"] - 1].process
+                if isinstance(fork, Fork):
+                    fork.pid = message["pid"]
+            case "exited":
+                for fork in (front.process for front in self._fronts):
+                    if isinstance(fork, Fork) and fork.pid == message["pid"]:
+                        fork.code.set_result(message["code"])
 
-    def _heard_front(self, message: dict[str, Any]) -> None:
+    def _heard_front(self, front: FrontPlace, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "bound":
-                if not self._was_bound:
-                    self._was_bound = True
-                    self._bound(message["address"], message["url"])
+                front.bound = True
                 # The next front listens where this one does, also where the system chose the port.
                 self._ports = message["ports"]
                 self._keep(self._given)
+                if not self._was_bound:
+                    self._was_bound = True
+                    self._bound(message["address"], message["url"])
+                    self._later(0.0, self._start_fronts)
             case "serving":
-                if not self._announced:
+                front.serving = True
+                if not self._announced and all(other.serving for other in self._fronts):
                     self._announced = True
                     self._announce(message["address"], message["url"])
             case "idle":
-                self._idle.set()
+                front.idle = True
+                if all(other.idle for other in self._fronts):
+                    self._idle.set()
             case "metrics" if message["call"] in self._asked:
                 self._asked.pop(message["call"]).set_result(message["text"])
-            case "unlinked" if message["links"] == self._links:  # else another one is on its way
-                self._join()
+            case "ask" | "told":
+                self._pass_on(front, message)
+            case "unlinked" if message["links"] == front.links:  # else another one is on its way
+                self._join(front)
             case "failed":
-                self._front.said = error_of(message)
+                front.said = error_of(message)
+
+    def _pass_on(self, front: FrontPlace, message: dict[str, Any]) -> None:
+        """A question of one front to the others, or an answer. Nothing is kept: who asked waits for a while."""
+        if message["kind"] == "told":
+            asker = self._fronts[message["front"] - 1].process
+            if asker is not None:
+                asker.control.send("told", call=message["call"], told=message["told"])
+            return
+        others = [other.process for other in self._fronts if other is not front and other.bound]
+        asked = [process for process in others if process is not None]
+        for process in asked:
+            process.control.send("asked", front=front.number, call=message["call"], tenant=message["tenant"])
+        if front.process is not None:
+            front.process.control.send("expect", call=message["call"], count=len(asked))
 
     def _engine_ended(self, code: int) -> None:
         said, was_ready, self._engine_ready = self._engine.said, self._engine_ready, False
@@ -265,24 +292,24 @@ class Supervisor:
             return
         self._again("engine", self._engine, said or how_it_ended(code), code, self._start_engine)
 
-    def _front_ended(self, code: int) -> None:
+    def _front_ended(self, front: FrontPlace, code: int) -> None:
         if self._stopping:
             return
-        said = self._front.said
+        said = front.said
         if said is not None and not self._announced:
             self._finish(said)
             return
-        self._again("front", self._front, said or how_it_ended(code), code, self._start_front)
+        self._again(front.name, front, said or how_it_ended(code), code, lambda: self._start_front(front))
 
     def _template_ended(self, code: int) -> None:
-        front = self._front.process
-        if isinstance(front, Fork) and not front.code.done():
-            front.code.set_result(code)  # fronts end with their template
+        for fork in (front.process for front in self._fronts):
+            if isinstance(fork, Fork) and not fork.code.done():
+                fork.code.set_result(code)  # fronts end with their template
         if self._stopping:
             return
         self._again("template of fronts", self._template, how_it_ended(code), code, self._start_template)
 
-    def _again(self, what: str, place: _Place, why: object, code: int, start: Callable[[], None]) -> None:
+    def _again(self, what: str, place: Place, why: object, code: int, start: Callable[[], None]) -> None:
         """Start it again, unless it keeps ending and never served: it will not next time."""
         pause = place.pause(code)
         if pause and not self._announced:
@@ -337,19 +364,22 @@ class Supervisor:
                 log.warning("these settings need a restart: %s", ", ".join(change.restart))
             if self._engine.process is not None:
                 self._engine.process.control.send("level", level=level)
-            if self._front.process is not None:
-                self._front.process.control.send("settings", settings=self._settings)
+            self._tell_fronts("settings", settings=self._settings)
         return told
+
+    def _tell_fronts(self, kind: str, **facts: Any) -> None:
+        for front in self._fronts:
+            if front.process is not None:
+                front.process.control.send(kind, **facts)
 
     # --- operators' calls ----------------------------------------------------------------------------------------
 
     async def drain(self, wait_s: float) -> bool:
-        """Have the front refuse generations, and every later one too; whether none is left after so long."""
+        """Have the fronts refuse generations, and every later one too; whether none is left after so long."""
         if not self._refusing:
             self._refusing = True
             log.info("generations are refused from now on")
-            if self._front.process is not None:
-                self._front.process.control.send("refuse")
+            self._tell_fronts("refuse")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), wait_s)
         return self._idle.is_set()
@@ -359,15 +389,17 @@ class Supervisor:
         return [{"key": key, "value": value, "source": source} for key, value, source in self._given.rows()]
 
     async def metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
-        """What the front tells Prometheus, unless it hangs, and of each process whether it runs and how often it was
+        """What the fronts tell Prometheus, unless all hang, and of each process whether it runs and how often it was
         started again."""
-        text, front, call = "", self._front.process, next(self._calls)
-        if front is not None:
-            answer = self._asked[call] = asyncio.get_running_loop().create_future()
-            front.control.send("metrics", call=call)
-            with suppress(TimeoutError):
-                text = await asyncio.wait_for(answer, ANSWER_S)
-            self._asked.pop(call, None)
+        text = ""
+        for front in self._fronts[:MOST_ASKED]:
+            if front.process is not None and not text:
+                call = next(self._calls)
+                answer = self._asked[call] = asyncio.get_running_loop().create_future()
+                front.process.control.send("metrics", call=call)
+                with suppress(TimeoutError):
+                    text = await asyncio.wait_for(answer, ANSWER_S)
+                self._asked.pop(call, None)
         return text, {n: (p.process is not None, max(0, p.restarts)) for n, p in self._places.items()}
 
     # --- the end -------------------------------------------------------------------------------------------------
@@ -397,61 +429,14 @@ class Supervisor:
         asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Let the front finish its requests, then end all."""
-        front, engine = self._front.process, self._engine.process
-        code = 0
-        if front is not None and self._announced:
-            front.control.send("drain")
-            code = await asyncio.to_thread(front.wait, self._grace_s + 2 * STOP_S)
+        """Let the fronts finish their requests, then end all."""
+        fronts, engine = [front.process for front in self._fronts if front.process is not None], self._engine.process
+        codes = [0]
+        if self._announced:
+            self._tell_fronts("drain")
+            end_s = self._grace_s + 2 * STOP_S
+            codes += await asyncio.gather(*(asyncio.to_thread(front.wait, end_s) for front in fronts))
         if engine is not None and self._engine_ready:
             engine.control.send("stop", timeout_s=STOP_S)
             await asyncio.to_thread(engine.wait, 2 * STOP_S)
-        self._finish(0 if code == 0 else 1)
-
-
-class _Place:
-    """Where one process runs, or the next one will."""
-
-    def __init__(self) -> None:
-        self.process: Child | Fork | None = None
-        self.said: WicoreError | None = None  # why it ends
-        self.restarts = -1
-        self._began = 0.0
-        self._quick = 0
-
-    def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
-        """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
-        self.process, self.said, self._began = process, None, time.monotonic()
-        self.restarts += 1
-        loop, number = asyncio.get_running_loop(), process.control.fileno()
-
-        async def reap() -> None:
-            code = await asyncio.to_thread(process.wait, STOP_S)
-            process.control.close()
-            self.process = None
-            ended(code)
-
-        def on_message() -> None:
-            received = process.control.receive()
-            if received is None:
-                loop.remove_reader(number)
-                asyncio.ensure_future(reap())
-                return
-            for fd in received[1]:
-                os.close(fd)
-            heard(received[0])
-
-        loop.add_reader(number, on_message)
-
-    def close(self) -> None:
-        """End the process, and hear no more of it."""
-        if self.process is not None:
-            asyncio.get_running_loop().remove_reader(self.process.control.fileno())
-            self.process.kill()
-            self.process.wait(KILL_S)
-
-    def pause(self, code: int) -> float:
-        """Seconds to wait before the next start: none, unless it keeps ending by itself."""
-        own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
-        self._quick = self._quick + 1 if own and time.monotonic() - self._began < QUICK_S else 0
-        return SLOW_S if self._quick > PATIENCE else 0.0
+        self._finish(1 if any(codes) else 0)

@@ -47,7 +47,8 @@ class Newcomers:
 class Outlook:
     """The queue as it is between two steps. `prompts` that run: (tenant, place in the order, seconds left). `queued`:
     who waits, by tenant. `share` of the time is the prompts', and a token of a prompt takes `token_s` of it. `free`:
-    places; of those taken one becomes free every `turnover_s`, 0 where that is not known."""
+    places; of those taken one becomes free every `turnover_s`, 0 where that is not known. They were taken at `begun`,
+    the first one first, and `hold_s` is for how long as a rule, by a clock that said `now`."""
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[Entry[Any]]] = field(default_factory=dict)
@@ -55,6 +56,9 @@ class Outlook:
     token_s: float = 0.0
     free: int = 1
     turnover_s: float = 0.0
+    begun: Sequence[float] = ()
+    hold_s: float = 0.0
+    now: float = 0.0
 
     def wait_s(self, tenant: str, key: float, cost_s: float, more: int = 0, more_s: float = 0.0) -> float:
         """Until the first step of a newcomer with this place in the order and these seconds of its own, behind `more`
@@ -72,4 +76,17 @@ class Outlook:
                 costs = [s.cost_s for entry in others if (s := entry.sequence) is not None]
                 count = min(len(costs), turns)
                 ahead, seconds = ahead + count, seconds + sum(costs) * count / max(1, len(costs))
-        return max(seconds / self.share, (ahead + 1 - self.free) * self.turnover_s)
+        return max(seconds / self.share, self.place_s(ahead + 1 - self.free))
+
+    def place_s(self, count: int) -> float:
+        """Until so many more places are free: no sooner than evenly, and not before who holds them has had its time,
+        as places that were taken all at once become free all at once."""
+        if count <= 0 or not self.turnover_s:
+            return 0.0
+        evenly, taken = count * self.turnover_s, len(self.begun)
+        places = taken + max(0, self.free)  # the free ones are taken now, by those before
+        if not places:
+            return evenly
+        rounds, place = divmod(count - 1, places)
+        since = self.begun[place] if place < taken else self.now
+        return max(evenly, since + (1 + rounds) * self.hold_s - self.now)

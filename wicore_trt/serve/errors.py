@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import lru_cache
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2, message
+from google.protobuf import duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -26,6 +27,11 @@ class DuplicateRequestError(InvalidRequestError):
     grpc_code = "ALREADY_EXISTS"
 
 
+@lru_cache(maxsize=64)
+def _error_info(reason: str) -> error_details_pb2.ErrorInfo:
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+
+
 def reason_of(error: WicoreError) -> str:
     """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
     name = type(error).__name__.removesuffix("Error")
@@ -36,7 +42,7 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo and RequestInfo always, BadRequest and RetryInfo where they fit."""
     text = shortened(str(error), MAX_MESSAGE_CHARS)
     details: list[message.Message] = [
-        error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN),
+        _error_info(reason_of(error)),
         error_details_pb2.RequestInfo(request_id=call_id),
     ]
     if isinstance(error, InvalidRequestError):
@@ -49,9 +55,8 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add(type_url=f"type.googleapis.com/{detail.DESCRIPTOR.full_name}",
+                           value=detail.SerializeToString())  # fmt: skip
     return status
 
 

@@ -15,6 +15,7 @@ import select
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from wicore_trt.access import log as log_lines
 from wicore_trt.access import tracing
 from wicore_trt.config import Settings, settings_from_json
+from wicore_trt.core.cells import Cells, SharedCells
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
 from wicore_trt.process.child import Control, belong_to, named
+from wicore_trt.serve.siblings import Siblings
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -56,8 +59,8 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def main(fd: int) -> int:
-    """The life of the template; `fd` is its control socket. It has one thread and opens nothing, so that a fork of it
-    is a whole process. Returns the exit code."""
+    """The life of the template; `fd` is its control socket. It has one thread and opens nothing but memory that fronts
+    share, so that a fork of it is a whole process. Returns the exit code."""
     control = Control.of_child(fd)
     received = control.receive()
     if received is None:
@@ -65,10 +68,12 @@ def main(fd: int) -> int:
     start = received[0]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import_module("wicore_trt.serve.lifecycle")
+    settings = settings_from_json(start["settings"])
     try:
-        tokenizer = named(start["loader"])(settings_from_json(start["settings"]))
+        tokenizer = named(start["loader"])(settings)
     except Exception as error:  # each front says so when the engine, whose error says more, has been loaded
         tokenizer = error
+    cells = SharedCells() if settings.server.fronts > 1 else Cells()
     gc.collect()
     gc.freeze()
     control.send("ready")
@@ -91,16 +96,16 @@ def main(fd: int) -> int:
             if pid == 0:
                 belong_to(template)
                 control.close()
-                os._exit(serve(Control.of_child(given), message, tokenizer))
+                os._exit(serve(Control.of_child(given), message, tokenizer, cells))
             os.close(given)
             watched = os.pidfd_open(pid)
             forks[watched] = pid
             poll.register(watched, select.POLLIN)
-            control.send("forked", pid=pid)
+            control.send("forked", front=message["front"], pid=pid)
 
 
-def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Exception) -> int:
-    """The life of a front. Returns the exit code."""
+def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
+    """The life of a front, whose number is `front`; `cells` are those of all. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
     with suppress(OSError):
@@ -108,9 +113,13 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     settings = settings_from_json(start["settings"])
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     tracing.configure()
-    front = Front(control, tokenizer)
+    front = Front(control, tokenizer, cells)
+    make = partial(Siblings, start["front"], settings.server.fronts, cells, control.send, listening=start["listening"])
     try:
-        code = run_server(settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch)
+        code = run_server(
+            settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch,
+            lambda: front.sees(make()),
+        )  # fmt: skip
     except WicoreError as error:
         control.send_error(error)
         code = error.exit_code
@@ -125,8 +134,9 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
 class Front:
     """What the lifecycle of a server needs where the engine is another process's."""
 
-    def __init__(self, control: Control, tokenizer: Tokenizer | Exception) -> None:
-        self._control, self._tokenizer = control, tokenizer
+    def __init__(self, control: Control, tokenizer: Tokenizer | Exception, cells: Cells) -> None:
+        self._control, self._tokenizer, self._cells = control, tokenizer, cells
+        self._siblings: Siblings | None = None
         self._remote: RemoteEngine | None = None
         self._came = asyncio.Event()
         self._stop: asyncio.Event | None = None
@@ -142,7 +152,12 @@ class Front:
         assert self._remote is not None and self._remote.info is not None
         if isinstance(self._tokenizer, Exception):
             raise self._tokenizer
-        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check)
+        return TextEngine(self._remote, self._tokenizer, self._remote.info, Checker().check, self._cells)
+
+    def sees(self, siblings: Siblings) -> Siblings:
+        """These are the other fronts."""
+        self._siblings = siblings
+        return siblings
 
     def watch(self, stop: asyncio.Event, servers: Servers) -> None:
         """Listen to the supervisor; `stop` is set when it says so."""
@@ -191,6 +206,11 @@ class Front:
             self._spawn(self._tell_metrics(message["call"]))
         elif message["kind"] == "settings":
             self._change(message)
+        elif message["kind"] == "asked":
+            told = self._servers.told(message["tenant"]) if self._servers is not None else None
+            self._control.send("told", front=message["front"], call=message["call"], told=told)
+        elif message["kind"] in ("expect", "told") and self._siblings is not None:
+            self._siblings.heard(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

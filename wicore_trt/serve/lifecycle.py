@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import check_exposure, http_host, is_local
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EngineDeadError
@@ -44,17 +45,18 @@ def run_server(
     max_context: int | None = None,
     bound: Told = lambda address, url: None,
     watch: Callable[[asyncio.Event, Servers], None] | None = None,
+    fronts: Callable[[], Fronts] = Fronts,
 ) -> int:
     """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
 
     `engine_factory` loads an engine. `announce` is told the addresses when it serves, `bound` when the ports are taken.
     With `watch` no signal ends the server: it is told, before it listens, the servers and an event that ends them when
-    it is set. The largest message follows from `max_context`, the engine's, unless the settings say. Raises
-    EnvironmentUnfitError, ConfigError and what the factory raises before serving, EngineDeadError when an engine that
-    does not recover breaks while serving.
+    it is set. `fronts` makes what this one sees of the others. The largest message follows from `max_context`, the
+    engine's, unless the settings say. Raises EnvironmentUnfitError, ConfigError and what the factory raises before
+    serving, EngineDeadError when an engine that does not recover breaks while serving.
     """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch))
+        return runner.run(_serve(settings, engine_factory, announce, max_context, bound, watch, fronts))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -73,12 +75,13 @@ async def _serve(
     max_context: int | None,
     bound: Told,
     watch: Callable[[asyncio.Event, Servers], None] | None,
+    fronts: Callable[[], Fronts],
 ) -> int:
     check_exposure(settings)
     stop = asyncio.Event()
     if watch is None:
         _stop_on_signals(stop)
-    server = Servers(settings, max_context)
+    server = Servers(settings, max_context, fronts())
     if watch is not None:
         watch(stop, server)
     try:

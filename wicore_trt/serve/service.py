@@ -25,15 +25,17 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission, Meter
 from wicore_trt.access.calls import Call, checked_id, current_call
+from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
+from wicore_trt.core.text_engine import Tally
 from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
 from wicore_trt.text.calls import CallFinder
-from wicore_trt.types import FinishReason, TextOutput, TextRequest
+from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
@@ -42,7 +44,8 @@ Finders = defaultdict[int, CallFinder]
 """What finds calls in an output, by its sequence."""
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_SUBSCRIBERS = 32
-"""Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
+"""Streams of KV events, an equal part of them at each front. Each is sent every event, so their number times the
+engine's steps is work."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -53,8 +56,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._engine: TextEngine | None = None
         self._draining = False
-        self._open: Counter[str] = Counter()  # Generate calls by tenant
-        self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
+        self.open: Counter[str] = Counter()  # Generate calls by tenant
+        self._subscribers = Gate(max(1, MAX_SUBSCRIBERS // admission.fronts.count), "KV event streams")
         self._started_at = Timestamp()
         self._started_at.GetCurrentTime()
         self.idle = asyncio.Event()
@@ -76,7 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @property
     def streams_open(self) -> int:
         """Generate calls in progress."""
-        return self._open.total()
+        return self.open.total()
 
     def ready(self) -> TextEngine:
         """The engine. Raises UnavailableError before there is one."""
@@ -109,15 +112,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         engine = self.ready()
         if self._draining:
             raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
-        self._open[call.who.tenant] += 1
+        self.open[call.who.tenant] += 1
         self.idle.clear()
         try:
             async with engine.turn(call.who.tenant, priority, size):
                 with self._admission.metered(call.who) as meter:
                     yield engine, meter
         finally:
-            self._open[call.who.tenant] -= 1
-            if not self._open.total():
+            self.open[call.who.tenant] -= 1
+            if not self.open.total():
                 self.idle.set()
 
     @staticmethod
@@ -197,10 +200,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
-        engine, who = self.ready(), current_call().who
+        return convert.stats(*await self.stats(current_call().who))
+
+    async def stats(self, who: Identity) -> tuple[EngineStats, int]:
+        """Of everybody for an operator, else of a tenant: counters and gauges, and its open Generate calls."""
+        engine = self.ready()
+        told = await self._admission.fronts.ask(None if who.operator else who.tenant)
+        elsewhere = sum(one["grpc"] for one in told)
         if who.operator:
-            return convert.stats(await engine.stats(), self._open.total())
-        return convert.stats(await engine.stats_of(who.tenant), self._open[who.tenant])
+            return await engine.stats(), self.open.total() + elsewhere
+        stats = await engine.stats_of(who.tenant, [Tally.of(one) for one in told])
+        return stats, self.open[who.tenant] + elsewhere
 
     async def SubscribeKVEvents(
         self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext

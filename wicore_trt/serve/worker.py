@@ -139,9 +139,9 @@ class WorkerService:
         self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb2.GetServerInfoResponse:
         engine = self._service.ready()
-        stats = await _stats(engine)
+        stats, streams = await self._service.stats(current_call().who)
         return pb2.GetServerInfoResponse(
-            active_requests=self._service.streams_open,
+            active_requests=streams,
             uptime_seconds=stats.uptime_s,
             server_type="vllm-grpc",
             data_parallel_size=1,

@@ -1,0 +1,92 @@
+"""Where one process of a server runs, or the next one will: what it says, how it ends, when to start it again.
+
+On the supervisor's event loop. It must not know what processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from wicore_trt.errors import WicoreError
+from wicore_trt.process.child import Child, Fork
+
+KILL_S, STOP_S = 1.0, 5.0
+"""For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for a front to
+close after its grace time."""
+QUICK_S, PATIENCE, SLOW_S = 10.0, 3, 5.0
+"""A process that ended by itself so soon after its start, so many times in a row, is started again after a pause, and
+so is one that the system has no room for."""
+
+
+class Place:
+    """Where one process runs, or the next one will."""
+
+    def __init__(self) -> None:
+        self.process: Child | Fork | None = None
+        self.said: WicoreError | None = None  # why it ends
+        self.restarts = -1
+        self._began = 0.0
+        self._quick = 0
+
+    def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
+        """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
+        self.process, self.said, self._began = process, None, time.monotonic()
+        self.restarts += 1
+        loop, number = asyncio.get_running_loop(), process.control.fileno()
+
+        async def reap() -> None:
+            code = await asyncio.to_thread(process.wait, STOP_S)
+            process.control.close()
+            self.process = None
+            ended(code)
+
+        def on_message() -> None:
+            received = process.control.receive()
+            if received is None:
+                loop.remove_reader(number)
+                asyncio.ensure_future(reap())
+                return
+            for fd in received[1]:
+                os.close(fd)
+            heard(received[0])
+
+        loop.add_reader(number, on_message)
+
+    def close(self) -> None:
+        """End the process, and hear no more of it."""
+        if self.process is not None:
+            asyncio.get_running_loop().remove_reader(self.process.control.fileno())
+            self.process.kill()
+            self.process.wait(KILL_S)
+
+    def pause(self, code: int) -> float:
+        """Seconds to wait before the next start: none, unless it keeps ending by itself."""
+        own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
+        self._quick = self._quick + 1 if own and time.monotonic() - self._began < QUICK_S else 0
+        return SLOW_S if self._quick > PATIENCE else 0.0
+
+
+class FrontPlace(Place):
+    """That of a front."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.name = number, "front" if number == 1 else f"front-{number}"
+        self.links = 0  # that it was given
+        self.bound = self.serving = self.idle = False
+
+    def begin(
+        self,
+        fork: Fork,
+        heard: Callable[[FrontPlace, dict[str, Any]], None],
+        ended: Callable[[FrontPlace, int], None],
+    ) -> None:
+        """The next front begins."""
+        self.links, self.bound, self.idle = 0, False, False
+        self.put(fork, partial(heard, self), partial(ended, self))
