@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import os
 import shutil
 import subprocess
@@ -29,6 +30,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # before anything is imported that 
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)
     os.environ |= {"XDG_CACHE_HOME": CACHES, "TRITON_HOME": CACHES, "TRITON_CACHE_DIR": f"{CACHES}/triton"}
     os.environ["RUSTUP_HOME"] = f"{CACHES}/rustup"  # pip asks rustc for its version, and rustup's writes its settings
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """A million objects are made that stay to the end: none is looked at for garbage, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from fakes import EOS, VOCAB, AheadFakeExecutor, FakeExecutor, FakeTokenizer, make_core, prefix_digests
 
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.grammar.matcher import Grammars
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.types import Constraint, ConstraintKind
+
+if TYPE_CHECKING:
+    import torch  # seconds in each process of the servers that use this module, which sample nothing
 
 
 class CharTokenizer(FakeTokenizer):
@@ -36,11 +38,17 @@ def logits_of(history: list[int]) -> torch.Tensor:
     seed = int.from_bytes(prefix_digests(history)[-1], "little")
     logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32)
     logits[[ord(c) - 32 for c in '"}]']] += 2.0
+    import torch
+
     return torch.from_numpy(logits)
 
 
 def sampling(executor: FakeExecutor, execute: Callable[[StepBatch], StepResult]) -> Callable[[StepBatch], StepResult]:
     """Steps whose tokens are sampled from `logits_of`, as a real executor does."""
+    import torch
+
+    from wicore_trt.runtime.sampler import Sampler
+
     sampler = Sampler()
 
     def run(batch: StepBatch) -> StepResult:

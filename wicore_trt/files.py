@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -292,13 +293,13 @@ def _finite(text: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    """How many objects and lists lie inside of one another, without recursion."""
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, (dict, list))]:
+    """How many objects and lists of `json.loads` lie inside of one another, without recursion."""
+    depth, values = 0, iter([value])
+    while level := [item for item in values if type(item) is dict or type(item) is list]:
         depth += 1
         if depth > MAX_DEPTH:
             break
-        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        values = chain.from_iterable([outer.values() if type(outer) is dict else outer for outer in level])
     return depth
 
 

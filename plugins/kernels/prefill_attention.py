@@ -94,6 +94,14 @@ def _key_block(
 
 
 @triton.jit
+def _range_of(number, keys, LEAST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[first, end) of the keys that program `number` takes of `keys`; whole blocks but for the last."""
+    used = tl.minimum(tl.cdiv(keys, LEAST), SPLITS)
+    each = tl.cdiv(tl.cdiv(keys, used), BLOCK_K) * BLOCK_K
+    return number * each, tl.minimum((number + 1) * each, keys)
+
+
+@triton.jit
 def paged_prefill(
     q,
     out,
@@ -173,19 +181,13 @@ def paged_prefill(
         low = tl.where(dense, first // segment * segment, low)
         middle = tl.maximum(middle, low)
     tail = tl.maximum((front + 1) // BLOCK_K * BLOCK_K, middle)
-    end = last + 1
     if SPLITS > 1:
-        used = tl.minimum(tl.cdiv(end, LEAST), SPLITS)
-        each = tl.cdiv(tl.cdiv(end, used), BLOCK_K) * BLOCK_K
-        low = tl.program_id(2) * each
-        end = tl.minimum(low + each, end)
+        low, end = _range_of(tl.program_id(2), last + 1, LEAST, SPLITS, BLOCK_K)
         if low >= end:
             nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
             tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, nothing, token < length)
             return
-        middle = low
-        tail = tl.maximum(tl.minimum(tail, end), low)
-        last = end - 1
+        middle, tail, last = low, tl.maximum(tl.minimum(tail, end), low), end - 1
     if _some_absent(table, low // PAGE_TOKENS, last // PAGE_TOKENS, table_length) > 0:
         tl.store(to, tl.full([BLOCK_M, D], float("nan"), tl.float32).to(out.dtype.element_ty), live)
         if SPLITS > 1:

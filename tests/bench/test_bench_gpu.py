@@ -209,7 +209,7 @@ def test_the_peer_is_asked_for_the_same_and_its_figures_are_taken(tmp_path, monk
     ("more", "timeout_s", "problem"),
     [
         ("raise RuntimeError('CUDA out of memory')", 30.0, "exit code 1: RuntimeError: CUDA out of memory"),
-        ("subprocess.Popen(['sleep', '60']); time.sleep(60)", 5.0, "no answer within 5 s"),
+        ("subprocess.Popen(['sleep', '60']); time.sleep(60)", 2.0, "no answer within 2 s"),
         ("sys.exit(7)", 30.0, "exit code 7"),
     ],
 )

@@ -173,7 +173,10 @@ def test_added_tokens_without_a_row_are_noted(tmp_path: Path) -> None:
     engine = build_engine(tmp_path / "c", tmp_path / "e")
     with pytest.raises(ConfigError, match="token id 48, for which the model has no row"):
         compare_engines([engine.path], text, tokens=10, context=8, stride=None, threads=1, progress=lambda *_: None)
-    with LLM(engine.path) as llm, pytest.raises(InvalidRequestError, match="Token id 48 is outside"):
+    with (
+        LLM(engine.path, kv__device_bytes="16MiB") as llm,
+        pytest.raises(InvalidRequestError, match="Token id 48 is outside"),
+    ):
         llm.generate("<image_soft_token>", SamplingParams(max_tokens=1))
 
 

@@ -25,6 +25,7 @@ def quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings from outside, and a machine that is measured in milliseconds."""
     for name in [n for n in os.environ if n.startswith("WICORE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WICORE_KV__DEVICE_BYTES", "16MiB")  # not the gigabyte that an engine takes by default
     monkeypatch.setitem(bound.READ_BYTES, "cpu", 1 << 22)
     monkeypatch.setitem(bound.GEMM_SIZE, "cpu", 64)
 

@@ -1,4 +1,4 @@
-"""`wicore serve` over Gemma 3 270M as a process of its own, one for all tests of a run's process."""
+"""`wicore serve` over Gemma 3 270M as a process of its own, one for each module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from real_server import Served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not beyond: it takes CPU time while it waits, too
 def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("served") / "log"
     command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine_270m), "--port", "0"]

@@ -21,6 +21,7 @@ from wicore_trt.core import assemble, assemble_kv
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -50,8 +51,9 @@ class Weather(Files):
 class Engine:
     """Lives of one engine on one executor and one directory."""
 
-    def __init__(self, path: Path, engine: Path, rng: random.Random) -> None:
+    def __init__(self, path: Path, engine: Path, rng: random.Random, tokenizer: Tokenizer) -> None:
         self.rng, self.files = rng, Weather(rng)
+        self.tokenizer = mock.patch.object(Tokenizer, "from_files", lambda *_: tokenizer)  # reading it takes seconds
         self.settings = load_settings(
             None,
             {
@@ -66,7 +68,7 @@ class Engine:
 
     def open(self) -> None:
         make_cache = partial(assemble_kv.make_cache, files=self.files)
-        with mock.patch.object(assemble, "make_cache", make_cache):
+        with mock.patch.object(assemble, "make_cache", make_cache), self.tokenizer:
             loaded = load_engine(self.settings, self.executor)
         self.core, self.executor = loaded.core, loaded.core.executor
         self.scheduler, self.loader = self.core.scheduler, self.core.scheduler.loader
@@ -137,7 +139,7 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Cou
         start = rng.randrange(len(TEXT) - 8000)
         texts.append(encode(TEXT[start : start + 8000])[: rng.randint(250, 900)])
     questions = [encode(f" Number {i}:", add_bos=False) for i in range(40)]
-    engine = Engine(path, engine_270m, rng)
+    engine = Engine(path, engine_270m, rng, plain.tokenizer)
     asked = 0
     # how long things take on this machine says what is split
     while asked < conversations or (

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import triton.experimental.gluon  # noqa: F401 - the first launch imports it, and it must find compiled functions
 import triton.language as tl
-from gpu_kernels import quick_types
+from gpu_kernels import quick_semantic, quick_types
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterOptions, TensorHandle
 from triton.runtime.jit import JITFunction
@@ -32,7 +32,10 @@ from wicore_trt.plugins.kernels.pages import copy_pages, slide
 from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 
-PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.block_type, interpreter)
+PATCHED = (
+    *(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.block_type),
+    *(interpreter, TensorHandle),
+)
 MISSING = object()
 OPTIONS = InterpreterOptions(sanitize_overflow=False)
 """By default every sum of integers is computed again in 64 bits, for a `device_assert` that without `debug` is none."""
@@ -52,11 +55,15 @@ def _put(owner: Any, names: Names) -> None:
 
 @cache
 def _language() -> list[Names]:
-    """What the interpreter and `quick_types` set on each of `PATCHED`. The interpreter looks its five hundred names up
-    again at every launch and at every call of one function by another, which took a third of the tests' time; they are
-    always the same."""
+    """What the interpreter, `quick_types` and `quick_semantic` set on each of `PATCHED`. The interpreter looks its five
+    hundred names up again at every launch and at every call of one function by another, which took a third of the
+    tests' time; they are always the same."""
     before = [dict(vars(o)) for o in PATCHED]
+    interpreter._patch_attr = quick_semantic.patch_attr
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    interpreter.interpreter_semantic = quick_semantic.Semantic(interpreter.interpreter_builder)
+    tl.core._unwrap_if_constexpr = quick_semantic.unwrap
+    TensorHandle.__init__ = quick_semantic.handle_init
     tl.tensor.__index__ = _scalar_index
     tl.tensor.__init__ = quick_types.tensor_init
     tl.block_type.__init__ = quick_types.block_type_init

@@ -37,7 +37,8 @@ def _of_value(sizes: Sizes) -> tuple[Any, Any]:
 def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
     """`block_type.__init__`."""
     assert isinstance(shape, (list, tl.core.tuple))
-    sizes = tuple(s.value if isinstance(s, tl.constexpr) else s for s in shape)
+    values = shape.values if type(shape) is tl.core.tuple else shape
+    sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in values])
     self.element_ty = element_ty
     self.shape, self.numel, text = _of_type(sizes)
     self.name = f"<{text}, {element_ty}>"

@@ -31,7 +31,7 @@ def server():
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_hostile_inputs_harm_nobody(server: Server, surface: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostile_campaign.READ_S", 2.0)
+    monkeypatch.setattr("hostile_campaign.READ_S", 1.0)
     asyncio.run(run(server, surface, SEED + 1, range(WARM), 8))
     before, pids = server.held(), (server.front, server.engine)
     honest = Honest({"attacked": server}, 1)

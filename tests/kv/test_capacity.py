@@ -62,7 +62,7 @@ def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
     running = (WINDOW // PAGE_TOKENS + ANSWER // PAGE_TOKENS + 2) * PAGE_BYTES[LOCAL] if turns > 1 else 0
     settings = KVSettings(host_bytes=every_layer // 5 + running, policy="lru")
     manager, loader = make_cache(settings, layout, WINDOW, engine="27b", kernels="none", copier=NoCopies())
-    conversations = [[rng.randrange(1 << 18) for _ in range(context)] for _ in range(sessions)]
+    conversations = [rng.choices(range(1 << 18), k=context) for _ in range(sessions)]
     for turn in range(turns):
         for tokens in conversations:
             end = context * (turn + 1) // turns

@@ -37,7 +37,7 @@ WISHED = (
     "clock jumped",
     "wrong",
 )
-SEEDS = 60
+SEEDS, LONG = 20, 200
 
 
 def watched(site: Site, monkeypatch) -> None:
@@ -201,15 +201,24 @@ def run(seed: int) -> Counter[str]:
         return runner.run(scenario(seed, monkeypatch))
 
 
-def test_a_front_refuses_what_the_engine_would_and_loses_nothing():
+def play(seeds: range) -> None:
     found: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in seeds:
         try:
             found += run(seed)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
     assert not [path for path in WISHED if not found[path]], found
+
+
+def test_a_front_refuses_what_the_engine_would_and_loses_nothing():
+    play(range(SEEDS))
+
+
+@pytest.mark.long
+def test_a_front_refuses_what_the_engine_would_in_many_scenarios():
+    play(range(SEEDS, LONG))
 
 
 class BytesTokenizer(WebTokenizer):

@@ -4,8 +4,8 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number. With `heir` processes that lose their parent become children of this one, as of the first
-process of a container. `recipe` names a file of settings that the
+process leaves its number; `fork_s` and `slow_s` stand for the supervisor's. With `heir` processes that lose their
+parent become children of this one, as of the first process of a container. `recipe` names a file of settings that the
 server reads, and reads again.
 """
 
@@ -95,6 +95,7 @@ def main(given: dict) -> int:
     logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
     log.configure(json_lines=logs.json, level=logs.level.upper())
     supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
+    supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731

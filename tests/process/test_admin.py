@@ -36,7 +36,7 @@ async def administered(tmp_path, *, verify=True, **options) -> AsyncIterator[tup
 async def until(condition) -> None:
     async with asyncio.timeout(200):
         while not await condition():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)  # conditions ask all processes of the server
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[tuple[str, str], float]:
@@ -107,7 +107,7 @@ async def test_draining_lets_streams_end_and_holds_for_the_next_front(tmp_path):
 @pytest.mark.parametrize("name", ["engine", "front", "template"])
 async def test_a_process_that_hangs_holds_up_nothing_else(tmp_path, name):
     """The supervisor answers, starts the others again, and ends what takes none of its messages any more."""
-    async with administered(tmp_path, fork_s=5) as (server, client):
+    async with administered(tmp_path, fork_s=3) as (server, client):
         [hangs] = server.alive(name)
         os.kill(hangs, signal.SIGSTOP)
         try:

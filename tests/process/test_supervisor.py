@@ -215,13 +215,13 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
     """Not while it loads, and not while it has nothing to do, for longer than the watchdog waits, which the first case
     tries."""
     stands = how == "a process that stands still"
-    options = {} if stands else {"hang_at": 8, "load_s": 3.5}
+    options = {} if stands else {"hang_at": 8, "load_s": 2.5}
     async with supervised(tmp_path, server={"watchdog_s": 2.0}, **options) as server:
         await serving(server)
         [first] = server.alive("engine")
         async with server.stub() as stub:
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
-            await asyncio.sleep(0 if stands else 3.5)
+            await asyncio.sleep(0 if stands else 2.5)
             assert server.alive("engine") == [first]
             if stands:
                 os.kill(first, signal.SIGSTOP)
@@ -305,7 +305,7 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_pa
         most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, most))
 
-    async with supervised(tmp_path) as server:
+    async with supervised(tmp_path, slow_s=1.0) as server:  # how soon it is tried again
         await serving(server)
         pid, before = server.process.pid if poor == "supervisor" else server.alive(poor)[0], server.alive(killed)
         allow(1)

@@ -25,7 +25,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WICORE_EXECUTOR__THREADS", "1")  # tiny operators are slower in two
 
 
-OPTIONS = ["--device", "cpu", "--faults", "600", "--conversations", "6"]
+OPTIONS = ["--device", "cpu", "--faults", "250", "--conversations", "6"]
 
 
 def test_no_fault_is_believed(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,15 +149,29 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+CUT = given(
     calls=st.lists(
         st.tuples(st.text("abc_.-", min_size=1, max_size=64), st.dictionaries(st.text(max_size=4), VALUES)), min_size=1
     ),
     indent=st.sampled_from([None, 2]),
     seed=st.integers(0, 1000),
 )
+
+
+@settings(max_examples=50, deadline=None)
+@CUT
 def test_calls_are_found_however_the_text_is_cut(calls, indent, seed: int) -> None:
+    found_however_cut(calls, indent, seed)
+
+
+@pytest.mark.long
+@settings(max_examples=1000, deadline=None)
+@CUT
+def test_many_calls_are_found_however_the_text_is_cut(calls, indent, seed: int) -> None:
+    found_however_cut(calls, indent, seed)
+
+
+def found_however_cut(calls, indent, seed: int) -> None:
     listed = [{"name": name, "parameters": parameters} for name, parameters in calls]
     text = json.dumps(listed if len(listed) > 1 or seed % 2 else listed[0], indent=indent, ensure_ascii=bool(seed % 3))
     text = " " * (seed % 5 // 3) + text

@@ -72,16 +72,17 @@ def new_pools(
         for group, count in layout.num_pages.items()
     }
     if layout.slab_pages is None:
-        pools = {group: empty(shape, dtype) for group, shape in shapes.items()}
+        return {group: _of_nan(empty(shape, dtype)) for group, shape in shapes.items()}
+    memory = _of_nan(empty((layout.memory_bytes // dtype.itemsize,), dtype))
+    return {group: memory.view(shape) for group, shape in shapes.items()}
+
+
+def _of_nan(memory: torch.Tensor) -> torch.Tensor:
+    if memory.dtype == E4M3:
+        memory.view(torch.uint8).fill_(0x7F)
     else:
-        memory = empty((layout.memory_bytes // dtype.itemsize,), dtype)
-        pools = {group: memory.view(shape) for group, shape in shapes.items()}
-    for pool in pools.values():
-        if dtype == E4M3:
-            pool.view(torch.uint8).fill_(0x7F)
-        else:
-            pool.fill_(torch.nan)
-    return pools
+        memory.fill_(torch.nan)
+    return memory
 
 
 def spare_bytes(unclaimed: int, total: int, fraction: float) -> int:
