@@ -107,7 +107,7 @@ def copying(engine: Any, count: int) -> Iterator[list[int]]:
     try:
         yield copied
     finally:
-        manager.beside_step = beside
+        del manager.beside_step  # it holds the engine, which nobody would collect
 
 
 def decode_beside(engine: Any, gaps: Gaps) -> list[dict[str, Any]]:

@@ -94,6 +94,14 @@ def _key_block(
 
 
 @triton.jit
+def _left_out(first, length, token0, segment, segment_rows, least_rows):
+    """How many keys are left out for the block of token `token0`, by `decode_layout.Segments`."""
+    rest = length % segment_rows
+    dense = (first >= segment) & (token0 < length - tl.where(rest < least_rows, rest, 0))
+    return tl.where(dense, first // segment * segment, 0)
+
+
+@triton.jit
 def _range_of(number, keys, LEAST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """[first, end) of the keys that program `number` takes of `keys`; whole blocks but for the last."""
     used = tl.minimum(tl.cdiv(keys, LEAST), SPLITS)
@@ -176,23 +184,19 @@ def paged_prefill(
     all_from = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     middle = tl.cdiv(all_from, BLOCK_K) * BLOCK_K
     if SEGMENTED:
-        rest = length % segment_rows
-        dense = (first >= segment) & (token0 < length - tl.where(rest < least_rows, rest, 0))
-        low = tl.where(dense, first // segment * segment, low)
-        middle = tl.maximum(middle, low)
+        low = _left_out(first, length, token0, segment, segment_rows, least_rows)
+        middle = low
     tail = tl.maximum((front + 1) // BLOCK_K * BLOCK_K, middle)
     if SPLITS > 1:
         low, end = _range_of(tl.program_id(2), last + 1, LEAST, SPLITS, BLOCK_K)
         if low >= end:
-            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, nothing, token < length)
+            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, float("-inf"), token < length)
             return
         middle, tail, last = low, tl.maximum(tl.minimum(tail, end), low), end - 1
     if _some_absent(table, low // PAGE_TOKENS, last // PAGE_TOKENS, table_length) > 0:
         tl.store(to, tl.full([BLOCK_M, D], float("nan"), tl.float32).to(out.dtype.element_ty), live)
         if SPLITS > 1:
-            unknown = tl.full([BLOCK_M], float("nan"), tl.float32)
-            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, unknown, token < length)
+            tl.store(lse + (begin + token) * (KV_HEADS * REPEAT) + head, float("nan"), token < length)
         return
 
     query = tl.load(q + row * q_row + head * D + d, live, 0.0)

@@ -21,7 +21,12 @@ from wicore_trt.plugins.aot import KernelSpec  # noqa: E402
 from wicore_trt.plugins.decode_layout import DecodeConfig, PrefillConfig  # noqa: E402
 from wicore_trt.plugins.dependent import ALONE, IN_CHAINS, IN_TURN, ORDINARY, mode_of  # noqa: E402
 from wicore_trt.plugins.kernels import step_specs  # noqa: E402
-from wicore_trt.plugins.kernels.fast_attention_specs import combine_spec, decode_spec, prefill_spec  # noqa: E402
+from wicore_trt.plugins.kernels.fast_attention_specs import (  # noqa: E402
+    add_splits_spec,
+    combine_spec,
+    decode_spec,
+    prefill_spec,
+)
 from wicore_trt.plugins.kernels.linear_specs import linear_spec, quantize_parts_spec, quantize_rows_spec  # noqa: E402
 from wicore_trt.plugins.kernels.step_specs import NormShape, StepConfig  # noqa: E402
 from wicore_trt.plugins.layout import PoolShape  # noqa: E402
@@ -44,6 +49,9 @@ SPECS: list[KernelSpec] = [
     decode_spec(POOL, "bfloat16", 4, "sm90", DecodeConfig(1, 32, 4, fused=True)),
     combine_spec(POOL, "bfloat16", DecodeConfig(1, 32, 4, fused=False)),
     prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4)),
+    prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4, splits=3, least=64)),
+    prefill_spec(POOL, "bfloat16", 4, "sm90", PrefillConfig(32, 32, 4), segmented=True),
+    add_splits_spec(POOL, "bfloat16", 4, PrefillConfig(32, 32, 4, splits=3)),
     quantize_rows_spec(512, "bfloat16", native=True),
     quantize_parts_spec(4096, "bfloat16", native=True),
     *(spec for spec in SAMPLING if spec and spec.function.__name__ in IN_CHAINS),

@@ -98,8 +98,9 @@ def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytes
     assert not closing.is_alive() and len(begun) == 2
 
 
-def test_memory_is_taken_in_small_steps_and_one_after_the_other_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of clearing and pieces of locking; threads clear at once only while the engine is idle."""
+def test_memory_is_taken_in_small_steps_and_by_fewer_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of clearing and pieces of locking, one after the other; all threads clear only while the engine is idle."""
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(host, "PIECE_BYTES", 8 * SLOT)
     monkeypatch.setattr(host, "STEP_BYTES", 2 * SLOT)
     lock, inside, most, sizes = threading.Lock(), {"clear": 0, "pin": 0}, {"clear": 0, "pin": 0}, set()
@@ -121,14 +122,13 @@ def test_memory_is_taken_in_small_steps_and_one_after_the_other_beside_work(monk
         most.update(clear=0, pin=0)
         backing = Backing(aligned_buffer(400 * SLOT), SLOT, pin)
         monkeypatch.setattr(backing, "_advise", lambda begin, count, advice: busy("clear", count))
-        monkeypatch.setattr(host.os, "cpu_count", lambda: 4)
         backing.working = lambda working=working: working
         begun = time.perf_counter()
         backing.start(lambda first, stop: None)
         for thread in backing._threads:
             thread.join()
         seconds = time.perf_counter() - begun
-        assert most["pin"] == 1 and (most["clear"] == 1) == working, most
+        assert most["pin"] == 1 and (most["clear"] <= 2) == working, most
         rests = (400 - host.FIRST_PIECES * 8) // 8 * host.LOCKING_REST * 0.001
         assert not working or seconds > rests, "there was no rest"
     assert sizes == {("clear", 2 * SLOT), ("pin", 8 * SLOT)}
@@ -136,7 +136,7 @@ def test_memory_is_taken_in_small_steps_and_one_after_the_other_beside_work(monk
 
 def test_who_closes_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "PIECE_BYTES", SLOT)
-    monkeypatch.setattr(host, "CLEARING_REST", 1e9)
+    monkeypatch.setattr(host, "LOCKING_REST", 1e9)
     backing = Backing(aligned_buffer(500 * SLOT), SLOT, lambda memory: True)
     backing.working = lambda: True
     backing.start(lambda first, stop: None)

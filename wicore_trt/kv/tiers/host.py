@@ -31,9 +31,12 @@ FIRST_PIECES = 8
 STEP_BYTES = 4 << 20
 """Cleared at once: the map of the process's memory is locked meanwhile, and who asks the system for memory waits."""
 BACKERS = 8
-"""Threads while the engine is idle: clearing memory takes a core each. While it has work, one clears at a time."""
-CLEARING_REST, LOCKING_REST = 1.0, 4.0
-"""While the engine has work, rests after clearing and after locking, in times of what these took."""
+"""Threads while the engine is idle: clearing memory takes a core each."""
+CLEARERS = 3
+"""Of them that clear at once while the engine has work, on machines of so many times four cores; fewer on smaller ones.
+One of them gave 0.6 GB/s on an H100's machine: conversations wrote twice as much, and were lost."""
+LOCKING_REST = 1.0
+"""While the engine has work, the rest after locking, in times of what that took."""
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 
@@ -124,7 +127,7 @@ class Backing:
 
     What serves meanwhile must not feel it. Clearing holds the lock of the process's map of memory, so it is done in
     small steps; locking holds the driver's lock, so one thread does it at a time, and for a small piece. While the
-    engine has work, one thread clears at a time, and both rest in between."""
+    engine has work, fewer threads clear, and locking rests in between."""
 
     def __init__(self, slab: memoryview, slot_bytes: int, pin: Callable[[memoryview], bool]) -> None:
         """Takes the first pieces at once. `locked`: `pin`, which any thread may call, locked them, so that a slot is of
@@ -138,7 +141,8 @@ class Backing:
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._advise(0, len(slab), MADV_HUGEPAGE)
         self._left = iter(range(0, len(slab), self._piece))
-        self._lock, self._clearing, self._locking = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._locking = threading.Lock(), threading.Lock()
+        self._clearing = threading.Semaphore(max(1, min(CLEARERS, (os.cpu_count() or 1) // 4)))
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[int, int], None] = lambda first, stop: None
@@ -187,13 +191,13 @@ class Backing:
         """Clear a piece and lock it; false when there was no time for it."""
         stop = self._stop(begin)
         for at in range(begin, stop, STEP_BYTES):
-            with self._clearing if self.working() else nullcontext(), self._resting(CLEARING_REST):
+            with self._clearing if self.working() else nullcontext():
                 if self._closed.is_set():
                     return False
                 self._advise(at, min(STEP_BYTES, stop - at), MADV_POPULATE_WRITE)
         if not self.locked:
             return True
-        with self._locking, self._resting(LOCKING_REST):
+        with self._locking, self._resting():
             if self._closed.is_set():
                 return False
             try:
@@ -203,12 +207,12 @@ class Backing:
         return True
 
     @contextmanager
-    def _resting(self, share: float) -> Iterator[None]:
+    def _resting(self) -> Iterator[None]:
         """Rest after what is done here, if the engine has work."""
         begun = time.perf_counter()
         yield
         if self.working():
-            self._closed.wait(share * (time.perf_counter() - begun))
+            self._closed.wait(LOCKING_REST * (time.perf_counter() - begun))
 
     def _advise(self, begin: int, count: int, advice: int) -> None:
         """A system that cannot do it does nothing."""
