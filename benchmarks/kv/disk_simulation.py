@@ -14,7 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from queue import Empty
 from typing import Any, Literal, cast
@@ -29,7 +29,7 @@ from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader
-from wicore_trt.kv.prefix.planner import LoadChoice
+from wicore_trt.kv.prefix.planner import LoadChoice, NextMove
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import tiers as tiers_module
 from wicore_trt.kv.tiers import transfers as transfers_module
@@ -370,17 +370,26 @@ class Engine:
             self.loader._host_meter.observe(size << 20, (size << 20) / self.world.link, now=0.0)  # noqa: SLF001
 
     def _decide(self, arm: Arm) -> None:
-        """Take the decision out of the loader's hands."""
+        """Take the decisions out of the loader's hands."""
         loader = self.loader
 
-        def choose(pages: SequencePages, total: int, hit: Any, compute: Any) -> LoadChoice | None:
+        def choose(pages: SequencePages, total: int, hit: Any, compute: Any, **_: Any) -> LoadChoice | None:
             found = loader._candidates(pages, total, hit) if arm == "load" else []  # noqa: SLF001
             if not found:
                 return None
             stop = max(c.tokens for c in found)
             return LoadChoice(stop, hit.tokens, 1.0, 1.0, "load", hit.tokens, math.inf, math.inf, SLICE_TOKENS)
 
+        def step(pages: SequencePages, computed: int, **_: Any) -> NextMove:
+            load = pages.load
+            assert load is not None
+            if load.failed or load.broken:
+                return NextMove("drop")
+            here = load.window_here and load.meeting_page() * PAGE_TOKENS <= computed
+            return NextMove("jump" if here else "wait")
+
         loader.choose = choose  # type: ignore[method-assign]
+        loader.step = step  # type: ignore[method-assign]
 
     def keep(self, tokens: Sequence[int], *, host_pages: int = 0) -> None:
         """Put a prompt on disk as a process before this one left it; the first `host_pages` in host memory as well."""
@@ -443,14 +452,14 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests in a world: (second, prefix tokens, host pages), each with 64 new tokens behind its prefix."""
+    """Requests in a world: (second, prefix tokens, pages that are in host memory as well, -1 for a prefix that is
+    nowhere), each with 64 new tokens behind its prefix."""
 
     world: World
     prompts: tuple[tuple[float, int, int], ...]
     rated: float | None = None
     knows: bool = True
     seed: int = 0
-    tokens: list[list[int]] = field(default_factory=list, compare=False, repr=False)
 
     def run(self, arm: Arm) -> tuple[list[float], Engine]:
         rng = random.Random(self.seed)
@@ -458,7 +467,8 @@ class Case:
         asked = []
         for when, size, host in self.prompts:
             tokens = [rng.randrange(10, 9999) for _ in range(size)]
-            engine.keep(tokens, host_pages=host)
+            if host >= 0:
+                engine.keep(tokens, host_pages=host)
             asked.append((when, [*tokens, *(rng.randrange(10, 9999) for _ in range(64))]))
         with engine.running():
             return engine.first_tokens(asked), engine
