@@ -135,6 +135,7 @@ class _Operation:
     left: float
     slow_s: float
     done: Callable[[Outcome], None]
+    wanted: Callable[[], bool]
 
 
 class Disk:
@@ -149,7 +150,7 @@ class Disk:
         self._held = 0
         self._since, self._version = events.now, 0
         self.ending: Mapping[bytes, int] = {}
-        self.read_bytes = self.write_bytes = 0
+        self.read_bytes = self.write_bytes = self.asked = 0
         for when, _ in world.disk[1:]:
             events.at(when, self._turn)
 
@@ -160,25 +161,32 @@ class Disk:
     def rate(self, now: float) -> float:
         return [rate for when, rate in self._world.disk if when <= now][-1]
 
-    def read(self, page: Page, slots: Sequence[int], parts: object, done: Callable, *, seen: Callable) -> bool:
+    def read(
+        self, page: Page, slots: Sequence[int], parts: object, done: Callable, *, seen: Callable,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:  # fmt: skip
         def over(outcome: Outcome) -> None:
-            seen()
+            if outcome is Outcome.OK:
+                seen()
+                self.read_bytes += PAGE_BYTES[page.group]
             done(outcome)
 
-        self.read_bytes += PAGE_BYTES[page.group]
-        return self._put(urgent=True, page=page, done=over)
+        return self._put(urgent=True, page=page, done=over, wanted=wanted)
 
     def write(self, page: Page, slots: Sequence[int], parts: object, done: Callable, **_: object) -> bool:
         self.write_bytes += PAGE_BYTES[page.group]
         return self._put(urgent=False, page=page, done=done)
 
-    def _put(self, *, urgent: bool, page: Page, done: Callable[[Outcome], None]) -> bool:
+    def _put(
+        self, *, urgent: bool, page: Page, done: Callable[[Outcome], None], wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
         world = self._world
         if len(self._queues[urgent]) >= QUEUE_LIMIT:
             return False
+        self.asked += urgent
         slow = world.slow_in and self._rng.random() * world.slow_in < 1
         self._queues[urgent].append(
-            _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done)
+            _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted)
         )
         self._turn()
         return True
@@ -196,7 +204,11 @@ class Disk:
             self._held += 1
             events.at(events.now + op.slow_s, lambda op=op: self._end(op))
         while len(self._active) + self._held < self._world.threads and any(self._queues.values()):
-            self._active[(self._queues[True] or self._queues[False]).popleft()] = None
+            op = (self._queues[True] or self._queues[False]).popleft()
+            if op.wanted():
+                self._active[op] = None
+            else:
+                op.done(Outcome.UNWANTED)
         self._version += 1
         if self._active:
             least = min(op.left for op in self._active) * len(self._active) / self.rate(events.now)
@@ -380,7 +392,7 @@ class Engine:
             stop = max(c.tokens for c in found)
             return LoadChoice(stop, hit.tokens, 1.0, 1.0, "load", hit.tokens, math.inf, math.inf, SLICE_TOKENS)
 
-        def step(pages: SequencePages, computed: int, **_: Any) -> NextMove:
+        def step(pages: SequencePages, computed: int, *_: Any) -> NextMove:
             load = pages.load
             assert load is not None
             if load.failed or load.broken:
@@ -429,11 +441,11 @@ class Engine:
 
     def step(self) -> list[Any]:
         """One step, with what loads cost the engine's thread."""
-        before = self.disk.read_bytes
+        before = self.disk.asked
         outputs = self.core.step()
         if outputs and (broken := [o.error for o in outputs if o.error]):
             raise RuntimeError(broken[0])
-        self.events.until(self.events.now + (self.disk.read_bytes - before) / PAGE_BYTES[GLOBAL] * self.world.page_s)
+        self.events.until(self.events.now + (self.disk.asked - before) * self.world.page_s)
         return outputs
 
     def first_tokens(self, prompts: Sequence[tuple[float, Sequence[int]]]) -> list[float]:

@@ -46,6 +46,9 @@ LEAST = 8
 # some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
 PAGES_AT_ONCE = 512
+# Slices that prompts have in a step beside a load from disk, whose next reads are asked for between steps: on a GPU the
+# device does no more work for that, and a step takes a tenth of a second.
+DISK_SLICES = 10
 
 
 class Scheduler:
@@ -181,8 +184,16 @@ class Scheduler:
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             budget.pace(self.step_time, decode, self._least)
+        self._beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule
+
+    def _beside_disk(self, budget: Budget) -> bool:
+        """Keep a step short in which pages come from disk; whether any do."""
+        found = self.loader is not None and self.loader.reads
+        if found:
+            budget.tokens = min(budget.tokens, DISK_SLICES * self.slice_tokens)
+        return found
 
     @property
     def _least(self) -> int:
@@ -271,7 +282,10 @@ class Scheduler:
         """Give a running sequence its tokens and their pages."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
-        count = self._bounded(sequence, self._wanted(sequence), budget)
+        wanted = self._wanted(sequence)
+        if not wanted and self.loader is not None and self.loader.reads:  # it goes on in a moment
+            budget.tokens = min(budget.tokens, self.slice_tokens)
+        count = self._bounded(sequence, wanted, budget)
         if count == 0:
             return
         while not self.manager.reserve(sequence.pages, sequence.computed + count):
@@ -310,7 +324,7 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        step = self.loader.step(sequence.pages, computed)
+        step = self.loader.step(sequence.pages, computed, self._own_rate())
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
@@ -410,6 +424,10 @@ class Scheduler:
             if sequence.pages.load is not None:
                 self._load_pages -= sum(map(sequence.pages.load.lacking, self.manager.pools))
                 self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
+                if hit is not None and self._beside_disk(budget):
+                    self._serve(sequence, schedule, budget)
+                    if schedule.preempted:
+                        break
 
     def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
         """Whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
@@ -438,7 +456,7 @@ class Scheduler:
         pages, total = sequence.pages, len(sequence.tokens)
         chosen = None
         if self.loader is not None and not sequence.scoring:
-            chosen = self.loader.choose(pages, total, hit, self._compute_rate())
+            chosen = self.loader.choose(pages, total, hit, self._compute_rate(), trials=True)
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
         sequence.computed = hit.tokens
@@ -464,6 +482,12 @@ class Scheduler:
         if self.running and not self.manager.memory.fits(need):
             return False
         return self.loader.resume(sequence.pages)
+
+    def _own_rate(self) -> ComputeRate:
+        """What the prefill of a sequence gets that has its turn now, beside those that decode."""
+        decoding = sum(s.remaining == 1 for s in self.running)
+        share = max(1, self.max_batch_tokens - decoding) / self.max_batch_tokens
+        return self.prefill.rate(share=share, slice_tokens=min(self.slice_tokens, self.max_batch_tokens))
 
     def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
         """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,17 @@ from queue import SimpleQueue
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadChoice, NextMove, TierRate, advance, choose
+from wicore_trt.kv.prefix.planner import (
+    Candidate,
+    ComputeRate,
+    LoadChoice,
+    NextMove,
+    TierRate,
+    advance,
+    aim,
+    choose,
+    trial,
+)
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -31,8 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 4
 """Resume points to choose among, the longest first."""
-DISK_SLICES = 8
-"""Slices that a sequence computes at once beside a load from disk, whose next reads are asked for between steps."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
@@ -123,8 +132,11 @@ class PrefixLoader:
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
-    def choose(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadChoice | None:
-        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below."""
+    def choose(
+        self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate, *, trials: bool = False
+    ) -> LoadChoice | None:
+        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below.
+        With `trials` that may be what will hardly pay."""
         candidates = self._candidates(pages, total, hit)
         if not candidates:
             return None
@@ -135,7 +147,9 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
-        return choose(total, hit.tokens, candidates, compute, rates)
+        made = choose(total, hit.tokens, candidates, compute, rates)
+        tried = trial(total, hit.tokens, candidates, compute, rates) if trials and not made.stop else None
+        return tried or made
 
     def _queued_bytes(self) -> int:
         """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
@@ -261,8 +275,9 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int) -> NextMove:
-        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
+    def step(self, pages: SequencePages, computed: int, compute: ComputeRate) -> NextMove:
+        """What a sequence with a load does next (see `planner.advance`), if its prefill goes on at the rate `compute`.
+        A parked one waits for all its pages."""
         load, manager = pages.load, self._manager
         assert load is not None
         size = manager.page_tokens
@@ -282,12 +297,36 @@ class PrefixLoader:
             begun.idle_s += now - begun.waiting_since
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
+        if begun.from_disk and computed < begun.choice.stop:
+            begun.choice = aim(begun.choice, computed, size, compute, self._arrival(load))
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
-            most = DISK_SLICES * begun.choice.slice_tokens if begun.from_disk else step.max_tokens
-            step = NextMove("compute", manager.pages_for(computed + min(step.max_tokens, most)) * size - computed)
+            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
+
+    def _arrival(self, load: PrefixLoad) -> Callable[[int], float]:
+        """Seconds from now until all of a load from a token on is on the device."""
+        now, up, each = self._clock(), self.tiers.transfers.up, self._page_bytes
+        windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
+        window_bytes = windows * each.get(LOCAL, 0)
+        asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
+        others = sum(1 for other in self._begun if other is not load and other.reading)
+        disk = self._disk_meter.rate(queued=max(0, up.reading_bytes - asked), now=now)
+        link = self._host_meter.rate(now=now)
+
+        def arrival(token: int) -> float:
+            pages = len(unread) - bisect_left(unread, token // self._manager.page_tokens)
+            count = window_bytes + pages * each.get(GLOBAL, 0)
+            left = max(each.get(GLOBAL, 0), window_bytes)
+            return disk.seconds(count * (1 + others)) + link.seconds(left) if count else link.latency_s
+
+        return arrival
+
+    @property
+    def reads(self) -> bool:
+        """Whether a sequence has a load with pages from disk."""
+        return any(begun.from_disk for begun in self._begun.values())
 
     def splits(self, pages: SequencePages) -> bool:
         """Whether a sequence has a load and was to compute beside it."""

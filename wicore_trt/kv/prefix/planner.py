@@ -17,8 +17,8 @@ come, it ends within a slice and a page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -34,6 +34,10 @@ BAND = 0.35
 than it expects to need."""
 CAUTION = 1.1
 """In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
+HOPE = 10.0
+"""How many times as fast as it seems a disk may turn out to be: it is never read for long while it seems slow."""
+NEVER = 1 << 30
+"""As a meeting point: behind every prompt."""
 STAKE = 0.24
 """Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
 
@@ -103,8 +107,9 @@ class LoadChoice:
     """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
 
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
-    load-only choice has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`:
-    the longest that the sequence may idle. `slice_tokens` as in ComputeRate.
+    load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
+    than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
+    idle. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -116,6 +121,7 @@ class LoadChoice:
     load_seconds: float = 0.0
     wait_s: float = 0.0
     slice_tokens: int = 256
+    early: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +175,54 @@ def choose(
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
         wait_s += max(0.0, load_s - compute.delay_s) if load.disk_bytes(start) else load_s
-        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
-    first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
-    return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
+        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start)
+    early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
+    first = start if load.disk_bytes(start) else early  # a disk may be any number of times faster than it was
+    return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
+
+
+def trial(
+    total: int,
+    start: int,
+    candidates: Sequence[Candidate],
+    compute: ComputeRate,
+    tiers: Mapping[str, TierRate],
+) -> LoadChoice | None:
+    """Where `choose` would compute everything: a load that would be worth it if the disk were HOPE times as fast as it
+    seems, to be run beside computing all (`aim`). It costs reads that nobody else waits for, and no time."""
+    disk = tiers.get(DISK)
+    if disk is None:
+        return None
+    fast = replace(disk, bytes_per_s=HOPE * disk.bytes_per_s, latency_s=disk.latency_s / HOPE)
+    made = choose(total, start, candidates, compute, {**tiers, DISK: fast})
+    if not made.stop:
+        return None
+    seconds = made.compute_seconds
+    return replace(made, start=start, early=NEVER, meet=NEVER, seconds=seconds, decision="split", wait_s=0.0)
+
+
+def aim(
+    choice: LoadChoice, computed: int, page_tokens: int, compute: ComputeRate, arrival: Callable[[int], float]
+) -> LoadChoice:
+    """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)` seconds
+    from now the windows and all pages from there on will be here. It grows the earlier the token is. A load that will
+    not be here before all of it is computed shortens no step."""
+    first, last = computed // page_tokens, choice.stop // page_tokens
+
+    def meeting(factor: float) -> int:
+        low, high = first, last
+        while low < high:
+            middle = (low + high) // 2
+            token = max(computed, middle * page_tokens)
+            if compute.seconds(computed, token) >= factor * arrival(token):
+                high = middle
+            else:
+                low = middle + 1
+        return max(computed, low * page_tokens) if low < last else NEVER
+
+    meet = meeting(1.0)
+    wait_s = min(STAKE * compute.seconds(min(meet, choice.stop), choice.stop), compute.seconds(computed, computed + choice.slice_tokens))
+    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=0.0 if compute.share < 1 else wait_s)
 
 
 def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
@@ -190,10 +241,10 @@ def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -
         if idle_s < choice.wait_s:
             return NextMove("wait")
         left = -left // 2  # the load is late: slices that grow, as short ones may be less efficient
-    elif computed >= choice.start:
+    elif computed >= choice.early:
         left //= 2  # the load may be there any time: slices that get smaller
     else:
-        left = choice.start - computed
+        left = choice.early - computed
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
