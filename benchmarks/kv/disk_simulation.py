@@ -24,6 +24,7 @@ from wicore_trt.arithmetic import pages_per_slab
 from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
@@ -50,7 +51,6 @@ PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
 """Gemma 3 27B in BF16."""
 BATCH_TOKENS, SLICE_TOKENS = 8192, 256
 CHECKPOINT = 4096
-QUEUE_LIMIT = 256
 DIGEST = bytes(16)
 GIB = 1 << 30
 Arm = Literal["product", "compute", "load"]

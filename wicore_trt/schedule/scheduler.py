@@ -283,9 +283,10 @@ class Scheduler:
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
         wanted = self._wanted(sequence)
-        if not wanted and self.loader is not None and self.loader.reads:  # it goes on in a moment
-            budget.tokens = min(budget.tokens, self.slice_tokens)
         count = self._bounded(sequence, wanted, budget)
+        if self.loader is not None and self.loader.reads and wanted < sequence.remaining:
+            # it may go on elsewhere after this step, which is to be short then
+            budget.tokens = min(budget.tokens, max(count, self.slice_tokens))
         if count == 0:
             return
         while not self.manager.reserve(sequence.pages, sequence.computed + count):
@@ -325,6 +326,10 @@ class Scheduler:
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
         step = self.loader.step(sequence.pages, computed, self._own_rate())
+        if (meet := self.loader.meeting(sequence.pages)) is not None and self.step_time is not None:
+            begun = sequence.cached or 0  # a load that turns out slow changes whose turn it is
+            count = min(meet, len(sequence.tokens)) - begun
+            sequence.cost_s = max(sequence.cost_s, self.step_time.prompt_s(begun, max(0, count)))
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":

@@ -39,7 +39,7 @@ from wicore_trt.kv.pages.page import Page
 
 WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
-QUEUE_LIMIT = 256
+QUEUE_LIMIT = 512
 """Reads, and writes, that wait at a tier's store."""
 EXPIRED = 1
 """An end long ago, in seconds since 1970: of bytes that are to be overwritten."""

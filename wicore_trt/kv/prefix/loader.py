@@ -76,6 +76,9 @@ class _Begun:
     from_disk: int
     idle_s: float = 0.0
     waiting_since: float | None = None
+    lacking: int = 0
+    came_at: float = 0.0
+    """When it was seen last that pages had come, and how many lacked then."""
 
 
 class PrefixLoader:
@@ -243,7 +246,8 @@ class PrefixLoader:
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
-        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes, disk_bytes)
+        now = self._clock()
+        self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
         self.tiers.begin(load)
         return True
 
@@ -298,28 +302,33 @@ class PrefixLoader:
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
         if begun.from_disk and computed < begun.choice.stop:
-            begun.choice = aim(begun.choice, computed, size, compute, self._arrival(load))
+            lacking = sum(map(load.lacking, manager.pools))
+            if lacking != begun.lacking:
+                begun.lacking, begun.came_at = lacking, now
+            silence = now - begun.came_at  # will go on as long as it has, for all that is known
+            begun.choice = aim(begun.choice, computed, size, compute, self._arrival(load, silence))
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
             step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
-    def _arrival(self, load: PrefixLoad) -> Callable[[int], float]:
-        """Seconds from now until all of a load from a token on is on the device."""
+    def _arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
+        """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
         now, up, each = self._clock(), self.tiers.transfers.up, self._page_bytes
         windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
         window_bytes = windows * each.get(LOCAL, 0)
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
         others = sum(1 for other in self._begun if other is not load and other.reading)
         disk = self._disk_meter.rate(queued=max(0, up.reading_bytes - asked), now=now)
+        self.tiers.read_ahead(disk.bytes_per_s)
         link = self._host_meter.rate(now=now)
 
         def arrival(token: int) -> float:
             pages = len(unread) - bisect_left(unread, token // self._manager.page_tokens)
             count = window_bytes + pages * each.get(GLOBAL, 0)
             left = max(each.get(GLOBAL, 0), window_bytes)
-            return disk.seconds(count * (1 + others)) + link.seconds(left) if count else link.latency_s
+            return max(least, disk.seconds(count * (1 + others)) + link.seconds(left)) if count else link.latency_s
 
         return arrival
 
@@ -327,6 +336,11 @@ class PrefixLoader:
     def reads(self) -> bool:
         """Whether a sequence has a load with pages from disk."""
         return any(begun.from_disk for begun in self._begun.values())
+
+    def meeting(self, pages: SequencePages) -> int | None:
+        """Up to which token a sequence with a load from disk is expected to compute itself; None for any other."""
+        begun = self._begun.get(pages.load) if pages.load is not None else None
+        return begun.choice.meet if begun is not None and begun.from_disk else None
 
     def splits(self, pages: SequencePages) -> bool:
         """Whether a sequence has a load and was to compute beside it."""

@@ -20,9 +20,9 @@ from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.types import TierStats
 
-IN_FLIGHT = 192
-"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB, 0.2 s
-of a fast disk), few enough that others have their turn."""
+IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
+"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
+enough that others have their turn; more of them where it is known to read more in so many seconds."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 RETAIN_S = 0.1
@@ -46,6 +46,7 @@ class LowerTiers:
         self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
         self._inbox: deque[Fetch] = deque()
         self._relieve_at = 0.0
+        self._in_flight = IN_FLIGHT
 
     @property
     def indexes(self) -> dict[str, TierIndex]:
@@ -130,6 +131,11 @@ class LowerTiers:
         self._loads.append(load)
         self._pump()
 
+    def read_ahead(self, bytes_per_s: float) -> None:
+        """The disk reads so fast: ask it for as much as it needs to have."""
+        page_bytes = self.transfers.host.slot_bytes * min(self.host.slots_per_page.values())
+        self._in_flight = max(IN_FLIGHT, min(MOST_IN_FLIGHT, int(AHEAD_S * bytes_per_s / page_bytes)))
+
     @property
     def loading(self) -> bool:
         return bool(self._loads)
@@ -153,7 +159,7 @@ class LowerTiers:
                 if item is None:
                     break
                 here = self.host.get(*item.page.name) is not None
-                if load.reading >= IN_FLIGHT and not here:
+                if load.reading >= self._in_flight and not here:
                     load.todo.appendleft(item)
                     break
                 fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
