@@ -392,7 +392,7 @@ class Engine:
             stop = max(c.tokens for c in found)
             return LoadChoice(stop, hit.tokens, 1.0, 1.0, "load", hit.tokens, math.inf, math.inf, SLICE_TOKENS)
 
-        def step(pages: SequencePages, computed: int, *_: Any) -> NextMove:
+        def step(pages: SequencePages, computed: int, **_: Any) -> NextMove:
             load = pages.load
             assert load is not None
             if load.failed or load.broken:

@@ -325,7 +325,7 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        step = self.loader.step(sequence.pages, computed, self._own_rate())
+        step = self.loader.step(sequence.pages, computed, compute=self._own_rate())
         if (meet := self.loader.meeting(sequence.pages)) is not None and self.step_time is not None:
             begun = sequence.cached or 0  # a load that turns out slow changes whose turn it is
             count = min(meet, len(sequence.tokens)) - begun

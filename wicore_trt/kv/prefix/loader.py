@@ -279,7 +279,7 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int, compute: ComputeRate) -> NextMove:
+    def step(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
         """What a sequence with a load does next (see `planner.advance`), if its prefill goes on at the rate `compute`.
         A parked one waits for all its pages."""
         load, manager = pages.load, self._manager

@@ -209,16 +209,23 @@ def aim(
     not be here before all of it is computed shortens no step."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
+    def boundary(page: int) -> int:
+        return max(computed, page * page_tokens)
+
+    def front(page: int) -> float:
+        return compute.seconds(computed, boundary(page))
+
     def meeting(factor: float) -> int:
         low, high = first, last
         while low < high:
             middle = (low + high) // 2
-            token = max(computed, middle * page_tokens)
-            if compute.seconds(computed, token) >= factor * arrival(token):
+            if front(middle) >= factor * arrival(boundary(middle)):
                 high = middle
             else:
                 low = middle + 1
-        return max(computed, low * page_tokens) if low < last else NEVER
+        if low > first and factor * arrival(boundary(low - 1)) <= front(low):
+            low -= 1
+        return boundary(low) if low < last else NEVER
 
     meet = meeting(1.0)
     wait_s = min(STAKE * compute.seconds(min(meet, choice.stop), choice.stop), compute.seconds(computed, computed + choice.slice_tokens))
