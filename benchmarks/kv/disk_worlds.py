@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.kv.disk_simulation import PAGE_TOKENS, Case, World
+from benchmarks.kv.disk_simulation import Case
+from benchmarks.kv.virtual_disk import PAGE_TOKENS, World
 
 FACTOR, GRACE_S = 1.10, 0.03
 """No slower than this factor of the better pure choice, and the time of two of the shortest steps."""

@@ -30,10 +30,10 @@ from wicore_trt.kv.prefix.planner import (
     choose,
     trial,
 )
+from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
 from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.moves import Backed
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
@@ -44,25 +44,7 @@ MAX_CANDIDATES = 4
 """Resume points to choose among, the longest first."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
-MEASURED_BYTES = 4 << 20
-PROBE_BYTES, PROBE_READS = 64 << 20, 8
-PROBE_SHARE = 0.75
-"""Of the host's slots that the probe may borrow: pages may come meanwhile."""
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
-
-
-class _Sum:
-    """What a copier calls when one of `count` copies is over; with the last one `over` hears what all took."""
-
-    def __init__(self, count: int, over: Callable[[float], None]) -> None:
-        self._left, self._over = count, over
-        self._seconds = 0.0
-
-    def __call__(self, digest: bytes | None, seconds: float) -> None:
-        self._left -= 1
-        self._seconds += seconds
-        if not self._left:
-            self._over(self._seconds)
 
 
 @dataclass(slots=True)
@@ -104,30 +86,10 @@ class PrefixLoader:
         self._begun: dict[PrefixLoad, _Begun] = {}
 
     def probe(self) -> None:
-        """Before the first request: rate the link by copies into slots that nobody has, and the disk by bringing some
-        of what it kept to host memory. Both go on beside what follows."""
-        group = self._manager.chain_group
-        page_bytes, pool, transfers = self._page_bytes[group], self._manager.pools[group], self.tiers.transfers
-        index = self.tiers.host
-        room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
-        count = min(PROBE_BYTES // page_bytes, pool.num_pages, room)
-        if count * page_bytes >= MEASURED_BYTES:
-            copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(page_bytes, count)
-
-            def over(seconds: float) -> None:
-                self._probed.put((self._host_meter, count * page_bytes, seconds))
-                transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
-
-            done = _Sum(count, over)
-            for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
-                copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
-            for slot in range(count):
-                copier.to_device(group, slot, buffers[slot], done)
-            copier.flush()
-        if self.tiers.disk is not None:
-            pages, left = self.tiers.disk.newest(PROBE_READS), self._manager.retention.left
-            # a page on its way is in use, and the time to live of one that is in use starts anew
-            self.tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))
+        """Before the first request: have link and disk rated, beside what follows."""
+        probe_tiers(
+            self._manager, self.tiers, self._page_bytes, lambda *read: self._probed.put((self._host_meter, *read))
+        )
 
     def disk_probed(self, count: int, seconds: float) -> None:
         """Reads of `count` bytes of the disk took so long. Any thread."""

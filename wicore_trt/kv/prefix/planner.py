@@ -228,7 +228,10 @@ def aim(
         return boundary(low) if low < last else NEVER
 
     meet = meeting(1.0)
-    wait_s = min(STAKE * compute.seconds(min(meet, choice.stop), choice.stop), compute.seconds(computed, computed + choice.slice_tokens))
+    wait_s = min(
+        STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
+        compute.seconds(computed, computed + choice.slice_tokens),
+    )
     return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=0.0 if compute.share < 1 else wait_s)
 
 
