@@ -11,8 +11,11 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes; with pages from disk, which may never
-come, it ends within a slice and a page.
+load-only choice the load's own time too, which is less than what computing takes.
+
+A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
+out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
+where it seems too slow, `trial` has it read beside computing everything, as long as that might pay.
 """
 
 from __future__ import annotations
