@@ -65,15 +65,17 @@ class Device:
     spec: Any = None
     kernels, max_batch_tokens, slice_tokens, max_sequences, score_rows = "none", BATCH_TOKENS, SLICE_TOKENS, None, 0
 
-    def __init__(self, world: World, events: Events, copier: Link, layout: KVLayout) -> None:
+    def __init__(self, world: World, events: Events, copier: Link, layout: KVLayout, disk: Disk) -> None:
         self._world, self._events, self.copier, self.layout = world, events, copier, layout
+        self.disk = disk
         self.steps: list[tuple[float, float, list[tuple[int, int]]]] = []
 
     def execute(self, batch: StepBatch) -> StepResult:
         self.copier.flush()
         slices = [(s.start, len(s.token_ids)) for s in batch.slices]
         begun = self._events.now
-        self._events.until(begun + self._world.step_s(slices))
+        drag = self._world.drag if self.disk.reading else 1.0
+        self._events.until(begun + drag * self._world.step_s(slices))
         self.steps.append((begun, self._events.now, slices))
         return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
 
@@ -147,7 +149,7 @@ class Engine:
         )
         self.loader = PrefixLoader(self.manager, self.tiers, PAGE_BYTES, self.events.monotonic)
         transfers.up.disk_rate = self.loader.disk_read
-        self.device = Device(world, self.events, link, layout)
+        self.device = Device(world, self.events, link, layout, self.disk)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=BATCH_TOKENS,

@@ -43,6 +43,8 @@ class World:
     link: float = 46e9
     speed: float = 1.0
     threads: int = 4
+    drag: float = 1.0
+    """How many times as long a step takes that begins while the disk is read."""
     page_s: float = 4e-5
     """Of the engine's thread for each page that it asks for."""
 
@@ -110,6 +112,7 @@ class _Operation:
     slow_s: float
     done: Callable[[Outcome], None]
     wanted: Callable[[], bool]
+    reads: bool
 
 
 class Disk:
@@ -127,6 +130,10 @@ class Disk:
         self.read_bytes = self.write_bytes = self.asked = 0
         for when, _ in world.disk[1:]:
             events.at(when, self._turn)
+
+    @property
+    def reading(self) -> bool:
+        return any(op.reads for op in (*self._active, *self._queues[True]))
 
     @property
     def queue_depth(self) -> int:
@@ -160,7 +167,7 @@ class Disk:
         self.asked += urgent
         slow = world.slow_in and self._rng.random() * world.slow_in < 1
         self._queues[urgent].append(
-            _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted)
+            _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted, urgent)
         )
         self._turn()
         return True

@@ -51,3 +51,13 @@ def test_computing_and_loading_meet():
 def test_a_disk_five_times_slower_than_rated_costs_no_more_than_computing(size, limit):
     found = judge(Case(World(((0.0, 0.4e9),)), ((0.0, size, 0),), rated=2e9))
     assert found.product <= limit * found.compute
+
+
+def test_a_load_that_slows_steps_down_is_given_up():
+    """A device that computes half as fast while the disk is read: the first request finds out, the next one knows."""
+    world = World(((0.0, 0.4e9),), drag=2.0)
+    (first, second), engine = Case(world, ((0.0, 16_384, 0), (8.0, 16_384, 0)), 2e9).run("product")
+    alone = world.prefill_s(0, 16_448)
+    assert first <= 1.4 * alone and second <= 1.02 * alone
+    assert engine.loader.decisions == {"split": 1, "compute": 1}
+    assert engine.loader.drag.factor(engine.events.now + 300) < 1.01, "it is tried again"

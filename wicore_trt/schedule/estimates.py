@@ -18,6 +18,23 @@ from wicore_trt.schedule.step_time import StepTime
 
 # A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
 LOOK_UP_S = 0.02
+# After so many steps, those of so many slices tell whether loads from disk slow prefill down.
+LEARNT, DRAGGED = 4, 4
+
+
+def learn(
+    prefill: PrefillMeter,
+    loader: PrefixLoader | None,
+    slices: Seq[tuple[int, int]],
+    seconds: float,
+    slice_tokens: int,
+) -> None:
+    """A step that computed (start, count) of each sequence took so long: beside a load from disk that tells how much it
+    slows steps down, once it is known what they take without."""
+    if loader is None or not loader.reads or prefill.observed < LEARNT:
+        prefill.observe(slices, seconds)
+    elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:
+        loader.stepped(prefill.expected(slices), seconds)
 
 
 def prompt_cost(

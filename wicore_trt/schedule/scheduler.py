@@ -22,7 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.estimates import prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.estimates import learn, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -110,7 +110,7 @@ class Scheduler:
 
     def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
         """A step that computed (start, count) tokens of each sequence took so long."""
-        self.prefill.observe(slices, seconds)
+        learn(self.prefill, self.loader, slices, seconds, self.slice_tokens)
         if self.step_time is not None:
             self.step_time.observe(load_of(slices), seconds)
 

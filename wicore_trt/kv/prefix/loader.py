@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.planner import (
+    SLOWER,
     Candidate,
     ComputeRate,
     LoadChoice,
@@ -27,11 +28,10 @@ from wicore_trt.kv.prefix.planner import (
     TierRate,
     advance,
     aim,
-    choose,
-    trial,
+    decide,
 )
 from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
-from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, Drag, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.tiers import LowerTiers
@@ -81,6 +81,7 @@ class PrefixLoader:
         self._clock = clock
         self._host_meter = TierMeter(HOST_PRIOR)
         self._disk_meter = TierMeter(DISK_PRIOR)
+        self.drag = Drag()
         self._host_read = (0, 0.0)
         self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
@@ -112,9 +113,7 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
-        made = choose(total, hit.tokens, candidates, compute, rates)
-        tried = trial(total, hit.tokens, candidates, compute, rates) if trials and not made.stop else None
-        return tried or made
+        return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), trials=trials)
 
     def _queued_bytes(self) -> int:
         """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
@@ -267,8 +266,13 @@ class PrefixLoader:
             lacking = sum(map(load.lacking, manager.pools))
             if lacking != begun.lacking:
                 begun.lacking, begun.came_at = lacking, now
+            drag = self.drag.factor(now)
             silence = now - begun.came_at  # will go on as long as it has, for all that is known
-            begun.choice = aim(begun.choice, computed, size, compute, self._arrival(load, silence))
+            begun.choice = aim(begun.choice, computed, size, compute.slowed(drag), self._arrival(load, silence))
+            stop = begun.choice.stop
+            beside = drag * compute.seconds(computed, min(begun.choice.meet, stop))
+            if drag > SLOWER and load.reading and beside > compute.seconds(computed, stop):
+                return DROP
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
             step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
@@ -293,6 +297,10 @@ class PrefixLoader:
             return max(least, disk.seconds(count * (1 + others)) + link.seconds(left)) if count else link.latency_s
 
         return arrival
+
+    def stepped(self, expected: float, seconds: float) -> None:
+        """A step beside loads from disk took so long in place of what it takes without."""
+        self.drag.observe(expected, seconds, now=self._clock())
 
     @property
     def reads(self) -> bool:

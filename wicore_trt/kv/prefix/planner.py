@@ -39,6 +39,8 @@ CAUTION = 1.1
 """In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
 HOPE = 10.0
 """How many times as fast as it seems a disk may turn out to be: it is never read for long while it seems slow."""
+SLOWER = 1.15
+"""Where steps beside a load from disk take so many times as long as without, the load must be worth that."""
 NEVER = 1 << 30
 """As a meeting point: behind every prompt."""
 STAKE = 0.24
@@ -83,6 +85,10 @@ class ComputeRate:
     def seconds(self, begin: int, end: int) -> float:
         """The same with this sequence's share of the device."""
         return self.alone(begin, end) / self.share
+
+    def slowed(self, factor: float) -> ComputeRate:
+        """The same where computing takes `factor` times as long."""
+        return replace(self, per_token_s=factor * self.per_token_s, per_key_s=factor * self.per_key_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +188,29 @@ def choose(
     early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
     first = start if load.disk_bytes(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
+
+
+def decide(
+    total: int,
+    start: int,
+    candidates: Sequence[Candidate],
+    compute: ComputeRate,
+    tiers: Mapping[str, TierRate],
+    drag: float = 1.0,
+    *,
+    trials: bool = False,
+) -> LoadChoice:
+    """`choose`, where steps take `drag` times as long beside a load from disk, and with `trials` a `trial` where that
+    computes everything."""
+    made = choose(total, start, candidates, compute, tiers)
+    if drag > SLOWER and made.stop and any(DISK in c.global_pages or DISK in c.window_bytes for c in candidates):
+        beside = choose(total, start, candidates, compute.slowed(drag), tiers)
+        worth = beside.stop and beside.seconds < made.compute_seconds
+        made = beside if worth else choose(total, start, [], compute, tiers)
+    tried = None
+    if trials and not made.stop and drag <= SLOWER:
+        tried = trial(total, start, candidates, compute, tiers)
+    return tried or made
 
 
 def trial(
