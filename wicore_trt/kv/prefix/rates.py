@@ -32,6 +32,7 @@ DISK_PRIOR = TierRate(0.5e9, 5e-3)
 MIN_TOKENS = 32
 """Steps with fewer prefill tokens say nothing about prefill: reading the weights is most of them."""
 FADING_S = 30.0
+"""After so long half of what loads slowed steps down by is believed still."""
 DOUBLING_S = 10.0
 """A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
 
@@ -116,7 +117,7 @@ class Drag:
 
     def factor(self, now: float) -> float:
         """1 or more."""
-        return 1.0 + self._more * 0.5 ** ((now - self._at) / FADING_S)
+        return 1.0 + self._more * math.exp(-max(0.0, now - self._at) * math.log(2) / FADING_S)
 
 
 class TierMeter:
