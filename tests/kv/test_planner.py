@@ -41,7 +41,7 @@ def test_an_even_split_of_two_equal_rates():
     assert made.decision == "split" and made.stop == 1024
     assert made.seconds == pytest.approx(0.512 + 0.256) and made.compute_seconds == pytest.approx(1.28)
     # A third faster: meets at 1024 * 0.65 / 1.65 = 403.4, better at page 416.
-    assert (made.start, made.meet) == (416, 512)
+    assert (made.start, made.early, made.meet) == (0, 416, 512)
     assert made.wait_s == pytest.approx(0.064)  # one slice
 
 
@@ -168,7 +168,7 @@ def test_predicted_time_is_the_best_of_all_splits(problem):
         assert made.start == problem[1] or made.start % PAGE == 0
 
 
-SPLIT = LoadChoice(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wait_s=0.1, slice_tokens=100)
+SPLIT = LoadChoice(1024, 512, 0.7, 1.3, "split", meet=800, load_seconds=0.5, wait_s=0.1, slice_tokens=100, early=512)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
 def test_the_band_brackets_the_meeting_point():
     tiers = {"host": TierRate(1e12), "disk": TierRate(1e6)}
     made = choose(4096, 0, [candidate(3840)], LINEAR, tiers)
-    assert made.start < made.load_seconds * 1000 <= made.meet + PAGE
-    assert made.meet - made.start < BAND * made.meet
+    assert made.early < made.load_seconds * 1000 <= made.meet + PAGE
+    assert made.meet - made.early < BAND * made.meet
 
 
 def test_with_true_rates_every_cell_is_near_the_oracle_and_never_slower_than_recomputing():

@@ -201,7 +201,7 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
         tiers.transfers.wait(0.01)
         poll()
     now = 1e6
-    loader.step(scheduler.running[0].pages, 0)
+    loader.step(scheduler.running[0].pages, 0, compute=scheduler.prefill.rate())
     assert bool(heard) != comes
     tiers.poll = poll
     core.abort_all()

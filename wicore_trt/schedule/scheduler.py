@@ -13,7 +13,6 @@ pages are reserved, and if any sequence lives, the schedule is empty only while 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from operator import le
 
 from wicore_trt.kv.manager import KVCacheManager
@@ -23,6 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
+from wicore_trt.schedule.estimates import learn, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -38,14 +38,14 @@ TURN_STEPS = 32
 # Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
-# A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
-LOOK_UP_S = 0.02
 # Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
 LEAST = 8
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
 # some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
 PAGES_AT_ONCE = 512
+# Slices of prompts in a step beside a load from disk, whose next reads are asked for between steps.
+DISK_SLICES = 10
 
 
 class Scheduler:
@@ -105,21 +105,12 @@ class Scheduler:
 
     def estimate(self, sequence: Sequence) -> float:
         """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
-        if self.step_time is None:
-            return 0.0
-        pages, total = sequence.pages, len(sequence.tokens)
-        seconds = self.step_time.prompt_s(0, total)
-        if seconds > LOOK_UP_S and not sequence.scoring:
-            hit = self.manager.lookup(pages, sequence.tokens)
-            seconds = self.step_time.prompt_s(hit.tokens, total - hit.tokens)
-            if self.loader is not None and seconds > LOOK_UP_S:
-                chosen = self.loader.choose(pages, total, hit, self.prefill.rate(slice_tokens=self.slice_tokens))
-                seconds = seconds if chosen is None else min(seconds, chosen.seconds)
-        return seconds
+        rate = self.prefill.rate(slice_tokens=self.slice_tokens)
+        return prompt_cost(sequence, self.step_time, self.manager, self.loader, rate)
 
     def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
         """A step that computed (start, count) tokens of each sequence took so long."""
-        self.prefill.observe(slices, seconds)
+        learn(self.prefill, self.loader, slices, seconds, self.slice_tokens)
         if self.step_time is not None:
             self.step_time.observe(load_of(slices), seconds)
 
@@ -181,8 +172,16 @@ class Scheduler:
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             budget.pace(self.step_time, decode, self._least)
+        self._beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule
+
+    def _beside_disk(self, budget: Budget) -> bool:
+        """Keep a step short in which pages come from disk; whether any do."""
+        found = self.loader is not None and self.loader.reads
+        if found:
+            budget.tokens = min(budget.tokens, DISK_SLICES * self.slice_tokens)
+        return found
 
     @property
     def _least(self) -> int:
@@ -271,7 +270,10 @@ class Scheduler:
         """Give a running sequence its tokens and their pages."""
         if sequence.state is not SequenceState.RUNNING:
             return  # preempted for one that was served before
-        count = self._bounded(sequence, self._wanted(sequence), budget)
+        wanted = self._wanted(sequence)
+        count = self._bounded(sequence, wanted, budget)
+        if wanted < sequence.remaining and self.loader is not None and self.loader.reads:  # it may go on elsewhere soon
+            budget.tokens = min(budget.tokens, max(count, self.slice_tokens))
         if count == 0:
             return
         while not self.manager.reserve(sequence.pages, sequence.computed + count):
@@ -310,7 +312,9 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        step = self.loader.step(sequence.pages, computed)
+        rate = rate_beside(self.running, self.prefill, self.max_batch_tokens, self.slice_tokens)
+        step = self.loader.step(sequence.pages, computed, compute=rate)
+        raise_cost(sequence, self.step_time, self.loader)
         if step.action == "compute":
             return min(sequence.remaining, step.max_tokens)
         if step.action == "jump":
@@ -410,6 +414,10 @@ class Scheduler:
             if sequence.pages.load is not None:
                 self._load_pages -= sum(map(sequence.pages.load.lacking, self.manager.pools))
                 self.held_back = self._load_pages <= 0 and len(self.waiting) > 0
+                if hit is not None and self._beside_disk(budget):
+                    self._serve(sequence, schedule, budget)
+                    if schedule.preempted:
+                        break
 
     def _comes_before(self, prompt: Sequence, budget: Budget) -> bool:
         """Whether the head of the queue has its turn before a prompt that runs, and pages for both of them."""
@@ -438,7 +446,7 @@ class Scheduler:
         pages, total = sequence.pages, len(sequence.tokens)
         chosen = None
         if self.loader is not None and not sequence.scoring:
-            chosen = self.loader.choose(pages, total, hit, self._compute_rate())
+            chosen = self.loader.choose(pages, total, hit, self._compute_rate(), trials=True)
         load = chosen if chosen is not None and chosen.stop else None
         self.manager.attach(pages, hit, total)
         sequence.computed = hit.tokens
@@ -466,16 +474,9 @@ class Scheduler:
         return self.loader.resume(sequence.pages)
 
     def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
-        """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being
-        prefilled, each step gives a token to every sequence that decodes, and those that compute beside their loads go
-        on. More than that must not count for a load, or its request waits longer for it than computing takes."""
-        busy = [s for s in self.running if s.pages.load is None and s is not chooser]
-        ahead = sum(s.remaining for s in busy if s.remaining > 1)
+        """What the prefill of a newcomer, or of the running `chooser`, gets."""
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
-        share = max(1, self.max_batch_tokens - len(busy)) / self.max_batch_tokens
-        share /= 1 + sum(self.loader is not None and self.loader.splits(s.pages) for s in self.running)
-        rate = self.prefill.rate(share=share, slice_tokens=slice_tokens)
-        return replace(rate, delay_s=rate.seconds(0, ahead))
+        return rate_behind(self.running, chooser, self.prefill, self.loader, self.max_batch_tokens, slice_tokens)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""

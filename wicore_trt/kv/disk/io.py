@@ -26,6 +26,8 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """The system reported an error, or the store was closed."""
     NO_SPACE = "no_space"
+    UNWANTED = "unwanted"
+    """It was left out, because nobody waits for it any more; no buffer was touched."""
     TIMEOUT = "timeout"
     """Not done in time. The buffers may still be touched until RETURNED."""
     RETURNED = "returned"

@@ -50,6 +50,7 @@ class PageStore(Protocol):
         done: Callable[[Outcome], None],
         *,
         seen: Callable[[], None],
+        wanted: Callable[[], bool],
     ) -> bool: ...
 
     def erase(self, slots: Sequence[int]) -> None: ...

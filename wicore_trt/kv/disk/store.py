@@ -39,7 +39,7 @@ from wicore_trt.kv.pages.page import Page
 
 WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
-QUEUE_LIMIT = 256
+QUEUE_LIMIT = 512
 """Reads, and writes, that wait at a tier's store."""
 EXPIRED = 1
 """An end long ago, in seconds since 1970: of bytes that are to be overwritten."""
@@ -223,12 +223,18 @@ class DiskStore:
         done: Callable[[Outcome], None],
         *,
         seen: Callable[[], None] = lambda: None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Read the page's parts into the buffers. As `write`; CORRUPT when the slots hold anything else, and only
         after OK do the buffers mean something. `seen` is called, in that thread, when they hold the page, before it is
-        checked: so no bit can flip between the check and what `seen` takes down. Encrypted ones are checked first."""
+        checked: so no bit can flip between the check and what `seen` takes down. Encrypted ones are checked first.
+        `wanted` is asked, in that thread, before anything is read: UNWANTED where it says no."""
         held, buffers = self._checked(slots, parts)
-        return self._pool.submit(lambda op: self._read(page, held, buffers, seen), done, urgent=True)
+
+        def run(op: Operation) -> Outcome:
+            return self._read(page, held, buffers, seen) if wanted() else Outcome.UNWANTED
+
+        return self._pool.submit(run, done, urgent=True)
 
     def erase(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the

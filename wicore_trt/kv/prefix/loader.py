@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +19,21 @@ from queue import SimpleQueue
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.prefix.planner import Candidate, ComputeRate, LoadChoice, NextMove, TierRate, advance, choose
-from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
+from wicore_trt.kv.prefix.planner import (
+    SLOWER,
+    Candidate,
+    ComputeRate,
+    LoadChoice,
+    NextMove,
+    TierRate,
+    advance,
+    aim,
+    decide,
+)
+from wicore_trt.kv.prefix.probe import MEASURED_BYTES, probe_tiers
+from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, Drag, TierMeter
 from wicore_trt.kv.sequence_pages import ParkedPages, PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.moves import Backed
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CachePriority
@@ -31,29 +42,9 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 4
 """Resume points to choose among, the longest first."""
-DISK_SLICES = 8
-"""Slices that a sequence computes at once beside a load from disk, whose next reads are asked for between steps."""
 LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
-MEASURED_BYTES = 4 << 20
-PROBE_BYTES, PROBE_READS = 64 << 20, 8
-PROBE_SHARE = 0.75
-"""Of the host's slots that the probe may borrow: pages may come meanwhile."""
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
-
-
-class _Sum:
-    """What a copier calls when one of `count` copies is over; with the last one `over` hears what all took."""
-
-    def __init__(self, count: int, over: Callable[[float], None]) -> None:
-        self._left, self._over = count, over
-        self._seconds = 0.0
-
-    def __call__(self, digest: bytes | None, seconds: float) -> None:
-        self._left -= 1
-        self._seconds += seconds
-        if not self._left:
-            self._over(self._seconds)
 
 
 @dataclass(slots=True)
@@ -67,6 +58,9 @@ class _Begun:
     from_disk: int
     idle_s: float = 0.0
     waiting_since: float | None = None
+    lacking: int = 0
+    came_at: float = 0.0
+    """When it was seen last that pages had come, and how many lacked then."""
 
 
 class PrefixLoader:
@@ -87,35 +81,16 @@ class PrefixLoader:
         self._clock = clock
         self._host_meter = TierMeter(HOST_PRIOR)
         self._disk_meter = TierMeter(DISK_PRIOR)
+        self.drag = Drag()
         self._host_read = (0, 0.0)
         self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
         self._begun: dict[PrefixLoad, _Begun] = {}
 
     def probe(self) -> None:
-        """Before the first request: rate the link by copies into slots that nobody has, and the disk by bringing some
-        of what it kept to host memory. Both go on beside what follows."""
-        group = self._manager.chain_group
-        page_bytes, pool, transfers = self._page_bytes[group], self._manager.pools[group], self.tiers.transfers
-        index = self.tiers.host
-        room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
-        count = min(PROBE_BYTES // page_bytes, pool.num_pages, room)
-        if count * page_bytes >= MEASURED_BYTES:
-            copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(page_bytes, count)
-
-            def over(seconds: float) -> None:
-                self._probed.put((self._host_meter, count * page_bytes, seconds))
-                transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
-
-            done = _Sum(count, over)
-            for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
-                copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
-            for slot in range(count):
-                copier.to_device(group, slot, buffers[slot], done)
-            copier.flush()
-        if self.tiers.disk is not None:
-            pages, left = self.tiers.disk.newest(PROBE_READS), self._manager.retention.left
-            # a page on its way is in use, and the time to live of one that is in use starts anew
-            self.tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))
+        """Before the first request: have link and disk rated, beside what follows."""
+        probe_tiers(
+            self._manager, self.tiers, self._page_bytes, lambda *read: self._probed.put((self._host_meter, *read))
+        )
 
     def disk_probed(self, count: int, seconds: float) -> None:
         """Reads of `count` bytes of the disk took so long. Any thread."""
@@ -123,8 +98,11 @@ class PrefixLoader:
 
     # --- look-up and choice ----------------------------------------------------------------------------------------
 
-    def choose(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> LoadChoice | None:
-        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below."""
+    def choose(
+        self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate, *, trials: bool = False
+    ) -> LoadChoice | None:
+        """What to load for a prompt of `total` tokens whose device hit is `hit`; None when there is nothing below.
+        With `trials` that may be what will hardly pay."""
         candidates = self._candidates(pages, total, hit)
         if not candidates:
             return None
@@ -135,7 +113,7 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
-        return choose(total, hit.tokens, candidates, compute, rates)
+        return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), trials=trials)
 
     def _queued_bytes(self) -> int:
         """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
@@ -229,7 +207,8 @@ class PrefixLoader:
         disk_bytes = sum(
             self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
         )
-        self._begun[load] = _Begun(chosen, self._clock(), disk_bytes, disk_bytes)
+        now = self._clock()
+        self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
         self.tiers.begin(load)
         return True
 
@@ -261,8 +240,9 @@ class PrefixLoader:
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
-    def step(self, pages: SequencePages, computed: int) -> NextMove:
-        """What a sequence with a load does next (see `planner.advance`). A parked one waits for all its pages."""
+    def step(self, pages: SequencePages, computed: int, *, compute: ComputeRate) -> NextMove:
+        """What a sequence with a load does next (see `planner.advance`), if its prefill goes on at the rate `compute`.
+        A parked one waits for all its pages."""
         load, manager = pages.load, self._manager
         assert load is not None
         size = manager.page_tokens
@@ -282,12 +262,55 @@ class PrefixLoader:
             begun.idle_s += now - begun.waiting_since
         load.floor = manager.pages_for(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
+        if begun.from_disk and computed < begun.choice.stop:
+            lacking = sum(map(load.lacking, manager.pools))
+            if lacking != begun.lacking:
+                begun.lacking, begun.came_at = lacking, now
+            drag = self.drag.factor(now)
+            silence = now - begun.came_at  # will go on as long as it has, for all that is known
+            begun.choice = aim(begun.choice, computed, size, compute.slowed(drag), self._arrival(load, silence))
+            stop = begun.choice.stop
+            beside = drag * compute.seconds(computed, min(begun.choice.meet, stop))
+            if drag > SLOWER and load.reading and beside > compute.seconds(computed, stop):
+                return DROP
         step = advance(begun.choice, computed, ready_from, begun.choice.wait_s if over else begun.idle_s)
         if step.action == "compute":  # to the end of a page, since one that was begun is not loaded any more
-            most = DISK_SLICES * begun.choice.slice_tokens if begun.from_disk else step.max_tokens
-            step = NextMove("compute", manager.pages_for(computed + min(step.max_tokens, most)) * size - computed)
+            step = NextMove("compute", manager.pages_for(computed + step.max_tokens) * size - computed)
         begun.waiting_since = now if step.action == "wait" else None
         return step
+
+    def _arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
+        """Seconds from now, at `least` so many, until all of a load from a token on is on the device."""
+        now, up, each = self._clock(), self.tiers.transfers.up, self._page_bytes
+        windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
+        window_bytes = windows * each.get(LOCAL, 0)
+        asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
+        others = sum(1 for other in self._begun if other is not load and other.reading)
+        disk = self._disk_meter.rate(queued=max(0, up.reading_bytes - asked), now=now)
+        self.tiers.read_ahead(disk.bytes_per_s)
+        link = self._host_meter.rate(now=now)
+
+        def arrival(token: int) -> float:
+            pages = len(unread) - bisect_left(unread, token // self._manager.page_tokens)
+            count = window_bytes + pages * each.get(GLOBAL, 0)
+            left = max(each.get(GLOBAL, 0), window_bytes)
+            return max(least, disk.seconds(count * (1 + others)) + link.seconds(left)) if count else link.latency_s
+
+        return arrival
+
+    def stepped(self, expected: float, seconds: float) -> None:
+        """A step beside loads from disk took so long in place of what it takes without."""
+        self.drag.observe(expected, seconds, now=self._clock())
+
+    @property
+    def reads(self) -> bool:
+        """Whether a sequence has a load with pages from disk."""
+        return any(begun.from_disk for begun in self._begun.values())
+
+    def meeting(self, pages: SequencePages) -> int | None:
+        """Up to which token a sequence with a load from disk is expected to compute itself; None for any other."""
+        begun = self._begun.get(pages.load) if pages.load is not None else None
+        return begun.choice.meet if begun is not None and begun.from_disk else None
 
     def splits(self, pages: SequencePages) -> bool:
         """Whether a sequence has a load and was to compute beside it."""

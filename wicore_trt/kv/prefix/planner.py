@@ -11,14 +11,17 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes; with pages from disk, which may never
-come, it ends within a slice and a page.
+load-only choice the load's own time too, which is less than what computing takes.
+
+A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
+out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
+where it seems too slow, `trial` has it read beside computing everything, as long as that might pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -34,6 +37,12 @@ BAND = 0.35
 than it expects to need."""
 CAUTION = 1.1
 """In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
+HOPE = 10.0
+"""How many times as fast as it seems a disk may turn out to be: it is never read for long while it seems slow."""
+SLOWER = 1.15
+"""Where steps beside a load from disk take so many times as long as without, the load must be worth that."""
+NEVER = 1 << 30
+"""As a meeting point: behind every prompt."""
 STAKE = 0.24
 """Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
 
@@ -77,6 +86,10 @@ class ComputeRate:
         """The same with this sequence's share of the device."""
         return self.alone(begin, end) / self.share
 
+    def slowed(self, factor: float) -> ComputeRate:
+        """The same where computing takes `factor` times as long."""
+        return replace(self, per_token_s=factor * self.per_token_s, per_key_s=factor * self.per_key_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -103,8 +116,9 @@ class LoadChoice:
     """What to do. Without a load `stop` is 0. Times are seconds from now to the first token.
 
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
-    load-only choice has meet = start = what is on the device. `load_seconds`: the load alone, from `meet`. `wait_s`:
-    the longest that the sequence may idle. `slice_tokens` as in ComputeRate.
+    load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
+    than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
+    idle. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -116,6 +130,7 @@ class LoadChoice:
     load_seconds: float = 0.0
     wait_s: float = 0.0
     slice_tokens: int = 256
+    early: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +184,87 @@ def choose(
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
         wait_s += max(0.0, load_s - compute.delay_s) if load.disk_bytes(start) else load_s
-        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices)
-    first = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
-    return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices)
+        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start)
+    early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
+    first = start if load.disk_bytes(start) else early  # a disk may be any number of times faster than it was
+    return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
+
+
+def decide(
+    total: int,
+    start: int,
+    candidates: Sequence[Candidate],
+    compute: ComputeRate,
+    tiers: Mapping[str, TierRate],
+    drag: float = 1.0,
+    *,
+    trials: bool = False,
+) -> LoadChoice:
+    """`choose`, where steps take `drag` times as long beside a load from disk, and with `trials` a `trial` where that
+    computes everything."""
+    made = choose(total, start, candidates, compute, tiers)
+    if drag > SLOWER and made.stop and any(DISK in c.global_pages or DISK in c.window_bytes for c in candidates):
+        beside = choose(total, start, candidates, compute.slowed(drag), tiers)
+        worth = beside.stop and beside.seconds < made.compute_seconds
+        made = beside if worth else choose(total, start, [], compute, tiers)
+    tried = None
+    if trials and not made.stop and drag <= SLOWER:
+        tried = trial(total, start, candidates, compute, tiers)
+    return tried or made
+
+
+def trial(
+    total: int,
+    start: int,
+    candidates: Sequence[Candidate],
+    compute: ComputeRate,
+    tiers: Mapping[str, TierRate],
+) -> LoadChoice | None:
+    """Where `choose` would compute everything: a load that would be worth it if the disk were HOPE times as fast as it
+    seems, to be run beside computing all (`aim`). It costs reads that nobody else waits for, and no time."""
+    disk = tiers.get(DISK)
+    if disk is None:
+        return None
+    fast = replace(disk, bytes_per_s=HOPE * disk.bytes_per_s, latency_s=disk.latency_s / HOPE)
+    made = choose(total, start, candidates, compute, {**tiers, DISK: fast})
+    if not made.stop:
+        return None
+    seconds = made.compute_seconds
+    return replace(made, start=start, early=NEVER, meet=NEVER, seconds=seconds, decision="split", wait_s=0.0)
+
+
+def aim(
+    choice: LoadChoice, computed: int, page_tokens: int, compute: ComputeRate, arrival: Callable[[int], float]
+) -> LoadChoice:
+    """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)` seconds
+    from now the windows and all pages from there on will be here. It grows the earlier the token is. A load that will
+    not be here before all of it is computed shortens no step."""
+    first, last = computed // page_tokens, choice.stop // page_tokens
+
+    def boundary(page: int) -> int:
+        return max(computed, page * page_tokens)
+
+    def front(page: int) -> float:
+        return compute.seconds(computed, boundary(page))
+
+    def meeting(factor: float) -> int:
+        low, high = first, last
+        while low < high:
+            middle = (low + high) // 2
+            if front(middle) >= factor * arrival(boundary(middle)):
+                high = middle
+            else:
+                low = middle + 1
+        if low > first and factor * arrival(boundary(low - 1)) <= front(low):
+            low -= 1
+        return boundary(low) if low < last else NEVER
+
+    meet = meeting(1.0)
+    wait_s = min(
+        STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
+        compute.seconds(computed, computed + choice.slice_tokens),
+    )
+    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=0.0 if compute.share < 1 else wait_s)
 
 
 def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
@@ -190,10 +283,10 @@ def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -
         if idle_s < choice.wait_s:
             return NextMove("wait")
         left = -left // 2  # the load is late: slices that grow, as short ones may be less efficient
-    elif computed >= choice.start:
+    elif computed >= choice.early:
         left //= 2  # the load may be there any time: slices that get smaller
     else:
-        left = choice.start - computed
+        left = choice.early - computed
     return NextMove("compute", max(left, choice.slice_tokens))
 
 

@@ -31,6 +31,8 @@ DISK_PRIOR = TierRate(0.5e9, 5e-3)
 """Before the first read: SATA. Large models compute at first, small ones (few bytes per token) load."""
 MIN_TOKENS = 32
 """Steps with fewer prefill tokens say nothing about prefill: reading the weights is most of them."""
+FADING_S = 30.0
+"""After so long half of what loads slowed steps down by is believed still."""
 DOUBLING_S = 10.0
 """A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
 
@@ -91,9 +93,31 @@ class PrefillMeter:
         keys = sum(count * (start + count / 2) for start, count in slices)
         self._fit.update((tokens, keys), seconds)
 
+    def expected(self, slices: Sequence[tuple[int, int]]) -> float:
+        """Seconds of such a step."""
+        return self._fit.predict((sum(n for _, n in slices), sum(n * (start + n / 2) for start, n in slices)))
+
     def rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
         """The present estimate; the caller knows the load (see ComputeRate)."""
         return ComputeRate(self._fit.p[0], self._fit.p[1], share, delay_s, slice_tokens)
+
+
+class Drag:
+    """How many times as long steps take while pages come from disk: threads that check pages and copies may be in the
+    way. What was seen fades, by half each FADING_S, so that it is tried again."""
+
+    def __init__(self) -> None:
+        self._more, self._at = 0.0, 0.0
+
+    def observe(self, expected: float, seconds: float, *, now: float) -> None:
+        """A step beside such a load took so long in place of what it takes without."""
+        if expected > 0 and 0 < seconds < math.inf:
+            more = min(CLIP, max(1.0, seconds / expected)) - 1.0
+            self._more, self._at = 0.2 * (self.factor(now) - 1.0) + 0.8 * more, now
+
+    def factor(self, now: float) -> float:
+        """1 or more."""
+        return 1.0 + self._more * math.exp(-max(0.0, now - self._at) * math.log(2) / FADING_S)
 
 
 class TierMeter:

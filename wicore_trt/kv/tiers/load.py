@@ -56,7 +56,8 @@ class PrefixLoad:
         self.failures = 0
         self.floor = 0
         self.todo = deque(items)
-        self.in_flight = 0
+        self.in_flight = self.reading = 0
+        """Pages asked for, and of these the ones that the disk has not read."""
         self.here = set(here)
         self.arrived = Counter[str]()
         """Global pages that arrived, by the tier they were in, and those found on the device."""
@@ -64,6 +65,8 @@ class PrefixLoad:
         self.cancelled = False
         self.broken = False
         self._missing = {item.page.name: item.page.index for item in self.todo}
+        self._unread = {item.page.name: item.page.index for item in self.todo}
+        """Of the missing pages those that are not in host memory, as far as it is known."""
         self._windows = sum(item.page.group == LOCAL for item in self.todo)
         self._failed_from = 0
         self._passed = 0
@@ -82,6 +85,14 @@ class PrefixLoad:
         """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
         waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]
         return max([self.first, self._failed_from, self._passed, *(index + 1 for index in waiting)])
+
+    def unread(self, group: str) -> list[int]:
+        """Indices of missing pages of a layer group that were not in host memory when it was looked for them last."""
+        return [index for (of, _), index in self._unread.items() if of == group]
+
+    def bring(self, item: LoadItem) -> None:
+        """The page is in host memory, and goes on to the device."""
+        self._unread.pop(item.page.name, None)
 
     @property
     def window_here(self) -> bool:
@@ -125,6 +136,7 @@ class PrefixLoad:
 
     def _pass(self, item: LoadItem) -> None:
         self._missing.pop(item.page.name)
+        self._unread.pop(item.page.name, None)
         if item.page.group == GLOBAL:
             self._passed = max(self._passed, item.page.index + 1)
 
@@ -140,6 +152,7 @@ class PrefixLoad:
     def _settle(self, item: LoadItem) -> None:
         self.in_flight -= 1
         self._missing.pop(item.page.name)
+        self._unread.pop(item.page.name, None)
 
     def cancel(self) -> None:
         """The sequence does not want it any more; what is in flight will be dropped on arrival."""

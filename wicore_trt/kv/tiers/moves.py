@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import ClassVar
@@ -103,7 +103,9 @@ class Read(Move):
 class Fetch(Move):
     """A page that somebody asked for. It is put into `inbox` whenever it got HERE, PLACED or FAILED; after PLACING it
     may be HERE or FAILED, when what came to the device was not the page. From HERE until PLACED or RELEASED the host's
-    `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's."""
+    `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's.
+    `wanted` says, on any thread, whether it is of use still: a read of the disk that has not begun is left out when it
+    is of use to nobody, and the fetch then FAILED."""
 
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
@@ -120,6 +122,7 @@ class Fetch(Move):
     stage: Stage = Stage.WAITING
     unwanted: bool = False
     wrong: int = 0
+    wanted: Callable[[], bool] = lambda: True
 
     @property
     def held(self) -> TierCopy:

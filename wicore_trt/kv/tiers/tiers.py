@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
@@ -19,9 +20,9 @@ from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.types import TierStats
 
-IN_FLIGHT = 192
-"""Pages of one load that come from disk at the same time: enough for the disk's queue during a step (27B: 0.5 GB, 0.2 s
-of a fast disk), few enough to stop soon."""
+IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
+"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
+enough that others have their turn; more of them where it is known to read more in so many seconds."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 RETAIN_S = 0.1
@@ -42,9 +43,10 @@ class LowerTiers:
         self.hit_tokens: Counter[str] = Counter()
         self._threshold = threshold
         self._loads: list[PrefixLoad] = []
-        self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem]] = {}
+        self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
         self._inbox: deque[Fetch] = deque()
         self._relieve_at = 0.0
+        self._in_flight = IN_FLIGHT
 
     @property
     def indexes(self) -> dict[str, TierIndex]:
@@ -129,6 +131,11 @@ class LowerTiers:
         self._loads.append(load)
         self._pump()
 
+    def read_ahead(self, bytes_per_s: float) -> None:
+        """The disk reads so fast: ask it for as much as it needs to have."""
+        page_bytes = self.transfers.host.slot_bytes * min(self.host.slots_per_page.values())
+        self._in_flight = max(IN_FLIGHT, min(MOST_IN_FLIGHT, int(AHEAD_S * bytes_per_s / page_bytes)))
+
     @property
     def loading(self) -> bool:
         return bool(self._loads)
@@ -162,13 +169,15 @@ class LowerTiers:
                 item = load.next_item()
                 if item is None:
                     break
-                if load.in_flight >= IN_FLIGHT and self.host.get(*item.page.name) is None:
+                here = self.host.get(*item.page.name) is not None
+                if load.reading >= self._in_flight and not here:
                     load.todo.appendleft(item)
                     break
-                fetch = self.transfers.fetch(item.page, self._inbox)
+                fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
                 if fetch is not None:
                     load.in_flight += 1
-                    self._fetching[fetch] = (load, item)
+                    load.reading += not here
+                    self._fetching[fetch] = (load, item, not here)
                     self._take_in()
                 elif self.transfers.going_on:
                     load.todo.appendleft(item)
@@ -184,16 +193,19 @@ class LowerTiers:
         """Go on with what arrived, in host memory or on the device."""
         while self._inbox:
             fetch = self._inbox.popleft()
-            load, item = self._fetching[fetch]
+            load, item, read = self._fetching[fetch]
+            load.reading -= read
             if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
+                self._fetching[fetch] = (load, item, False)
+                load.bring(item)
                 self.transfers.place(fetch, item.slot)
                 continue
             del self._fetching[fetch]
-            if fetch.stage is Stage.FAILED:
+            if fetch.stage is Stage.FAILED and load.wanted(item):
                 load.fail(item)
             elif fetch.stage is Stage.PLACED and load.wanted(item):
                 load.arrive(item, fetch.held.origin or "host")
-            elif item.slot < 0:
+            elif item.slot < 0 and fetch.stage is Stage.HERE:
                 load.arrive(item, "host")
             else:
                 load.pass_over(item)

@@ -34,9 +34,9 @@ class WayUp:
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
         self._movers = movers
 
-    def fetch(self, page: Page, inbox: deque[Fetch]) -> Fetch | None:
+    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool]) -> Fetch | None:
         """See `Transfers.fetch`."""
-        fetch = Fetch(page, inbox)
+        fetch = Fetch(page, inbox, wanted=wanted)
         return fetch if self._begin(fetch) else None
 
     def _begin(self, fetch: Fetch) -> bool:
@@ -154,14 +154,27 @@ class WayUp:
         copy.origin = "disk"
         move = Read(copy, source, self.reading_bytes)
         done, seen = partial(self._post_read, move, time.perf_counter()), partial(self._seen, copy)
-        if not store.read(page, source.slots, movers.host.buffers(copy), done, seen=seen):
+        wanted = partial(self._wanted, page.name)
+        self.waiting.setdefault(page.name, []).append(fetch)  # first, because the disk's thread may ask at once
+        if not store.read(page, source.slots, movers.host.buffers(copy), done, seen=seen, wanted=wanted):
             index.release(source)
             movers.host.index.abort(copy, "queue full")
+            self._wait_no_more(fetch)
             return False
         self.outstanding += 1
         self.reading_bytes += movers.host.bytes_of(page)
-        self.waiting.setdefault(page.name, []).append(fetch)
         return True
+
+    def _wait_no_more(self, fetch: Fetch) -> None:
+        name = fetch.page.name
+        self.waiting[name].remove(fetch)
+        if not self.waiting[name]:
+            del self.waiting[name]
+
+    def _wanted(self, name: tuple[str, bytes]) -> bool:
+        """Whether anybody waits for a page that is to be read. Asked on the disk's thread: who comes later, or after
+        it was asked, gets what `have_read` makes of it."""
+        return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
     def _seen(self, copy: TierCopy) -> None:
         copy.checksum = self._movers.checksum(copy)  # on the disk's thread, which has the time
@@ -195,9 +208,15 @@ class WayUp:
             if copy.ready:
                 movers.stored("host", copy.page)
             return copy.ready
+        waited_for = copy.state is CopyState.WRITING
+        if outcome is Outcome.UNWANTED:
+            index.release(source)
+            host.abort(copy, "unwanted")
+            if waited_for:
+                self._left_out(copy.page.name)
+            return False
         cause = outcome.name.lower()
         movers.disk_traffic.failures["read timeout" if late else cause] += 1
-        waited_for = copy.state is CopyState.WRITING
         host.abort(copy, cause, touched=late)
         if not late:
             if source.ready:
@@ -206,3 +225,9 @@ class WayUp:
         if waited_for:
             self.refuse(copy.page.name)
         return False
+
+    def _left_out(self, name: tuple[str, bytes]) -> None:
+        """A page was not read, as nobody waited for it. Who came since has it read after all."""
+        for fetch in self.waiting.pop(name, ()):
+            if fetch.unwanted or not fetch.wanted() or not self._begin(fetch):
+                self._fail(fetch)

@@ -1,0 +1,248 @@
+"""A disk, a link to the device and the time of steps, in virtual time, for simulations of the KV tiers.
+
+A disk shares a rate that changes over time among its threads, reads before writes; each operation takes a latency more,
+and now and then one takes long. It must not know who reads. Invariant: one seed gives one sequence of happenings.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from queue import Empty
+from typing import Any
+
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.store import QUEUE_LIMIT
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.runtime.executor import Done
+
+PAGE_TOKENS, WINDOW = 32, 1024
+PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
+"""Gemma 3 27B in BF16."""
+BATCH_TOKENS, SLICE_TOKENS = 8192, 256
+DIGEST = bytes(16)
+Told = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What is true. `disk` are (second, bytes/s from then on), the first at 0; a read takes `latency_s` more, and one
+    in `slow_in` takes `slow_s`. Prefill is that of an H200 (`docs/benchmarks/log.md`), `speed` times as fast."""
+
+    disk: tuple[tuple[float, float], ...]
+    latency_s: float = 1e-3
+    slow_in: int = 0
+    slow_s: float = 0.5
+    link: float = 46e9
+    speed: float = 1.0
+    threads: int = 4
+    drag: float = 1.0
+    """How many times as long a step takes that begins while the disk is read."""
+    page_s: float = 4e-5
+    """Of the engine's thread for each page that it asks for."""
+
+    def step_s(self, slices: Sequence[tuple[int, int]]) -> float:
+        """Of a step that computes (start, count) of each sequence. 32K take 1.83 s and 130,000 tokens 10.1 s."""
+        tokens = sum(n for _, n in slices)
+        pairs = sum(n * (start + n / 2) for start, n in slices)
+        return (math.hypot(0.011, 4.85e-5 * tokens) + 4.49e-10 * pairs) / self.speed
+
+    def prefill_s(self, begin: int, end: int) -> float:
+        """Of steps as large as they may be."""
+        edges = [*range(begin, end, BATCH_TOKENS), end]
+        return sum(self.step_s([(a, b - a)]) for a, b in zip(edges, edges[1:], strict=False))
+
+
+class Events:
+    """What happens beside the engine's thread, and when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def at(self, when: float, work: Callable[[], None]) -> None:
+        if when < math.inf:
+            heapq.heappush(self._heap, (max(when, self.now), next(self._serial), work))
+
+    def until(self, end: float, over: Callable[[], bool] = lambda: False) -> None:
+        while not over() and self._heap and self._heap[0][0] <= end:
+            when, _, work = heapq.heappop(self._heap)
+            self.now = max(self.now, when)
+            work()
+        if not over() and end < math.inf:
+            self.now = max(self.now, end)
+
+    # in place of the module `time`
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+class Mailbox:
+    """A queue; to wait on it lets time pass."""
+
+    def __init__(self, events: Events) -> None:
+        self._events, self._items = events, deque[Any]()
+
+    def put(self, item: object) -> None:
+        self._items.append(item)
+
+    def get_nowait(self) -> object:
+        if not self._items:
+            raise Empty
+        return self._items.popleft()
+
+    def get(self, timeout: float) -> object:
+        self._events.until(self._events.now + timeout, lambda: bool(self._items))
+        return self.get_nowait()
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    left: float
+    slow_s: float
+    done: Callable[[Outcome], None]
+    wanted: Callable[[], bool]
+    reads: bool
+
+
+class Disk:
+    """A `PageStore` that moves nothing. Operations under way share the rate; a slow one holds its thread besides."""
+
+    existing_slots, stalled, now = 1 << 40, False, 0.0
+
+    def __init__(self, world: World, events: Events, seed: int) -> None:
+        self._world, self._events, self._rng = world, events, random.Random(seed)
+        self._queues = {True: deque[_Operation](), False: deque[_Operation]()}
+        self._active: dict[_Operation, None] = {}
+        self._held = 0
+        self._since, self._version = events.now, 0
+        self.ending: Mapping[bytes, int] = {}
+        self.read_bytes = self.write_bytes = self.asked = 0
+        for when, _ in world.disk[1:]:
+            events.at(when, self._turn)
+
+    @property
+    def reading(self) -> bool:
+        return any(op.reads for op in (*self._active, *self._queues[True]))
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._active) + self._held + sum(map(len, self._queues.values()))
+
+    def rate(self, now: float) -> float:
+        return [rate for when, rate in self._world.disk if when <= now][-1]
+
+    def read(
+        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, seen: Callable[[], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:  # fmt: skip
+        def over(outcome: Outcome) -> None:
+            if outcome is Outcome.OK:
+                seen()
+                self.read_bytes += PAGE_BYTES[page.group]
+            done(outcome)
+
+        return self._put(urgent=True, page=page, done=over, wanted=wanted)
+
+    def write(self, page: Page, slots: Sequence[int], parts: object, done: Told, **_: object) -> bool:
+        self.write_bytes += PAGE_BYTES[page.group]
+        return self._put(urgent=False, page=page, done=done)
+
+    def _put(
+        self, *, urgent: bool, page: Page, done: Callable[[Outcome], None], wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
+        world = self._world
+        if len(self._queues[urgent]) >= QUEUE_LIMIT:
+            return False
+        self.asked += urgent
+        slow = world.slow_in and self._rng.random() * world.slow_in < 1
+        self._queues[urgent].append(
+            _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted, urgent)
+        )
+        self._turn()
+        return True
+
+    def _turn(self) -> None:
+        """Account for what was moved since, take on what fits, and say when the next one ends."""
+        events = self._events
+        gone, self._since = events.now - self._since, events.now
+        if self._active and gone > 0:
+            rate = self.rate(events.now - gone / 2) / len(self._active)
+            for op in self._active:
+                op.left -= gone * rate
+        for op in [op for op in self._active if op.left < 1]:
+            del self._active[op]
+            self._held += 1
+            events.at(events.now + op.slow_s, partial(self._end, op))
+        while len(self._active) + self._held < self._world.threads and any(self._queues.values()):
+            op = (self._queues[True] or self._queues[False]).popleft()
+            if op.wanted():
+                self._active[op] = None
+            else:
+                op.done(Outcome.UNWANTED)
+        self._version += 1
+        if self._active:
+            least = min(op.left for op in self._active) * len(self._active) / self.rate(events.now)
+            events.at(events.now + least, partial(self._due, self._version))
+
+    def _due(self, version: int) -> None:
+        if version == self._version:
+            self._turn()
+
+    def _end(self, op: _Operation) -> None:
+        self._held -= 1
+        op.done(Outcome.OK)
+        self._turn()
+
+    def erase(self, slots: Sequence[int]) -> None:
+        pass
+
+    def stamp(self, page: Page, slots: Sequence[int], expires: int) -> None:
+        pass
+
+    def expires(self, slots: Sequence[int]) -> int:
+        return 0
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class Link:
+    """A `PageCopier` of a device that computes digests: each direction one copy after the other, begun at `flush`."""
+
+    broken: BaseException | None = None
+    checks = True
+
+    def __init__(self, world: World, events: Events) -> None:
+        self._world, self._events = world, events
+        self._free = {"out": 0.0, "in": 0.0}
+        self._asked: list[tuple[str, int, Done]] = []
+
+    def pin(self, memory: memoryview) -> bool:
+        return True
+
+    def digest(self, parts: object) -> bytes:
+        return DIGEST
+
+    def to_host(self, group: str, slot: int, parts: object, done: Done) -> None:
+        self._asked.append(("out", PAGE_BYTES[group], done))
+
+    def to_device(self, group: str, slot: int, parts: object, done: Done) -> None:
+        self._asked.append(("in", PAGE_BYTES[group], done))
+
+    def flush(self) -> None:
+        asked, self._asked = self._asked, []
+        for way, size, done in asked:
+            took = size / self._world.link
+            self._free[way] = max(self._free[way], self._events.now) + took
+            self._events.at(self._free[way], partial(done, DIGEST, took))

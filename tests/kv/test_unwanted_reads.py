@@ -1,0 +1,92 @@
+"""A read of the disk that nobody waits for any more is left out, and who wants the page after all gets it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from unittest import mock
+
+import pytest
+from fakes import make_core
+
+from wicore_trt.config import KVSettings
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.moves import Stage
+from wicore_trt.model.spec import GLOBAL
+from wicore_trt.types import GenerateRequest, SamplingParams
+
+THREADS = KVSettings().disk_threads
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Tiers whose pages are on disk alone, and these pages."""
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv)
+    core.add(GenerateRequest("a", tuple(range(2, 62)), SamplingParams(max_tokens=1, temperature=0.0)))
+    tiers = core.scheduler.manager.tiers
+    while core.has_work or core.tidy():
+        core.step()
+    for copy in list(tiers.host.copies()):
+        tiers.host.drop(copy, "test")
+    yield tiers, [copy.page for copy in tiers.disk.copies()]
+    tiers.check_integrity()
+    core.close()
+
+
+def test_the_store_reads_nothing_that_is_not_wanted(kept):
+    tiers, pages = kept
+    index, store = tiers.transfers.disk
+    asked, told = [], deque()
+    parts = [memoryview(bytearray(b"x" * tiers.transfers.host.slot_bytes)) for _ in index.get(*pages[0].name).slots]
+    wanted = lambda: bool(asked.append(1))  # noqa: E731
+    assert store.read(pages[0], index.get(*pages[0].name).slots, parts, told.append, wanted=wanted)
+    tiers.transfers.wait_idle(5)
+    while not told:
+        pass
+    assert list(told) == [Outcome.UNWANTED] and asked == [1]
+    assert all(bytes(part) == b"x" * len(part) for part in parts)
+
+
+def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
+    tiers, pages = kept
+    transfers, inbox = tiers.transfers, deque()
+    fetches = [transfers.fetch(page, inbox, lambda: False) for page in pages]
+    assert transfers.wait_idle(10)
+    assert [fetch.stage for fetch in fetches] == [Stage.FAILED] * len(pages) and len(inbox) == len(pages)
+    assert not transfers.disk_traffic.failures and not transfers.up.waiting and not transfers.up.reading_bytes
+    assert tiers.host.used_slots == 0
+    assert all(tiers.where(*page.name) == "disk" for page in pages)
+
+
+def test_who_comes_after_a_read_was_left_out_has_it_read(kept):
+    tiers, pages = kept
+    transfers, inbox = tiers.transfers, deque()
+    first = transfers.fetch(pages[0], inbox, lambda: False)
+    while transfers.movers.mailbox.empty():
+        pass  # it was left out, which nobody knows yet
+    second = transfers.fetch(pages[0], inbox)
+    assert transfers.wait_idle(10)
+    assert (first.stage, second.stage) == (Stage.FAILED, Stage.HERE)
+    transfers.release(second)
+
+
+def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    store, free = tiers.transfers.disk[1], threading.Event()
+    for _ in range(THREADS):
+        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
+    while store._pool._normal:
+        pass  # until every thread has something else to do
+    load, reads = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, 0) for page in pages]), []
+    with mock.patch.object(store, "_read", lambda *args: reads.append(args[0])):
+        tiers.begin(load)
+        assert load.reading == len(pages)
+        load.floor = 1 << 30  # the sequence has computed all of it
+        free.set()
+        while tiers.loading or tiers.transfers.busy:
+            tiers.poll()
+    assert not reads and load.meeting_page() == max(page.index for page in pages) + 1
+    assert not load.failed and load.finished and not load.reading

@@ -1,0 +1,63 @@
+"""Before the first request: how fast the link to the device is and how fast the disk is read.
+
+Moves pages that nobody needs, or that are kept on disk. Invariant: nothing that a slot holds is changed, and a host
+slot that was borrowed is used by nobody else until its copies are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.moves import Backed
+from wicore_trt.kv.tiers.tiers import LowerTiers
+
+MEASURED_BYTES = 4 << 20
+"""Fewer bytes say little of a link."""
+PROBE_BYTES, PROBE_READS = 64 << 20, 8
+PROBE_SHARE = 0.75
+"""Of the host's slots that the probe may borrow: pages may come meanwhile."""
+
+
+class _Sum:
+    """What a copier calls when one of `count` copies is over; with the last one `over` hears what all took."""
+
+    def __init__(self, count: int, over: Callable[[float], None]) -> None:
+        self._left, self._over = count, over
+        self._seconds = 0.0
+
+    def __call__(self, digest: bytes | None, seconds: float) -> None:
+        self._left -= 1
+        self._seconds += seconds
+        if not self._left:
+            self._over(self._seconds)
+
+
+def probe_tiers(
+    manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
+) -> None:
+    """Rate the link by copies into slots that nobody has (`copied(bytes, seconds)` hears of them, on any thread), and
+    the disk by bringing some of what it kept to host memory. Both go on beside what follows."""
+    group = manager.chain_group
+    size, pool, transfers = page_bytes[group], manager.pools[group], tiers.transfers
+    index = tiers.host
+    room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
+    count = min(PROBE_BYTES // size, pool.num_pages, room)
+    if count * size >= MEASURED_BYTES:
+        copier, (buffers, slots) = transfers.movers.copier, transfers.host.scratch(size, count)
+
+        def over(seconds: float) -> None:
+            copied(count * size, seconds)
+            transfers.movers.mailbox.put(Backed(0, slots))  # until now a copy could have been late
+
+        done = _Sum(count, over)
+        for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
+            copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
+        for slot in range(count):
+            copier.to_device(group, slot, buffers[slot], done)
+        copier.flush()
+    if tiers.disk is not None:
+        pages, left = tiers.disk.newest(PROBE_READS), manager.retention.left
+        # a page on its way is in use, and the time to live of one that is in use starts anew
+        tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))

@@ -1,0 +1,89 @@
+"""What prompts will take: in steps by themselves, beside what runs, and with a load from disk that turns out slow.
+
+Plain functions over running sequences and what was measured; they decide nothing. Invariant: a newcomer's share and
+delay count all that is computed before or beside it, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.prefix.loader import PrefixLoader
+from wicore_trt.kv.prefix.planner import ComputeRate
+from wicore_trt.kv.prefix.rates import PrefillMeter
+from wicore_trt.schedule.sequence import Sequence
+from wicore_trt.schedule.step_time import StepTime
+
+# A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
+LOOK_UP_S = 0.02
+# After so many steps, those of so many slices tell whether loads from disk slow prefill down.
+LEARNT, DRAGGED = 4, 4
+
+
+def learn(
+    prefill: PrefillMeter,
+    loader: PrefixLoader | None,
+    slices: Seq[tuple[int, int]],
+    seconds: float,
+    slice_tokens: int,
+) -> None:
+    """A step that computed (start, count) of each sequence took so long: beside a load from disk that tells how much it
+    slows steps down, once it is known what they take without."""
+    if loader is None or not loader.reads or prefill.observed < LEARNT:
+        prefill.observe(slices, seconds)
+    elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:
+        loader.stepped(prefill.expected(slices), seconds)
+
+
+def prompt_cost(
+    sequence: Sequence, time: StepTime | None, manager: KVCacheManager, loader: PrefixLoader | None, rate: ComputeRate
+) -> float:
+    """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `time`."""
+    if time is None:
+        return 0.0
+    pages, total = sequence.pages, len(sequence.tokens)
+    seconds = time.prompt_s(0, total)
+    if seconds > LOOK_UP_S and not sequence.scoring:
+        hit = manager.lookup(pages, sequence.tokens)
+        seconds = time.prompt_s(hit.tokens, total - hit.tokens)
+        if loader is not None and seconds > LOOK_UP_S:
+            chosen = loader.choose(pages, total, hit, rate)
+            seconds = seconds if chosen is None else min(seconds, chosen.seconds)
+    return seconds
+
+
+def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) -> None:
+    """A load from disk that turns out slow leaves its sequence more to compute, and changes whose turn it is."""
+    meet = loader.meeting(sequence.pages)
+    if meet is not None and time is not None:
+        begun = sequence.cached or 0
+        count = min(meet, len(sequence.tokens)) - begun
+        sequence.cost_s = max(sequence.cost_s, time.prompt_s(begun, max(0, count)))
+
+
+def rate_beside(running: Seq[Sequence], prefill: PrefillMeter, max_tokens: int, slice_tokens: int) -> ComputeRate:
+    """What the prefill of a sequence gets that has its turn, beside those that decode."""
+    decoding = sum(s.remaining == 1 for s in running)
+    share = max(1, max_tokens - decoding) / max_tokens
+    return prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
+
+
+def rate_behind(
+    running: Seq[Sequence],
+    chooser: Sequence | None,
+    prefill: PrefillMeter,
+    loader: PrefixLoader | None,
+    max_tokens: int,
+    slice_tokens: int,
+) -> ComputeRate:
+    """What the prefill of a newcomer, or of the running `chooser`, gets: its turn comes after what is being prefilled,
+    each step gives a token to every sequence that decodes, and those that compute beside their loads go on. More than
+    that must not count for a load, or its request waits longer for it than computing takes."""
+    busy = [s for s in running if s.pages.load is None and s is not chooser]
+    ahead = sum(s.remaining for s in busy if s.remaining > 1)
+    share = max(1, max_tokens - len(busy)) / max_tokens
+    share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
+    rate = prefill.rate(share=share, slice_tokens=slice_tokens)
+    return replace(rate, delay_s=rate.seconds(0, ahead))
