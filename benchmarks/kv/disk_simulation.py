@@ -33,7 +33,8 @@ from benchmarks.kv.virtual_disk import (
 from wicore_trt.arithmetic import pages_per_slab
 from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.manager import CacheOptions, KVCacheManager
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.options import CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import policy_of
 from wicore_trt.kv.prefix.loader import PrefixLoader

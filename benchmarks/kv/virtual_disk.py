@@ -234,7 +234,7 @@ class Link:
     def digest(self, parts: object) -> bytes:
         return DIGEST
 
-    def to_host(self, group: str, slot: int, parts: object, done: Done) -> None:
+    def to_host(self, group: str, slot: int, parts: object, done: Done, *, settled: bool = False) -> None:
         self._asked.append(("out", PAGE_BYTES[group], done))
 
     def to_device(self, group: str, slot: int, parts: object, done: Done) -> None:

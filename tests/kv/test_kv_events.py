@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 from fakes import make_core
@@ -12,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
+from wicore_trt.core.assemble_kv import _left
 from wicore_trt.kv import events
 from wicore_trt.kv.events import Cleared, KVEventLog, Removed, Stored
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.policy.by_name import make_policy
+from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -274,3 +278,25 @@ def test_an_engine_tells_of_every_page_of_all_its_tiers(tmp_path, write_policy):
                 check_tokens(manager, tokens_of)
         core.close()
     assert write_policy != "through" or seen == {*TIERS, "disk 1"}
+
+
+def test_a_page_that_could_not_be_found_yet_does_not_leave() -> None:
+    """A read or write that fails, or is left out, told nobody of its page; restored pages are told of by a snapshot."""
+    log = KVEventLog(100)
+    told: list[tuple[bytes, str]] = []
+    log.append_removed = lambda tier, group, key, cause: told.append((key, cause))  # type: ignore[method-assign]
+    index = TierIndex(
+        4, {"global": 1}, make_policy("lru", 4), primary="global", on_evict=partial(_left, log, "host", None)
+    )
+    pages = [Page(bytes([n]) * 32, "global", 0, None, b"t" * 32, b"b") for n in range(3)]
+    index.restore([(pages[0], (0,))])
+    for page in pages[1:]:
+        copy = index.reserve(page)
+        assert copy is not None
+        if page is pages[1]:
+            index.abort(copy, "unwanted")
+        else:
+            index.commit(copy)
+    for page in (pages[0], pages[2]):
+        index.drop_key(page.key, "gone")
+    assert told == [(pages[0].key, "gone"), (pages[2].key, "gone")]

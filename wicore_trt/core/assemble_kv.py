@@ -176,6 +176,7 @@ def _keep_times(retention: Retention, transfers: Transfers) -> None:
 
 
 def _left(events: KVEventLog, tier: str, store: PageStore | None, copy: TierCopy, cause: str) -> None:
-    events.append_removed(tier, copy.page.group, copy.page.key, cause)
+    if copy.found:  # nobody was told of one that was not
+        events.append_removed(tier, copy.page.group, copy.page.key, cause)
     if store is not None:
         store.erase(copy.slots)

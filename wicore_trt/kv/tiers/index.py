@@ -193,7 +193,7 @@ class TierIndex:
                 node = self._nodes[page.key] = TierNode(page.key, page.tenant)
             elif page.group in node.copies:
                 continue
-            node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True)
+            node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True, found=True)
             self.pages[page.group] += 1
             self._tenant(page.tenant).slots += need
             for slot in slots:

@@ -34,7 +34,7 @@ TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
 class TierCopy:
     """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
     it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
-    since, for the statistics."""
+    since, for the statistics; `found`: it was ready once, so events tell when it leaves."""
 
     page: Page
     slots: tuple[int, ...]
@@ -43,6 +43,7 @@ class TierCopy:
     checksum: bytes = b""
     saved: bool = False
     origin: str = ""
+    found: bool = False
 
     @property
     def ready(self) -> bool:
@@ -52,6 +53,7 @@ class TierCopy:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
+        self.found = self.found or self.ready
 
 
 @dataclass(slots=True, eq=False)
