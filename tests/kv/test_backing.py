@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 from campaign import Stack
 from copiers import PlainCopier
+from fakes import make_core
 
+from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.tiers import host
 from wicore_trt.kv.tiers.host import Backing
@@ -171,3 +175,17 @@ def test_conversations_are_right_while_the_tier_grows(tmp_path: Path, monkeypatc
     stack.serve(4)
     stack.check_idle()
     stack.close()
+
+
+def test_an_engine_that_was_closed_goes_without_the_collector() -> None:
+    """Who opens one after the other, as benchmarks do, would else find the device full."""
+    core = make_core(kv=KVSettings(host_bytes=1 << 20))
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(core)
+        core.close()
+        del core
+        assert gone() is None
+    finally:
+        gc.enable()

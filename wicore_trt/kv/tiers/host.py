@@ -171,6 +171,7 @@ class Backing:
     def close(self) -> None:
         """Stop after the steps and the piece that are under way."""
         self._closed.set()
+        self.working = lambda: False  # what it asked holds an engine
         for thread in self._threads:
             thread.join()
 
