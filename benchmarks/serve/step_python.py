@@ -96,6 +96,7 @@ class HostSide(TritonExecutor):
         results, logits = self.staging((2, rows)) + 7, torch.randn(rows, VOCAB)
         results[1] = 0
         self.memory = SimpleNamespace(results=results, logits=logits)  # type: ignore[assignment]
+        self.model = SimpleNamespace(segments=None)  # type: ignore[assignment]
         self._sampler, self._device_sampler = Sampler(), Drawing(rows)
         self._measured_layers = cycle([0])
         self._steps, self._rows, self._asked = deque(), {}, ([], [])
