@@ -92,10 +92,11 @@ ASKED = [
 ]
 
 
-async def test_the_answer_is_the_application_s(monkeypatch, seen, caplog):
+@pytest.mark.parametrize("origins", [(), ("http://localhost",), ("*",)])
+async def test_the_answer_is_the_application_s(monkeypatch, seen, caplog, origins):
     """In bytes, and in the access line; and what is no such refusal is the application's."""
     caplog.set_level(logging.INFO, "wicore_trt.access")
-    async with crowded(monkeypatch) as (server, servers):
+    async with crowded(monkeypatch, cors_origins=origins) as (server, servers):
         assert (await server.ask("http"))[0] == "429"
         state = servers._http._listener._state
         for case in ASKED:

@@ -163,6 +163,8 @@ class Door:
         if not read:
             fields.append(close)
         fields += id_headers(call.call_id, anthropic=anthropic)
+        if self._context.origins:
+            fields.append((b"vary", b"Origin"))
         if read and not cycle.keep_alive:
             fields.append(close)
         cycle.keep_alive = cycle.keep_alive and read
