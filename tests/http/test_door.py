@@ -125,7 +125,8 @@ async def test_where_all_is_taken_connections_close_as_those_of_the_application(
         http, state = servers._http.context, servers._http._listener._state
         places = http.admission.calls if full == "calls" else http.room
         monkeypatch.setattr(places, "_places", 0)
-        for sent in (raw("/v1/completions", PROMPT), raw("/v1/messages", CHAT) * 2, raw("/v1/inference", PROMPT, CLOSE)):
+        two = raw("/v1/messages", CHAT) * 2
+        for sent in (raw("/v1/completions", PROMPT), two, raw("/v1/inference", PROMPT, CLOSE)):
             seen["answered"].clear()
             found = await answers(server.url, sent)
             assert len(seen["answered"]) == found.count("429 Too Many Requests") == 1
