@@ -9,6 +9,7 @@ import pytest
 from wicore_trt.access.admission import Meter
 from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.access.rates import Rates
+from wicore_trt.core.cells import Cells
 from wicore_trt.errors import QueueFullError, RateLimitError
 from wicore_trt.types import SamplingParams, TextOutput, TextRequest, Usage
 
@@ -108,6 +109,29 @@ def test_no_span_gives_more_than_the_rate_and_one_bucket():
         for at, used in taken[start:]:
             total += used
             assert total <= 600 + (at - taken[start][0]) * 10 + 200, "what is under way was reserved in full"
+
+
+def test_limits_that_are_changed_are_those_of_all_who_share_them():
+    """Also where one of them hears nothing of a tenant, or of a key, for a while."""
+    own = Identity("c", requests_per_minute=60, key=b"k"), Identity("c", requests_per_minute=6000, key=b"k")
+    clock, cells = Clock(), Cells()
+    one, other = (Rates(60, clock=clock, cells=cells) for _ in range(2))
+    for who in (A, own[0]):
+        one.take(who, 0)
+        other.take(who, 0)
+    one.change(6000, None)
+    other.change(6000, None)
+    for who in (A, own[1]):
+        one.take(who, 0)
+    clock.now += 60
+    for who in (A, own[1]):
+        assert one.allowances(who)["requests"].remaining == 6000
+        assert other.allowances(who)["requests"].remaining == 6000, "it takes nothing away"
+    one.take(A, 0, 6000)
+    one.change(6, None)
+    other.change(6, None)
+    clock.now += 1
+    assert refused(one, A) == refused(other, A) == pytest.approx(9.0), "it adds nothing"
 
 
 def text_request(**kwargs) -> TextRequest:

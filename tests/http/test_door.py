@@ -59,9 +59,9 @@ def seen(monkeypatch):
 
         begin(self, cycle, started)
 
-    def answering(self, cycle, *args):
+    def answering(self, cycle, *args, **kwargs):
         found["answered"].append(cycle.scope["path"])
-        answer(self, cycle, *args)
+        answer(self, cycle, *args, **kwargs)
 
     monkeypatch.setattr(Door, "begin", beginning)
     monkeypatch.setattr(Door, "_answer", answering)
@@ -92,10 +92,11 @@ ASKED = [
 ]
 
 
-async def test_the_answer_is_the_application_s(monkeypatch, seen, caplog):
+@pytest.mark.parametrize("origins", [(), ("http://localhost",), ("*",)])
+async def test_the_answer_is_the_application_s(monkeypatch, seen, caplog, origins):
     """In bytes, and in the access line; and what is no such refusal is the application's."""
     caplog.set_level(logging.INFO, "wicore_trt.access")
-    async with crowded(monkeypatch) as (server, servers):
+    async with crowded(monkeypatch, cors_origins=origins) as (server, servers):
         assert (await server.ask("http"))[0] == "429"
         state = servers._http._listener._state
         for case in ASKED:
@@ -114,6 +115,24 @@ async def test_the_answer_is_the_application_s(monkeypatch, seen, caplog):
         told = servers._admission.counts.http
         assert told["POST", "/v1/chat/completions", "429"] == 2
         assert not servers._admission.calls.taken - 2 and server.engine.turns.free == TURNS
+
+
+@pytest.mark.parametrize("full", ["calls", "bodies"])
+async def test_where_all_is_taken_connections_close_as_those_of_the_application(monkeypatch, seen, full):
+    """Of several requests on one the first has an answer."""
+    async with crowded(monkeypatch) as (server, servers):
+        assert (await server.ask("http"))[0] == "429"
+        http, state = servers._http.context, servers._http._listener._state
+        places = http.admission.calls if full == "calls" else http.room
+        monkeypatch.setattr(places, "_places", 0)
+        two = raw("/v1/messages", CHAT) * 2
+        for sent in (raw("/v1/completions", PROMPT), two, raw("/v1/inference", PROMPT, CLOSE)):
+            seen["answered"].clear()
+            found = await answers(server.url, sent)
+            assert len(seen["answered"]) == found.count("429 Too Many Requests") == 1
+            door, state.door = state.door, None
+            assert found == await answers(server.url, sent)
+            state.door = door
 
 
 async def test_keys_come_first(monkeypatch, seen, tmp_path):

@@ -115,6 +115,28 @@ async def test_one_that_is_killed_ends_its_own_streams_alone(tmp_path):
         assert code == 0 and log.count("starting it again") == FRONTS + 1, log
 
 
+async def test_all_that_begin_anew_with_their_template_listen_together(tmp_path):
+    """None takes another one for a stranger who has the port."""
+    async with supervised(tmp_path, server={"fronts": FRONTS + 1, "http_port": 0}) as server:
+        url = await server.line("bound")
+        await server.line("ready on")
+        for turn in range(4):
+            [template], before = server.alive("template"), alive(server)
+            os.kill(template, signal.SIGKILL)
+            await until(lambda gone=before: not_any(server, gone))
+            await until(lambda: whole(server, url))
+            assert len(alive(server)) == FRONTS + 1, turn
+        server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and "is in use" not in log, log
+        assert log.count("starting it again") == 4 * (FRONTS + 2), log
+
+
+async def not_any(server: Server, gone: list[int]) -> bool:
+    now = alive(server)
+    return len(now) == FRONTS + 1 and not set(now) & set(gone)
+
+
 async def joined_to_the_next_engine(server: Server, clients: list) -> None:
     """All of them are, and none of them ends."""
     fronts, [engine] = alive(server), server.alive("engine")

@@ -17,7 +17,7 @@ class Fronts:
     """Of this one; the first one's is 1."""
     count = 1
     listening = False
-    """Whether others listen at the same addresses already."""
+    """Whether others listen at the same addresses already, or may begin to at any time."""
 
     def __init__(self, cells: Cells | None = None) -> None:
         self.cells = cells or Cells()

@@ -42,7 +42,8 @@ class Bucket:
         return max(0.0, units - self.level) / self._per_s
 
     def change(self, per_minute: int) -> None:
-        """Hold and fill as much from now on; debts stay."""
+        """Hold and fill as much from now on; debts stay, and so does what others hold who changed before."""
+        self.capacity = max(self.capacity, per_minute)
         level = self.level
         self.capacity, self._per_s = per_minute, per_minute / MINUTE_S
         self._pair[0] = min(level, float(per_minute))
@@ -120,6 +121,11 @@ class Rates:
     def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         """Other limits from now on; what was taken counts."""
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        with self._cells.held():
+            for (name, kind), bucket in self._buckets.items():
+                limit = self._limits[kind]
+                if isinstance(name, str) and limit is not None:  # at once: others change theirs now
+                    bucket.change(limit)
 
     def allowances(self, who: Identity) -> dict[str, Allowance]:
         """What is left of each limit, by "requests" and "tokens"."""

@@ -40,6 +40,8 @@ class Context:
     local: bool = False
     """Whether this machine alone reaches the address by its own name."""
     allowed_hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    """Web pages of these may call."""
     room: Room = field(default_factory=Room)
     draining: bool = False
     open: Counter[str] = field(default_factory=Counter)  # generations by tenant

@@ -131,18 +131,19 @@ class Door:
         """Whether it is refused, and was told."""
         if cycle.flow.write_paused or cycle.disconnected or self._context.draining:
             return False
-        tenant = asked.who.tenant
+        tenant, read = asked.who.tenant, False
         try:
             with self._context.admission.calls.place(tenant), self._context.room.hold(tenant) as hold:
                 hold.grow(len(cycle.body))
+                read = True
                 asked.check()
         except QueueFullError as error:
-            self._answer(cycle, asked, error)
+            self._answer(cycle, asked, error, read=read)
             return True
         return False
 
-    def _answer(self, cycle: RequestResponseCycle, asked: Asked, error: QueueFullError) -> None:
-        """As `http.app` does, at once."""
+    def _answer(self, cycle: RequestResponseCycle, asked: Asked, error: QueueFullError, *, read: bool) -> None:
+        """As `http.app` does, at once. Where the body would not have been read the connection closes."""
         scope, path = cycle.scope, cycle.scope["path"]
         call = Call.begin(f"POST {path}", asked.who, asked.headers.get)
         call.started = asked.came
@@ -157,10 +158,16 @@ class Door:
             (b"content-length", b"%d" % len(body)),
             (b"content-type", b"application/json"),
             *error_headers(error),
-            *id_headers(call.call_id, anthropic=anthropic),
         ]
-        if not cycle.keep_alive:
-            fields.append((b"connection", b"close"))
+        close = (b"connection", b"close")
+        if not read:
+            fields.append(close)
+        fields += id_headers(call.call_id, anthropic=anthropic)
+        if self._context.origins:
+            fields.append((b"vary", b"Origin"))
+        if read and not cycle.keep_alive:
+            fields.append(close)
+        cycle.keep_alive = cycle.keep_alive and read
         head = b"".join((STATUS_LINE[status], *(b"%b: %b\r\n" % field for field in fields), b"\r\n"))
         cycle.response_started = cycle.response_complete = True
         cycle.transport.write(head + body)

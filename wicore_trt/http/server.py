@@ -6,7 +6,6 @@ Must not know what the engine is or when it is ready; the lifecycle tells it. In
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -38,21 +37,23 @@ class HttpServer:
         local = is_local(host) and not host.startswith("unix:")
         admission = admission or Admission.of(settings)
         self.context = Context(admission, limit, settings.sse_keep_alive_s, local, settings.allowed_hosts)
+        self.context.origins = settings.cors_origins
         self._listener = Listener(
-            self._make_app(settings.cors_origins), settings, host, settings.http_port or 0,
+            self._make_app(), settings, host, settings.http_port or 0,
             flag="--http-port", max_frame=min(limit, MAX_FRAME), door=Door(self.context),
             fronts=admission.fronts,
         )  # fmt: skip
 
-    def _make_app(self, origins: Sequence[str]) -> ASGIApp:
+    def _make_app(self) -> ASGIApp:
+        origins = self.context.origins
         return make_app(self.context, routes(self.context, origins), origins)
 
     def change(self, settings: ServerSettings) -> None:
         """Other origins and another certificate for who comes from now on. Raises ConfigError, and changes nothing, for
         files that do not fit."""
         self._listener.change(settings)
-        self.context.allowed_hosts = settings.allowed_hosts
-        self._listener.app = self._make_app(settings.cors_origins)
+        self.context.allowed_hosts, self.context.origins = settings.allowed_hosts, settings.cors_origins
+        self._listener.app = self._make_app()
 
     async def start(self) -> str:
         """Listen and return the URL, with the port chosen by the system when the settings say 0.

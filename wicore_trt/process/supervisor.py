@@ -154,7 +154,8 @@ class Supervisor:
             return
         fork = Fork()
         front.begin(fork, self._heard_front, self._front_ended)
-        listening = any(other.bound and other.process is not None for other in self._fronts)
+        # Where all begin anew, as with their template, none may take another one of them for a stranger.
+        listening = self._was_bound and len(self._fronts) > 1
         template.control.send(
             "fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context,
             front=front.number, listening=listening,
