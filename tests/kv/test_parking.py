@@ -222,3 +222,23 @@ def test_nothing_private_is_left(tmp_path: Path, write_policy: str, host_slots: 
     stack.restart()
     stack.check_idle()
     stack.close()
+
+
+def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
+    """Their names are told to nobody, so nobody can be told that they left."""
+    stack, stored, removed = crowded(), set(), list[tuple]()
+    log = stack.core.kv_events
+    tell, leave = log.append_stored, log.append_removed
+    log.append_stored = lambda tier, page: (stored.add((tier, page.name)), tell(tier, page))
+    log.append_removed = lambda tier, group, key, cause: (
+        removed.append((tier, (group, key), cause)), leave(tier, group, key, cause),
+    )  # fmt: skip
+    stack.tiers.transfers.movers.stored = log.append_stored
+    fill(stack)
+    waits = until_parked(stack).pages.parked
+    private = {waits.pages[group][i].name for group, i in waits.private}
+    assert private
+    assert not {name for _, name in stored}.intersection(private)
+    assert not {page.name for _, page in stack.core.scheduler.manager.snapshot()}.intersection(private)
+    stack.settle()
+    assert stack.counts()["parked"] and {(tier, name) for tier, name, _ in removed} <= stored

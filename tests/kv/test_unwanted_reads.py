@@ -90,3 +90,28 @@ def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
             tiers.poll()
     assert not reads and load.meeting_page() == max(page.index for page in pages) + 1
     assert not load.failed and load.finished and not load.reading
+
+
+def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    transfers, store, free = tiers.transfers, tiers.transfers.disk[1], threading.Event()
+    given_up = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
+    given_up.floor = 1 << 30
+    with mock.patch.object(given_up, "next_item", lambda: given_up.todo.popleft() if given_up.todo else None):
+        tiers.begin(given_up)
+    while transfers.movers.mailbox.qsize() < len(pages):
+        pass  # all of its reads were left out, which nobody knows yet
+    for _ in range(THREADS):
+        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
+    while store._pool._normal:
+        pass  # until every thread has something else to do
+    load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
+    tiers.begin(load)
+    assert load.in_flight == len(pages)
+    with mock.patch.object(store._pool, "_limit", 1):
+        tiers.poll()
+        free.set()
+        while tiers.loading or tiers.transfers.busy:
+            tiers.poll()
+    assert load.complete and not load.in_flight and not load.reading

@@ -484,7 +484,7 @@ class KVCacheManager:
             yield from (("device", page) for page in pool.pages())
         if self.tiers is not None:
             for name, index in self.tiers.indexes.items():
-                yield from ((name, copy.page) for copy in index.copies() if copy.ready)
+                yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
 
     def done_computing(self, key: bytes, owner: int) -> None:
         if self._computing.get(key) == owner:

@@ -149,6 +149,11 @@ class PrefixLoad:
         else:
             self._failed_from = max(self._failed_from, item.page.index + 1)
 
+    def ask_again(self, item: LoadItem) -> None:
+        """There was no room to bring the page just now."""
+        self.in_flight -= 1
+        self.todo.appendleft(item)
+
     def _settle(self, item: LoadItem) -> None:
         self.in_flight -= 1
         self._missing.pop(item.page.name)

@@ -105,7 +105,8 @@ class Fetch(Move):
     may be HERE or FAILED, when what came to the device was not the page. From HERE until PLACED or RELEASED the host's
     `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's.
     `wanted` says, on any thread, whether it is of use still: a read of the disk that has not begun is left out when it
-    is of use to nobody, and the fetch then FAILED."""
+    is of use to nobody, and the fetch then FAILED. `crowded`: it FAILED only because the disk's queue or the host was
+    full just then, so that it may be asked for again."""
 
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
@@ -123,6 +124,7 @@ class Fetch(Move):
     unwanted: bool = False
     wrong: int = 0
     wanted: Callable[[], bool] = lambda: True
+    crowded: bool = False
 
     @property
     def held(self) -> TierCopy:

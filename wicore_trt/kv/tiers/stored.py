@@ -34,7 +34,8 @@ TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
 class TierCopy:
     """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
     it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
-    since, for the statistics; `found`: it was ready once, so events tell when it leaves."""
+    since, for the statistics; `private`: one sequence alone can use it; `found`: it was ready once, and not private, so
+    events tell when it leaves."""
 
     page: Page
     slots: tuple[int, ...]
@@ -43,6 +44,7 @@ class TierCopy:
     checksum: bytes = b""
     saved: bool = False
     origin: str = ""
+    private: bool = False
     found: bool = False
 
     @property
@@ -53,7 +55,7 @@ class TierCopy:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
-        self.found = self.found or self.ready
+        self.found = self.found or (self.ready and not self.private)
 
 
 @dataclass(slots=True, eq=False)

@@ -201,7 +201,9 @@ class LowerTiers:
                 self.transfers.place(fetch, item.slot)
                 continue
             del self._fetching[fetch]
-            if fetch.stage is Stage.FAILED and load.wanted(item):
+            if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
+                load.ask_again(item)
+            elif fetch.stage is Stage.FAILED and load.wanted(item):
                 load.fail(item)
             elif fetch.stage is Stage.PLACED and load.wanted(item):
                 load.arrive(item, fetch.held.origin or "host")

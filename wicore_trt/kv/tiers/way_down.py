@@ -55,6 +55,7 @@ class WayDown:
             movers.host_traffic.failures["no room"] += 1
             return None
         if private:
+            copy.private = True
             index.mark_saved(copy)
         move = Store(copy)
         self.outstanding += 1

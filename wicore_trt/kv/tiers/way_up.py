@@ -229,5 +229,8 @@ class WayUp:
     def _left_out(self, name: tuple[str, bytes]) -> None:
         """A page was not read, as nobody waited for it. Who came since has it read after all."""
         for fetch in self.waiting.pop(name, ()):
-            if fetch.unwanted or not fetch.wanted() or not self._begin(fetch):
+            if fetch.unwanted or not fetch.wanted():
+                self._fail(fetch)
+            elif not self._begin(fetch):
+                fetch.crowded = True
                 self._fail(fetch)
