@@ -131,6 +131,7 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
     """In graphs and without; each row of what the attention gives is that of the kernel alone."""
     monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=3, least=32))
     monkeypatch.setattr(triton_executor, "PROMPT_BUCKETS", (24,))
+    monkeypatch.setattr(triton_memory, "PROMPT_BUCKETS", (300,))
     monkeypatch.setattr(triton_executor, "PROMPT_SINGLES", (0, 4))
     model, rng = small_model(random.randrange(1000)), random.Random()
     given = {**SETTINGS, "kv_dtype": kv_dtype, "graphs": True}

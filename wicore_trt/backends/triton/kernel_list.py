@@ -25,7 +25,6 @@ from wicore_trt.backends.triton.table import (
     PAGE_MASSES,
     PREFILL_SEGMENTS,
     PREFILL_SPLITS,
-    PROMPT_BUCKETS,
     R16,
     SAMPLED,
     X8,
@@ -201,9 +200,8 @@ def _attention(shape: EngineShape, target: str) -> list[ListedKernel]:
         listed.append(ListedKernel(GATHER, ANY, gather_spec(pool, dtype, target)))
         listed.append(ListedKernel(ADD_SEGMENT, ANY, add_segment_spec(pool, dtype, heads)))
     if (few := SPLIT_PREFILL.get((target, pool.head_dim))) is not None:
-        tokens = PROMPT_BUCKETS[-1]
-        listed.append(ListedKernel(PREFILL_SPLITS, tokens, prefill_spec(pool, dtype, heads, target, few), asdict(few)))
-        listed.append(ListedKernel(ADD_SPLITS, tokens, add_splits_spec(pool, dtype, heads, few)))
+        listed.append(ListedKernel(PREFILL_SPLITS, ANY, prefill_spec(pool, dtype, heads, target, few), asdict(few)))
+        listed.append(ListedKernel(ADD_SPLITS, ANY, add_splits_spec(pool, dtype, heads, few)))
     listed.append(ListedKernel(PAGE_LOGSUMS, ANY, logsums_spec(pool, dtype, heads, target)))
     listed.append(ListedKernel(PAGE_MASSES, ANY, masses_spec(pool, heads)))
     if not all(chosen_for(rows).fused for rows in DECODE_BUCKETS):

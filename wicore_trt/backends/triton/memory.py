@@ -132,7 +132,7 @@ class StepMemory:
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_tokens, splits = 0, 0
         for entry in () if suffix else table.entries(PREFILL_SPLITS):
-            self.split_tokens, splits = min(entry.bucket, limits.tokens), entry.config.splits
+            self.split_tokens, splits = min(PROMPT_BUCKETS[-1], limits.tokens), entry.config.splits
         self.split_sums = empty((splits * self.split_tokens, shape.spec.q_size), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()
