@@ -25,7 +25,7 @@ import pytest
 if TYPE_CHECKING:
     from wicore_trt.checkpoint.format import Checkpoint
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # before anything is imported that looks at these names
+if not {"PYTEST_XDIST_WORKER", "WICORE_TEST_ALONE"} & set(os.environ):  # before imports that look at these names
     CACHES = tempfile.mkdtemp(prefix="wicore-test-caches-")
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)
     os.environ |= {"XDG_CACHE_HOME": CACHES, "TRITON_HOME": CACHES, "TRITON_CACHE_DIR": f"{CACHES}/triton"}
@@ -46,6 +46,21 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those of the real model come first: they take longest, and no process of pytest-xdist is to end with one."""
     items.sort(key=lambda item: "model" not in item.keywords)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked `forks` runs in a process that does nothing else: what it forks inherits no lock that another
+    thread, one of gRPC's say, holds at that moment."""
+    if "forks" not in pyfuncitem.keywords or os.environ.get("WICORE_TEST_ALONE"):
+        return None
+    command = [sys.executable, "-m", "pytest", "-m", "long or not long", "--no-header", pyfuncitem.nodeid]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, cwd=pyfuncitem.config.rootpath, env=environment | {"WICORE_TEST_ALONE": "1"}, capture_output=True
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
+    return True
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from wicore_trt.core.cells import SharedCells
 from wicore_trt.core.limits import Hints
 from wicore_trt.errors import RateLimitError
 
+pytestmark = pytest.mark.forks
+
 
 def forked(work) -> int:
     pid = os.fork()

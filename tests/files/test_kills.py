@@ -118,12 +118,14 @@ def campaign(tmp_path: Path, seed: int, kills: int) -> dict[str, int]:
     return hits
 
 
+@pytest.mark.forks
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("package")
 def test_kills(tmp_path: Path) -> None:
     campaign(tmp_path, seed=0, kills=6)
 
 
+@pytest.mark.forks
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("package")

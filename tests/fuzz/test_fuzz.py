@@ -19,10 +19,12 @@ def _assert_clean(report: Report, seed: int) -> None:
     assert all(report.counts[kind, BUILT] for kind in KINDS), report.table()  # the oracle had something to compare
 
 
+@pytest.mark.forks
 def test_broken_models_are_refused_or_built_right() -> None:
     _assert_clean(run(SEED, range(240), jobs=2), SEED)
 
 
+@pytest.mark.forks
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_fifty_thousand_broken_models() -> None:

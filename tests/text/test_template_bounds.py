@@ -87,6 +87,7 @@ def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.Monkey
     assert render("{{ 2 }}") == "2"
 
 
+@pytest.mark.forks
 def test_a_process_that_was_forked_while_a_template_was_rendered_renders_its_own() -> None:
     with template_process._lock:
         child = os.fork()
