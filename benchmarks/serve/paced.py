@@ -26,14 +26,16 @@ from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
+from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.types import ModelInfo
 
 PIECES = 8
 PAGE_TOKENS, MAX_CONTEXT, MAX_SEQUENCES = 32, 4096, 2048
 VOCAB = 97
 OPTIONS = "WICORE_PACED"
-"""Environment variable of JSON: `step_s`; `report`, a file that gets the waits of each step in milliseconds;
-`sequences` that run at once, and `target_ttft_s`."""
+"""Environment variable of JSON: `step_s`, with `row_s` and `token_s` more for each sequence and token of a step;
+`report`, a file that gets the waits of each step in milliseconds; `sequences` that run at once, `target_ttft_s` and
+`target_itl_s`."""
 _SLEEP = """
 #include <time.h>
 long long sleep_until(long long ns) {
@@ -63,9 +65,9 @@ def token_after(length: int) -> int:
 
 
 class PacedExecutor:
-    """Every step takes `step_s`, and every sequence gets a token."""
+    """Steps take what OPTIONS say, and every sequence gets a token."""
 
-    def __init__(self, step_s: float, report: str | None) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         self.spec = Gemma3Spec(
             vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4,
             intermediate_size=8, query_pre_attn_scalar=4, rms_norm_eps=1e-6, rope_theta=1e6, rope_local_theta=1e4,
@@ -78,16 +80,17 @@ class PacedExecutor:
         self.max_sequences: int | None = None
         self.score_rows = 0
         self.copier: Any = None
-        self._step_ns = int(step_s * 1e9)
-        self._report = report
+        self._step_s, self._row_s, self._token_s = (given.get(f"{name}_s", 0.0) for name in ("step", "row", "token"))
+        self._report = given.get("report")
         self._sleep = sleeper()
         self.waits: list[tuple[float, float, int]] = []  # seconds of each step, of its waits, and its sequences
 
     def execute(self, batch: StepBatch) -> StepResult:
         begun = now = time.monotonic_ns()
         waited = 0
+        step_s = self._step_s + len(batch.slices) * self._row_s + batch.num_tokens * self._token_s
         for _ in range(PIECES):
-            woke = self._sleep(now + self._step_ns // PIECES)
+            woke = self._sleep(now + int(step_s * 1e9) // PIECES)
             now = time.monotonic_ns()
             waited += now - woke
         self.waits.append(((now - begun) / 1e9, waited / 1e9, len(batch.slices)))
@@ -132,12 +135,15 @@ class PlainTokenizer:
 def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo]:
     """As `process.engine.load`."""
     given = json.loads(os.environ[OPTIONS])
-    executor = PacedExecutor(given["step_s"], given.get("report"))
+    executor = PacedExecutor(given)
     manager = KVCacheManager(
         executor.layout.num_pages, 1024, KeyChain("paced", PAGE_TOKENS), options=CacheOptions(prefix_cache=False)
     )
     sequences = given.get("sequences", MAX_SEQUENCES)
-    scheduler = Scheduler(manager, max_batch_tokens=4096, max_sequences=sequences, slice_tokens=32)
+    scheduler = Scheduler(
+        manager, max_batch_tokens=4096, max_sequences=sequences, slice_tokens=32,
+        step_time=StepTime(given["target_itl_s"]) if "target_itl_s" in given else None,
+    )  # fmt: skip
     core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=MAX_CONTEXT)
     core.limits = Limits(target_ttft_s=given.get("target_ttft_s"))
     info = ModelInfo(
@@ -153,14 +159,20 @@ def load_tokenizer(settings: Settings | None = None) -> PlainTokenizer:
     return PlainTokenizer()
 
 
-def serve(http_port: int | None, tokenizer: str = f"{__name__}:load_tokenizer", fronts: int = 1) -> None:
+def serve(
+    http_port: int | None,
+    tokenizer: str = f"{__name__}:load_tokenizer",
+    fronts: int = 1,
+    keys_file: str | None = None,
+) -> None:
     """Such an engine as `wicore serve` runs one; prints the address of gRPC and the URL of HTTP, where there is one.
     `tokenizer` loads the fronts', as `process.supervisor.Parts` has it."""
     from wicore_trt.config import LoadedSettings, SchedulerSettings, ServerSettings
     from wicore_trt.process.supervisor import Parts, Supervisor
 
     settings = Settings(
-        server=ServerSettings(port=0, http_port=http_port, fronts=fronts), scheduler=SchedulerSettings(max_waiting=4096)
+        server=ServerSettings(port=0, http_port=http_port, fronts=fronts, keys_file=keys_file),
+        scheduler=SchedulerSettings(max_waiting=4096),
     )
     parts = Parts(load_engine=f"{__name__}:load_engine", load_tokenizer=tokenizer)
     announce = lambda *at: print(*filter(None, at), flush=True)  # noqa: E731

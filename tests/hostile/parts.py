@@ -79,7 +79,7 @@ class Executor(paced.PacedExecutor):
 
 def load_engine(settings: Settings):
     given = json.loads(os.environ[paced.OPTIONS])
-    executor = Executor(given["step_s"], None)
+    executor = Executor(given)
     pages = {"global": SEQUENCES * paced.MAX_CONTEXT // paced.PAGE_TOKENS}
     executor.layout = replace(executor.layout, num_pages=pages)
     manager = KVCacheManager(pages, 1024, KeyChain("paced", paced.PAGE_TOKENS), options=CacheOptions(prefix_cache=True))
