@@ -118,14 +118,8 @@ class Fleet:
             self.workers = [Worker(number, engine, folder, lambda number, port: None) for number in range(2)]
             urls = [f"grpc://{worker.address}" for worker in self.workers]
             command = [str(SMG), "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-            command += [
-                "--policy",
-                "cache_aware",
-                "--load-monitor-interval",
-                "1",
-                "--prometheus-port",
-                str(free_port()),
-            ]
+            command += ["--policy", "cache_aware", "--load-monitor-interval", "1"]
+            command += ["--prometheus-port", str(free_port())]
             self.router = Part("router", command, folder, {"HF_HUB_OFFLINE": "1"})
         else:
             env = {"DYN_FILE_KV": str(folder / "discovery"), "XDG_CACHE_HOME": str(folder)}
@@ -137,7 +131,9 @@ class Fleet:
             self.workers = [Worker(number, engine, folder, beside) for number in range(2)]
             command = [str(DYNAMO), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
             command += ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
-            self.router = Part("router", [*command, "--router-mode", "kv", "--migration-limit", "3"], folder, env)
+            command += ["--router-mode", "kv", "--migration-limit", "3"]
+            command += ["--router-prefill-load-scale", "4", "--router-predicted-ttl-secs", "30"]
+            self.router = Part("router", command, folder, env)
 
     def start(self) -> None:
         for worker in self.workers:
