@@ -27,7 +27,7 @@ from wicore_trt.core.cells import Cells, SharedCells
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
-from wicore_trt.process.child import Control, belong_to, named
+from wicore_trt.process.child import Control, Rein, belong_to, named
 from wicore_trt.serve.siblings import Siblings
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def main(fd: int) -> int:
             if pid == 0:
                 belong_to(template)
                 control.close()
-                os._exit(serve(Control.of_child(given), message, tokenizer, cells))
+                os._exit(serve(Rein.of_child(given), message, tokenizer, cells))
             os.close(given)
             watched = os.pidfd_open(pid)
             forks[watched] = pid
@@ -104,7 +104,7 @@ def main(fd: int) -> int:
             control.send("forked", front=message["front"], pid=pid)
 
 
-def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
+def serve(control: Rein, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
     """The life of a front, whose number is `front`; `cells` are those of all. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
@@ -114,7 +114,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     tracing.configure()
     front = Front(control, tokenizer, cells)
-    make = partial(Siblings, start["front"], settings.server.fronts, cells, control.send, listening=start["listening"])
+    make = partial(Siblings, start["front"], settings.server.fronts, cells, control.offer, listening=start["listening"])
     try:
         code = run_server(
             settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch,
@@ -122,6 +122,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
         )  # fmt: skip
     except WicoreError as error:
         control.send_error(error)
+        control.outlive_loop()
         code = error.exit_code
     except BaseException:
         log.exception("the front broke")
@@ -134,7 +135,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
 class Front:
     """What the lifecycle of a server needs where the engine is another process's."""
 
-    def __init__(self, control: Control, tokenizer: Tokenizer | Exception, cells: Cells) -> None:
+    def __init__(self, control: Rein, tokenizer: Tokenizer | Exception, cells: Cells) -> None:
         self._control, self._tokenizer, self._cells = control, tokenizer, cells
         self._siblings: Siblings | None = None
         self._remote: RemoteEngine | None = None
