@@ -230,6 +230,39 @@ async def test_rates_are_of_all_together(tmp_path):
         await until(lambda: equal(ends(ALICE, 12), {200: 12}))
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+async def test_rates_outlive_fronts_and_template(tmp_path, fronts):
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text(f"alice:{ALICE}\nbob:{BOB}:requests=3\n")
+    options = {"keys_file": str(keys), "fronts": fronts, "http_port": 0, "requests_per_minute": 3}
+    async with supervised(tmp_path, server=options) as server:
+        url = await server.line("bound")
+        await server.line("ready on")
+
+        async def ask(key: str) -> int:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as client:
+                body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
+                return (await client.post(f"{url}/v1/completions", json=body)).status_code
+
+        async def back(name: str) -> None:
+            before = alive(server)[: 1 if name == "front" else None]
+            os.kill(before[0] if name == "front" else server.alive("template")[0], signal.SIGKILL)
+            await until(lambda: gone(server, before, fronts))
+            await until(lambda: whole(server, url))
+
+        assert [await ask(key) for key in (ALICE, BOB, ALICE, BOB)] == [200] * 4
+        await back("front")
+        assert [await ask(key) for key in (ALICE, BOB, ALICE, BOB)] == [200, 200, 429, 429]
+        await back("template")
+        assert [await ask(key) for key in (ALICE, BOB)] == [429, 429]
+
+
+async def gone(server: Server, before: list[int], fronts: int) -> bool:
+    now = alive(server)
+    return len(now) == fronts and not set(now) & set(before)
+
+
 async def three(server: Server) -> bool:
     return len(alive(server)) == FRONTS
 

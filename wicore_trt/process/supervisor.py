@@ -23,6 +23,7 @@ from typing import Any
 
 from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
+from wicore_trt.core.cells import shared_memory
 from wicore_trt.errors import EngineDeadError, WicoreError
 from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, how_it_ended, named
 from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
@@ -71,6 +72,7 @@ class Supervisor:
         settings = loaded.settings
         self._given, self._reread = loaded, reread or (lambda: loaded)
         self._ports: dict[str, Any] = {}  # where the front listens
+        self._cells = shared_memory()  # of all fronts, now and later
         self._settings = settings_to_json(settings)
         self._had_terminal = has_terminal()
         self._grace_s = settings.server.grace_s
@@ -139,7 +141,7 @@ class Supervisor:
         self._template_ready = False
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
-        child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
+        child.control.send("start", [self._cells], settings=self._settings, loader=self._parts.load_tokenizer)
         self._later(0.0, self._start_fronts)
 
     def _start_fronts(self) -> None:

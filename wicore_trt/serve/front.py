@@ -59,13 +59,14 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def main(fd: int) -> int:
-    """The life of the template; `fd` is its control socket. It has one thread and opens nothing but memory that fronts
-    share, so that a fork of it is a whole process. Returns the exit code."""
+    """The life of the template; `fd` is its control socket. It has one thread and opens nothing but the memory that
+    fronts share, so that a fork of it is a whole process. That memory comes with its start, and outlives it. Returns
+    the exit code."""
     control = Control.of_child(fd)
     received = control.receive()
     if received is None:
         return 0
-    start = received[0]
+    start, [memory] = received
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import_module("wicore_trt.serve.lifecycle")
     settings = settings_from_json(start["settings"])
@@ -73,7 +74,7 @@ def main(fd: int) -> int:
         tokenizer = named(start["loader"])(settings)
     except Exception as error:  # each front says so when the engine, whose error says more, has been loaded
         tokenizer = error
-    cells = SharedCells() if settings.server.fronts > 1 else Cells()
+    cells = SharedCells(memory)
     gc.collect()
     gc.freeze()
     control.send("ready")
@@ -121,8 +122,8 @@ def serve(control: Rein, start: dict[str, Any], tokenizer: Tokenizer | Exception
             lambda: front.sees(make()),
         )  # fmt: skip
     except WicoreError as error:
-        control.send_error(error)
         control.outlive_loop()
+        control.send_error(error)
         code = error.exit_code
     except BaseException:
         log.exception("the front broke")
