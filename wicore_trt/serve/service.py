@@ -29,7 +29,14 @@ from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import Tally
-from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
+from wicore_trt.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    shown,
+)
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -224,11 +231,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
-        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own."""
+        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own. Raises
+        AuthenticationError when its key is taken back."""
         who = call.who
         with self._subscribers.place(who.tenant):
             async with aclosing(self.ready().engine.kv_events(None if who.operator else who.tenant, after)) as feed:
-                yield feed
+
+                async def known() -> AsyncGenerator[Change, None]:
+                    async for change in feed:
+                        now = self._admission.still(who)
+                        if (now.tenant, now.operator) != (who.tenant, who.operator):
+                            raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
+                        yield change
+
+                async with aclosing(known()) as told:
+                    yield told
 
 
 async def relay(
