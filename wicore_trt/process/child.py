@@ -14,6 +14,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -203,6 +204,8 @@ class Child:
             self._process.kill()
             return self._process.wait()
 
+    bury = wait
+
 
 class Fork:
     """A process that a template made of itself. `pid` is None until the template has told it."""
@@ -224,10 +227,22 @@ class Fork:
         except TimeoutError:
             self.kill()
             return -signal.SIGKILL
+        self._inherit()
+        return code
+
+    def bury(self, timeout_s: float) -> None:
+        """Wait until it is gone, whose template has been killed: the socket's other end is closed then."""
+        ended = select.poll()
+        ended.register(self.control.fileno(), 0)  # for what is always told
+        if ended.poll(1000 * timeout_s):
+            self._inherit()
+        if not self.code.done():  # nobody is left who would tell it, and somebody may wait
+            self.code.set_result(-signal.SIGKILL)
+
+    def _inherit(self) -> None:
         if self.pid is not None:
             with suppress(ChildProcessError):  # ours to wait for where its template has ended and we are its heir
                 os.waitpid(self.pid, 0)
-        return code
 
 
 def named(place: str) -> Any:

@@ -8,10 +8,12 @@ comes, without a new start of its own.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
 import select
+import signal
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -91,18 +93,40 @@ def main(fd: int) -> int:
             received = control.receive()
             if received is None:
                 return 0
-            message, [given] = received
+            message, fds = received
             template = os.getpid()
-            pid = os.fork()
+            try:
+                pid, watched = _forked(fds)
+            except OSError as error:  # too little memory, say, or too many processes: no reason to end with all fronts
+                control.send("unforked", front=message["front"], why=str(error))
+                continue
             if pid == 0:
                 belong_to(template)
                 control.close()
-                os._exit(serve(Rein.of_child(given), message, tokenizer, cells))
-            os.close(given)
-            watched = os.pidfd_open(pid)
+                os._exit(serve(Rein.of_child(fds[0]), message, tokenizer, cells))
             forks[watched] = pid
             poll.register(watched, select.POLLIN)
             control.send("forked", front=message["front"], pid=pid)
+
+
+def _forked(fds: list[int]) -> tuple[int, int]:
+    """The process id of a fork of this process, and a file descriptor that tells of its end; 0 twice in the fork, which
+    alone keeps `fds`. Raises OSError where there is none."""
+    pid = None
+    try:
+        if not fds:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        pid = os.fork()
+        return pid, os.pidfd_open(pid) if pid else 0
+    except OSError:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
+    finally:
+        if pid != 0:
+            for fd in fds:
+                os.close(fd)
 
 
 def serve(control: Rein, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
