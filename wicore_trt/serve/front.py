@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import select
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.access import log as log_lines
 from wicore_trt.access import tracing
+from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.cells import Cells, SharedCells
 from wicore_trt.errors import WicoreError
@@ -77,8 +77,7 @@ def main(fd: int) -> int:
     except Exception as error:  # each front says so when the engine, whose error says more, has been loaded
         tokenizer = error
     cells = SharedCells(memory)
-    gc.collect()
-    gc.freeze()
+    collect_rarely()
     control.send("ready")
     poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
     poll.register(control.fileno(), select.POLLIN)
