@@ -1,12 +1,14 @@
 """Requests that come all at once, most of which cannot be met: how soon are they told?
 
-    python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc] [--step-ms 20] [--sequences 32]
-                                     [--ttft-ms 450] [--fronts 1,4] [--clients N] [--rounds 1]
+    python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc,wire] [--step-ms 20] [--sequences 32]
+                                     [--ttft-ms 450] [--fronts 1,4] [--clients N] [--connections 4] [--rounds 1]
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
 at once and promises a first token within `--ttft-ms`. Clients in processes of their own, half of the cores unless
-`--clients` says, open their connections, wait for each other and send everything at once; over gRPC each has 4
-connections. Prints, for each surface and number of fronts, how many were served with their first token in time, how
+`--clients` says, open their connections, wait for each other and send everything at once; over gRPC each has so many
+`--connections`, and a front gets the requests of those that the system gives it. `wire` is gRPC by a client of our own
+(`benchmarks.serve.wire`), so that what is seen is the server's time; what ends without a message counts as refused.
+Prints, for each surface and number of fronts, how many were served with their first token in time, how
 many later, how many were refused and how long after sending they knew, and that no other end came. The floor is the
 same burst on servers that look at nothing and refuse everything, as many as there are fronts: what this machine, these
 clients and, over gRPC, the library take. CPU is the fronts' alone, or those servers', for each request, and what the
@@ -31,8 +33,6 @@ from benchmarks.common import say
 from benchmarks.serve.paced import OPTIONS, serve
 from benchmarks.serve.step_wait import child, stop
 
-CHANNELS = 4
-"""Connections of each client process over gRPC."""
 MUST_S = 0.05
 TOKENS = 64
 PROMPT = "p" * 600
@@ -82,6 +82,30 @@ async def over_grpc(channel: Any, start: asyncio.Event, ready: asyncio.Semaphore
     return "ok", taken
 
 
+async def over_wire(target: str, connections: int, requests: int) -> None:
+    """As `clients` does, by frames."""
+    from benchmarks.serve.wire import Connection
+    from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+
+    loop, (host, _, port) = asyncio.get_running_loop(), target.rpartition(":")
+    sampling = pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+    message = pb2.GenerateRequest(text=PROMPT, sampling=sampling).SerializeToString()
+    path = "/wicore.inference.v1.InferenceService/Generate"
+    made = [
+        (await loop.create_connection(lambda: Connection(path, message), host, int(port)))[1]
+        for _ in range(connections)
+    ]
+    for connection in made:
+        await connection.opened.wait()
+        await asyncio.gather(*connection.ask(1))
+    print("ready", flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    shares = [requests // connections + (n < requests % connections) for n in range(connections)]
+    asked = [one for connection, share in zip(made, shares, strict=True) for one in connection.ask(share)]
+    ends = [("ok" if answered else "RESOURCE_EXHAUSTED", taken) for answered, taken in await asyncio.gather(*asked)]
+    print(json.dumps(ends), flush=True)
+
+
 class RefusesAll(asyncio.Protocol):
     """One connection of the floor over HTTP."""
 
@@ -125,23 +149,25 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def clients(how: str, target: str, requests: int) -> None:
+async def clients(how: str, target: str, connections: int, requests: int) -> None:
     """One request first, so that the engine knows its steps; then all at once when a line comes."""
     import grpc
 
     loop, ready = asyncio.get_running_loop(), asyncio.Semaphore(0)
-    options = [[("wicore.n", n)] for n in range(CHANNELS if how == "grpc" else 0)]
+    options = [[("wicore.n", n)] for n in range(connections if how == "grpc" else 0)]
     channels = [grpc.aio.insecure_channel(target, options=some) for some in options]
     port = int(target.rpartition(":")[2])
 
     def one(number: int, start: asyncio.Event) -> Any:
-        return over_grpc(channels[number % CHANNELS], start, ready) if channels else over_http(how, port, start, ready)
+        return (
+            over_grpc(channels[number % connections], start, ready) if channels else over_http(how, port, start, ready)
+        )
 
     at_once, start = asyncio.Event(), asyncio.Event()
     at_once.set()
-    await asyncio.gather(*(one(n, at_once) for n in range(CHANNELS)))
+    await asyncio.gather(*(one(n, at_once) for n in range(connections)))
     tasks = [asyncio.ensure_future(one(n, start)) for n in range(requests)]
-    for _ in range(requests + CHANNELS):
+    for _ in range(requests + connections):
         await ready.acquire()
     print("ready", flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
@@ -175,11 +201,10 @@ def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = F
     os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
     server, address, url, pids = started(fronts, floor=floor)
     each = [given.requests // given.clients + (n < given.requests % given.clients) for n in range(given.clients)]
-    others = [
-        child("--client", how, "--target", address if how == "grpc" else url, "--requests", str(share),
-              module=__spec__.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for share in each
-    ]  # fmt: skip
+    ask = ("--client", how, "--target", url if how in ("http", "chat") else address)
+    ask += ("--connections", str(given.connections), "--requests")
+    more: dict[str, Any] = {"module": __spec__.name, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    others = [child(*ask, str(share), **more) for share in each]
     try:
         for other in others:
             assert other.stdout is not None and other.stdout.readline().strip() == "ready"
@@ -222,6 +247,7 @@ def main() -> None:
     parser.add_argument("--over", default="http,grpc")
     parser.add_argument("--fronts", default="1", help="numbers of fronts, with commas")
     parser.add_argument("--clients", type=int, default=max(2, (os.cpu_count() or 2) // 2), help="processes")
+    parser.add_argument("--connections", type=int, default=4, help="of each client process over gRPC")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
@@ -236,7 +262,10 @@ def main() -> None:
 
         uvloop.run(refuse_all([int(port) for port in given.ports.split(",")]))
     elif given.client:
-        asyncio.run(clients(given.client, given.target, given.requests))
+        if given.client == "wire":
+            asyncio.run(over_wire(given.target, given.connections, given.requests))
+        else:
+            asyncio.run(clients(given.client, given.target, given.connections, given.requests))
     else:
         say(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {given.clients} client processes")
         results = [

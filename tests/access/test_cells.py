@@ -12,7 +12,7 @@ import pytest
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.rates import Rates
 from wicore_trt.core import cells
-from wicore_trt.core.cells import SharedCells
+from wicore_trt.core.cells import SharedCells, shared_memory
 from wicore_trt.core.limits import Hints
 from wicore_trt.errors import RateLimitError
 
@@ -36,7 +36,7 @@ def code_of(pid: int) -> int:
 
 def test_what_forks_add_is_all_there(monkeypatch):
     monkeypatch.setattr(cells, "PATIENCE_S", 60.0)
-    shared = SharedCells()
+    shared = SharedCells(shared_memory())
 
     def add() -> None:
         for number in range(2000):
@@ -52,7 +52,7 @@ def test_what_forks_add_is_all_there(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_nobody_waits_for_a_process_that_stands_still_with_the_lock(number):
-    shared = SharedCells()
+    shared = SharedCells(shared_memory())
 
     def hold() -> None:
         with shared.held():
@@ -70,9 +70,15 @@ def test_nobody_waits_for_a_process_that_stands_still_with_the_lock(number):
     fcntl.lockf(shared._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free
 
 
+def test_who_begins_later_finds_what_is_there():
+    memory = shared_memory()
+    SharedCells(memory).pair(("x", b"y"), 3.0, 4.0)[0] = 5.0
+    assert list(SharedCells(memory).pair(("x", b"y"), 1.0, 2.0)) == [5.0, 4.0]
+
+
 def test_names_that_find_no_room_are_this_process_s_own(monkeypatch):
     monkeypatch.setattr(cells, "PLACES", 4)
-    shared = SharedCells()
+    shared = SharedCells(shared_memory())
     pairs = [shared.pair((name,), float(name), 0.0) for name in range(10)]
     assert [pair[0] for pair in pairs] == [float(name) for name in range(10)]
     pairs[9][0] = 5.0
@@ -80,7 +86,7 @@ def test_names_that_find_no_room_are_this_process_s_own(monkeypatch):
 
 
 def test_a_rate_is_of_all_forks_together_and_so_are_times_to_retry():
-    shared, who = SharedCells(), Identity("alice")
+    shared, who = SharedCells(shared_memory()), Identity("alice")
 
     def taken() -> int:
         rates, count = Rates(10, 1000, cells=shared), 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -30,6 +32,20 @@ def test_keys_stand_for_tenants_and_operators(tmp_path):
     for wrong in ("", ALICE[:-1], ALICE.upper(), f" {ALICE}", "alice", "\udcff", "x" * 10_000):
         assert ring.find(wrong) is None
     assert not any(key in repr(vars(ring)) for key in (ALICE, BOB, OPS, "the single key"))
+
+
+def test_an_identity_knows_what_its_key_stands_for_later(tmp_path):
+    """By a name that another process, which reads the same key, gives it too."""
+    alice, bob = "a" * 16, "b" * 16
+    keys = KeyRing({alice: Identity("alice"), bob: Identity("bob")})
+    one, other = keys.find(alice), keys.find(bob)
+    assert keys.now(one) == one and one.key != other.key and alice.encode() not in one.key
+    keys.replace(KeyRing({alice: Identity("carol", operator=True)}))
+    assert keys.now(one) == keys.find(alice) == Identity("carol", operator=True) and keys.now(other) is None
+    ask = f"from wicore_trt.access.keys import *; print(KeyRing({{{alice!r}: EVERYBODY}}).find({alice!r}).key.hex())"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == one.key.hex()
+    assert KeyRing({}).now(EVERYBODY) == EVERYBODY and keys.now(EVERYBODY) is None
 
 
 def test_without_keys_everybody_is_the_one_trusted_user():

@@ -119,19 +119,23 @@ def test_limits_that_are_changed_are_those_of_all_who_share_them():
     for who in (A, own[0]):
         one.take(who, 0)
         other.take(who, 0)
-    one.change(6000, None)
-    other.change(6000, None)
+    for rates in (one, other):
+        rates.change(6000, None, {b"k": own[1]})
     for who in (A, own[1]):
         one.take(who, 0)
     clock.now += 60
     for who in (A, own[1]):
         assert one.allowances(who)["requests"].remaining == 6000
         assert other.allowances(who)["requests"].remaining == 6000, "it takes nothing away"
-    one.take(A, 0, 6000)
-    one.change(6, None)
-    other.change(6, None)
+    few = Identity("c", requests_per_minute=6, key=b"k")
+    for who in (A, own[1]):
+        one.take(who, 0, 6000)
+    for rates in (one, other):
+        rates.change(6, None, {b"k": few})
+    third = Rates(6, clock=clock, cells=cells)  # of a front that meets them only now
     clock.now += 1
-    assert refused(one, A) == refused(other, A) == pytest.approx(9.0), "it adds nothing"
+    for who in (A, few):
+        assert refused(one, who) == refused(other, who) == refused(third, who) == pytest.approx(9.0), "it adds nothing"
 
 
 def text_request(**kwargs) -> TextRequest:

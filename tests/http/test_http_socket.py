@@ -11,6 +11,7 @@ import pytest
 import websockets
 from web import GREEDY, executor_of, expected, make_engine, serving, until
 
+from wicore_trt.access.keys import EVERYBODY, Identity, KeyRing
 from wicore_trt.http import protocol, socket
 
 KEY = "the-operators-own-key"
@@ -165,6 +166,26 @@ async def test_who_may_connect():
         with pytest.raises(websockets.InvalidStatus):
             url = running.url.replace("http", "ws", 1) + "/v1/elsewhere"
             await websockets.connect(url, additional_headers={"x-api-key": KEY})
+
+
+async def test_a_key_that_is_taken_back_begins_nothing_on_an_open_connection():
+    """What it has begun ends as ever; a key with another role has that one."""
+    async with serving(api_key=KEY, requests_per_minute=1000) as running:
+        keys, headers = running.server.context.admission.keys, {"x-api-key": KEY}
+        async with connect(running, additional_headers=headers) as connection:
+            await connection.send(generate("long", prompt="long", max_tokens=500))
+            first = json.loads(await connection.recv())
+            keys.replace(KeyRing({"another key": EVERYBODY}))
+            await connection.send(generate("late", prompt="late"))
+            found = await answers(connection, "long", "late")
+            assert text_of([first, *found["long"]]) == expected("long", 500)
+            [refused] = found["late"]
+            assert refused["type"] == "error" and refused["error"]["code"] == "authentication", refused
+            keys.replace(KeyRing({KEY: Identity("alice", requests_per_minute=1)}))
+            await connection.send(generate("one", prompt="one"))
+            await connection.send(generate("two", prompt="two"))
+            found = await answers(connection, "one", "two")
+            assert sorted(frames[-1]["type"] for frames in found.values()) == ["done", "error"], "its own rate"
 
 
 async def test_frames_are_bounded(monkeypatch):

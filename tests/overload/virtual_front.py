@@ -40,7 +40,8 @@ from wicore_trt.link import remote as remote_end
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Welcome
 from wicore_trt.link.remote import BAR_S, RemoteEngine
-from wicore_trt.serve.interceptors import guarded
+from wicore_trt.serve.guard import guarded
+from wicore_trt.serve.reply import Reply
 from wicore_trt.serve.service import InferenceService
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput, Usage
 
@@ -459,13 +460,13 @@ class Site:
             async def write(self, answer):
                 text.append(answer.delta.text + answer.finish.delta.text)
 
-            async def abort_with_status(self, status):
-                ended.append(status)
+            async def abort(self, code, details, trailing_metadata):
+                ended.append(SimpleNamespace(code=code, trailing_metadata=trailing_metadata))
                 raise grpc.aio.AbortError
 
         async def answer():
             with self.admission.calls.place(who.tenant):
-                await self.service.Generate(message, Context())
+                await self.service.Generate(message, Reply(Context(), call.call_id))
 
         task = asyncio.ensure_future(guarded(call, answer, Context()))
         if leave_s is not None:
@@ -475,7 +476,7 @@ class Site:
         except asyncio.CancelledError:
             self.paths["left"] += 1
             return self.noted(End(499), "grpc")
-        except grpc.aio.AbortError:
+        if ended:
             names = {"RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503, "INVALID_ARGUMENT": 400, "DEADLINE_EXCEEDED": 504,
                      "CANCELLED": 499, "INTERNAL": 500}  # fmt: skip
             from google.rpc import error_details_pb2

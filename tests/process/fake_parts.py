@@ -4,14 +4,16 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s` and `slow_s` stand for the supervisor's. With `heir` processes that lose their
-parent become children of this one, as of the first process of a container. `recipe` names a file of settings that the
-server reads, and reads again.
+process leaves its number; `fork_s` and `slow_s` stand for the supervisor's; of `fork_fails` [a, b] the template's forks
+from the a-th to the b-th fail. With `heir` processes that lose their parent become children of this one, as of the
+first process of a container. `recipe` names a file of settings that the server reads, and reads again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import itertools
 import json
 import os
 import sys
@@ -75,6 +77,18 @@ def hang_at(executor, step: int) -> None:
     executor.execute = hanging
 
 
+def fork_fails(first: int, last: int) -> None:
+    """From so many forks on until so many."""
+    fork, calls = os.fork, itertools.count(1)
+
+    def failing() -> int:
+        if first <= next(calls) <= last:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return fork()
+
+    os.fork = failing
+
+
 class AnyTextTokenizer(FakeTokenizer):
     """Every character has a token, several may have one."""
 
@@ -85,6 +99,8 @@ class AnyTextTokenizer(FakeTokenizer):
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
     leave_number("template")
     os.register_at_fork(after_in_child=lambda: leave_number("front"))
+    if "fork_fails" in options():
+        fork_fails(*options()["fork_fails"])
     return AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
 
 

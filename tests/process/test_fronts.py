@@ -230,6 +230,60 @@ async def test_rates_are_of_all_together(tmp_path):
         await until(lambda: equal(ends(ALICE, 12), {200: 12}))
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+async def test_rates_outlive_fronts_and_template(tmp_path, fronts):
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text(f"alice:{ALICE}\nbob:{BOB}:requests=3\n")
+    options = {"keys_file": str(keys), "fronts": fronts, "http_port": 0, "requests_per_minute": 3}
+    async with supervised(tmp_path, server=options) as server:
+        url = await server.line("bound")
+        await server.line("ready on")
+
+        async def ask(key: str) -> int:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as client:
+                body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
+                return (await client.post(f"{url}/v1/completions", json=body)).status_code
+
+        async def back(name: str) -> None:
+            before = alive(server)[: 1 if name == "front" else None]
+            os.kill(before[0] if name == "front" else server.alive("template")[0], signal.SIGKILL)
+            await until(lambda: gone(server, before, fronts))
+            await until(lambda: whole(server, url))
+
+        assert [await ask(key) for key in (ALICE, BOB, ALICE, BOB)] == [200] * 4
+        await back("front")
+        assert [await ask(key) for key in (ALICE, BOB, ALICE, BOB)] == [200, 200, 429, 429]
+        await back("template")
+        assert [await ask(key) for key in (ALICE, BOB)] == [429, 429]
+
+
+async def test_a_template_that_cannot_fork_ends_no_front(tmp_path):
+    """The memory or the number of processes may not allow it for a while."""
+    async with supervised(tmp_path, server={"fronts": 2}, fork_fails=[3, 5]) as server, AsyncExitStack() as stack:
+        await serving(server)
+        before, [template] = alive(server), server.alive("template")
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: gone(server, before[:1], 2))
+        assert before[1] in alive(server) and server.alive("template") == [template]
+        clients = await stubs(stack, server)
+        assert set(await asyncio.gather(*(answer(stub, "back", 5) for stub in clients))) == {expected("back", 5)[0]}
+        server.process.send_signal(signal.SIGTERM)
+        code, log = await server.end()
+        assert code == 0 and log.count("No front can be made: [Errno 12]") == 3, log
+
+
+async def test_a_server_whose_first_front_cannot_be_forked_says_so(tmp_path):
+    async with supervised(tmp_path, fork_fails=[1, 99]) as server:
+        code, log = await server.end()
+        assert code == 4 and log.strip().splitlines()[-1].startswith("error: No front can be made: [Errno 12]"), log
+
+
+async def gone(server: Server, before: list[int], fronts: int) -> bool:
+    now = alive(server)
+    return len(now) == fronts and not set(now) & set(before)
+
+
 async def three(server: Server) -> bool:
     return len(alive(server)) == FRONTS
 

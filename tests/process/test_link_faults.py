@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import time
 from contextlib import suppress
+from threading import Thread, Timer
 
 import pytest
 from fakes import FAKE_INFO, make_core
@@ -14,7 +17,7 @@ from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import Add, Welcome, decode_to_engine, encode
 from wicore_trt.link.remote import RemoteEngine
-from wicore_trt.process.child import Control, error_of
+from wicore_trt.process.child import Control, Fork, error_of
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 
@@ -89,6 +92,16 @@ async def test_a_message_that_breaks_its_receiver_ends_the_channel():
     await until(lambda: ended)
     assert read == [b"good", b"bad"] and ended == [True]
     theirs.close()
+
+
+def test_nobody_waits_for_a_fork_that_has_ended_with_its_template():
+    fork, begun = Fork(), time.monotonic()
+    waiter = Thread(target=fork.wait, args=(120,))
+    waiter.start()
+    Timer(0.1, fork.theirs.close).start()
+    fork.bury(60)
+    waiter.join()
+    assert time.monotonic() - begun < 30 and fork.code.result(0) == -signal.SIGKILL
 
 
 def test_an_error_of_any_length_is_told():

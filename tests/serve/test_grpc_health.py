@@ -67,7 +67,7 @@ async def memory_taken() -> int:
 async def test_silent_health_calls_give_way_to_one_that_sends():
     async with serving() as running, grpc.aio.insecure_channel(running.address, options=OWN) as channel:
         silent = [channel.stream_stream(CHECK)() for _ in range(5 * intake.READS)]
-        interceptor = running.server._interceptor
+        interceptor = running.server._guard
         await until(lambda: interceptor._checks.taken == len(silent))
         check = health_pb2_grpc.HealthStub(running.channel).Check
         assert (await asyncio.wait_for(check(health_pb2.HealthCheckRequest()), 5)).status == 1
@@ -136,13 +136,13 @@ async def test_a_lone_silent_health_call_has_its_time(monkeypatch):
 
 async def test_one_address_takes_no_more_than_its_share_of_the_watches(monkeypatch):
     async with serving() as running:
-        monkeypatch.setattr(running.server._interceptor._watches, "_places", 8)
+        monkeypatch.setattr(running.server._guard._watches, "_places", 8)
         health = health_pb2_grpc.HealthStub(running.channel)
         watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]
         for watch in watches:
             await watch.read()
         assert (await asyncio.wait_for(failure(health.Watch(health_pb2.HealthCheckRequest())), 5))[0] is EXHAUSTED
-        with running.server._interceptor._watches.place("198.51.100.7"):
+        with running.server._guard._watches.place("198.51.100.7"):
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
         for watch in watches:
             watch.cancel()

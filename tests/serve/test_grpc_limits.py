@@ -93,7 +93,7 @@ async def test_a_call_that_sends_nothing_ends_and_gives_its_place_back(monkeypat
         assert code is grpc.StatusCode.INVALID_ARGUMENT and details["BadRequest"].field_violations[0].field == "request"
         assert await info(b"") and not watch.done()
         watch.cancel()
-        interceptor = running.server._interceptor
+        interceptor = running.server._guard
         await until(lambda: interceptor._calls.taken == 0 and interceptor._watches.taken == 0)
 
 
@@ -126,8 +126,8 @@ async def test_two_thousand_calls_at_once_are_answered_or_told_when_to_come_back
 
 async def test_calls_and_watches_at_once_are_limited(monkeypatch):
     async with serving(make_engine(step_s=0.01)) as running:
-        monkeypatch.setattr(running.server._interceptor._calls, "_places", 5)
-        monkeypatch.setattr(running.server._interceptor._watches, "_places", 6)  # half of them for one address
+        monkeypatch.setattr(running.server._guard._calls, "_places", 5)
+        monkeypatch.setattr(running.server._guard._watches, "_places", 6)  # half of them for one address
         calls = [running.stub.Generate(request(str(i), 900)) for i in range(5)]
         for call in calls:
             await call.read()

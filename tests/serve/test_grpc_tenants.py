@@ -8,6 +8,7 @@ import grpc
 import pytest
 from serving import expected, failure, make_engine, request, rest_of, serving, stats_now, until
 
+from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.config import KVSettings
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
@@ -109,6 +110,22 @@ async def test_subscribers_are_limited(keys_file):
         assert await pages_seen(running, BOB) == {}
         for call in calls:
             call.cancel()
+
+
+async def test_events_end_when_the_key_is_taken_back_or_another_s(keys_file):
+    async with serving(make_engine(), keys_file=keys_file) as running:
+        stub, keys = running.stub, running.server.service._admission.keys
+        subscriptions = {}
+        for name in KEYS:
+            subscriptions[name] = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(), metadata=TENANT_OF[name])
+            await subscriptions[name].read()
+        now = {KEYS["alice"]: Identity("alice", requests_per_minute=99), KEYS["ops"]: Identity("ops")}
+        keys.replace(KeyRing(now | {"another key of bob": Identity("bob")}))
+        for key in (KEYS["alice"], "another key of bob"):
+            await finish_of(stub.Generate(request("several pages of a prompt", 9), metadata=(("x-api-key", key),)))
+        assert (await subscriptions["alice"].read()).HasField("events")
+        assert await subscriptions["ops"].code() is grpc.StatusCode.UNAUTHENTICATED, "no operator any more"
+        assert await subscriptions["bob"].code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_flood_of_one_tenant_leaves_a_polite_one_its_turn(keys_file):

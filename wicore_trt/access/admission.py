@@ -18,6 +18,7 @@ from wicore_trt.access.rates import Grant, Rates
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.shares import Gate
+from wicore_trt.errors import AuthenticationError
 from wicore_trt.types import TextOutput, TextRequest
 
 MAX_CALLS = 4096
@@ -54,7 +55,14 @@ class Admission:
     def change(self, settings: ServerSettings) -> None:
         """Other keys and rates from now on. Raises ConfigError, and changes nothing, for a bad keys file."""
         self.keys.replace(KeyRing.load(settings.api_key, settings.keys_file))
-        self.rates.change(settings.requests_per_minute, settings.tokens_per_minute)
+        self.rates.change(settings.requests_per_minute, settings.tokens_per_minute, self.keys.named)
+
+    def still(self, who: Identity) -> Identity:
+        """What the key of an open connection stands for by now. Raises AuthenticationError where it was taken back."""
+        found = self.keys.now(who)
+        if found is None:
+            raise AuthenticationError("The API key of this connection is not valid any more.", fix="Use another one.")
+        return found
 
     @contextmanager
     def metered(self, who: Identity) -> Iterator[Meter]:

@@ -45,7 +45,7 @@ class Call:
     started: float = field(default_factory=time.monotonic)  # time.monotonic(), seconds
     facts: dict[str, object] = field(default_factory=dict)
     code: str = ""  # how it ended
-    error: WicoreError | None = None
+    error: type[WicoreError] | None = None  # an error itself has frames that have the call: a circle for the collector
     model: str = ""  # what is asked of it, for traces
     chat: bool = False
     params: SamplingParams | None = None
@@ -74,7 +74,7 @@ class Call:
 
     def failed(self, error: WicoreError) -> None:
         """Note an error. Messages about a request quote what it says, so of these the kind and the field are told."""
-        self.error = error
+        self.error = type(error)
         quotes = isinstance(error, (InvalidRequestError, NotFoundError)) or type(error) is WicoreError
         self.facts["error"] = type(error).__name__ if quotes else str(error)
         if isinstance(error, InvalidRequestError):

@@ -31,7 +31,7 @@ ROLE = re.compile(r"(?P<operator>operator)|requests=(?P<requests>[1-9]\d{0,11})|
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who calls. An operator sees the counts and KV events of everybody, a tenant those of its own requests. Rates are
-    the key's own, in place of the tenant's; `key` names it while this process and its forks live, and is not the key.
+    the key's own, in place of the tenant's; `key` names it, in every process and also later, and is not the key.
     """
 
     tenant: str = ""
@@ -47,11 +47,13 @@ EVERYBODY = Identity("", operator=True)
 
 
 class KeyRing:
-    """Identities by key. `needed` is false when there are no keys: everybody is then the one trusted user."""
+    """Identities by key, and by the keys' names. `needed` is false when there are no keys: everybody is then the one
+    trusted user."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
-        named = {_digest(key): identity for key, identity in identities.items()}
-        self._identities = {digest: replace(identity, key=digest) for digest, identity in named.items()}
+        named = {key: replace(identity, key=_name(key)) for key, identity in identities.items()}
+        self._identities = {_digest(key): identity for key, identity in named.items()}
+        self.named = {identity.key: identity for identity in named.values()}
         self.needed = bool(identities)
 
     @classmethod
@@ -68,12 +70,20 @@ class KeyRing:
         return cls(found)
 
     def replace(self, other: KeyRing) -> None:
-        """Have the other one's keys from now on. Calls that are open keep their identity."""
-        self._identities, self.needed = other._identities, other.needed
+        """Have the other one's keys from now on. Calls that are open keep their identity, and ask with `now`."""
+        self._identities, self.named, self.needed = other._identities, other.named, other.needed
 
     def find(self, key: str) -> Identity | None:
         """Whose key it is, None for nobody's."""
         return self._identities.get(_digest(key)) if self.needed else EVERYBODY
+
+    def now(self, who: Identity) -> Identity | None:
+        """What the key stands for by now that stood for `who`, None where it is nobody's any more."""
+        return self.named.get(who.key) if self.needed else EVERYBODY
+
+
+def _name(key: str) -> bytes:
+    return blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
 def _digest(key: str) -> bytes:

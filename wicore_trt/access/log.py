@@ -30,6 +30,8 @@ QUIET_S = 10.0
 """What strangers can cause as often as they like is logged once in so many seconds."""
 MAX_VALUE = 512
 """Characters of a value in a line; what a client wrote may be as long as a message."""
+TOGETHER_S = 0.02
+"""Lines that come so soon after one are written with it: to wake the thread that writes costs as much as a line."""
 MOST_AT_ONCE = 64
 """Lines of one write; those that wait behind it count as waiting."""
 MAX_TRACEBACK = 16_384
@@ -129,6 +131,8 @@ class DroppingHandler(logging.Handler):
         closed = False
         while not closed:
             self._came.wait()
+            if not self._closed:
+                time.sleep(TOGETHER_S)
             self._came.clear()
             closed = self._closed
             while lines := [self._lines.popleft() for _ in range(min(len(self._lines), MOST_AT_ONCE))]:

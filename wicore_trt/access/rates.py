@@ -8,7 +8,7 @@ over any span a tenant starts at most one bucket more than the rate gives; what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from wicore_trt.access.keys import Identity
@@ -118,13 +118,16 @@ class Rates:
             bucket.add(-units)
         return Grant(self._bucket(who, "tokens"), wanted.get("tokens", 0), self._cells)
 
-    def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
-        """Other limits from now on; what was taken counts."""
+    def change(
+        self, requests_per_minute: int | None, tokens_per_minute: int | None, own: Mapping[bytes, Identity]
+    ) -> None:
+        """Other limits from now on, with the `own` ones of keys, by their names; what was taken counts. All buckets
+        change at once, as others change theirs now: they fill what time has passed at the pace that they know."""
         self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         with self._cells.held():
             for (name, kind), bucket in self._buckets.items():
-                limit = self._limits[kind]
-                if isinstance(name, str) and limit is not None:  # at once: others change theirs now
+                limit = self._limits[kind] if isinstance(name, str) else _own(own.get(name), kind)
+                if limit is not None:
                     bucket.change(limit)
 
     def allowances(self, who: Identity) -> dict[str, Allowance]:
@@ -139,7 +142,7 @@ class Rates:
         return found
 
     def _bucket(self, who: Identity, kind: str) -> Bucket | None:
-        own: int | None = getattr(who, f"{kind}_per_minute")
+        own = _own(who, kind)
         limit, name = (own, (who.key, kind)) if own is not None else (self._limits[kind], (who.tenant, kind))
         if limit is None:
             if self._buckets.pop(name, None) is not None:
@@ -153,3 +156,9 @@ class Rates:
             with self._cells.held():
                 bucket.change(limit)
         return bucket
+
+
+def _own(who: Identity | None, kind: str) -> int | None:
+    """The limit of a key's own."""
+    limit: int | None = getattr(who, f"{kind}_per_minute", None)
+    return limit

@@ -101,7 +101,7 @@ class _Spans:
                 span.add_event("wicore.scheduled", timestamp=began + round((first - prefill) * 1e6))
             span.add_event("wicore.first_token", timestamp=began + round(first * 1e6))
         if call.error is not None:
-            span.set_attribute("error.type", type(call.error).__name__)
+            span.set_attribute("error.type", call.error.__name__)
             if call.error.grpc_code in _FAULTS:
                 span.set_status(self._trace.StatusCode.ERROR)
         facts["trace_id"] = f"{span.get_span_context().trace_id:032x}"

@@ -1,7 +1,8 @@
 """Pairs of numbers by name, which the processes of a server may share: levels of buckets, times that were told.
 
-Must not know what they mean. Invariants: a process that ends or stands still at any moment holds up no other; where
-the table is full, or another process stands still with the lock, a number is this process's own, or may miss a change.
+They are in memory that whoever made it keeps for those that begin later. Must not know what they mean. Invariants: a
+process that ends or stands still at any moment holds up no other; where the table is full, or another process stands
+still with the lock, a number is this process's own, or may miss a change.
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ class Cells:
         yield
 
 
-class SharedCells(Cells):
-    """Of this process and of those that it forks."""
+def shared_memory() -> int:
+    """The file descriptor of an empty table."""
+    file = os.memfd_create("wicore-cells", os.MFD_CLOEXEC)
+    os.ftruncate(file, PLACES * _PLACE)
+    return file
 
-    def __init__(self) -> None:
+
+class SharedCells(Cells):
+    """Of the processes that have this `shared_memory`, and of those that they fork."""
+
+    def __init__(self, file: int) -> None:
         super().__init__()
-        self._file = os.memfd_create("wicore-cells", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, PLACES * _PLACE)
+        self._file = file
         self._bytes = mmap.mmap(self._file, PLACES * _PLACE)
         self._numbers = memoryview(self._bytes).cast("d")
         self._depth = 0

@@ -320,8 +320,11 @@ class TextEngine:
 
     def _check_barred(self, tenant: str, priority: int, tokens: int) -> None:
         error = self.engine.barred(tenant, priority, tokens)
-        if error is not None and self.ready:
-            raise self.hinted(error, tenant)
+        try:
+            if error is not None and self.ready:
+                raise self.hinted(error, tenant)
+        finally:
+            del error  # whose traceback has this frame
 
     def hinted(self, error: QueueFullError, tenant: str) -> QueueFullError:
         """The same refusal with a time to retry of its own."""

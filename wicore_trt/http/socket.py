@@ -8,7 +8,8 @@
          {"type": "error", "id", "error"}      ends the generation; `id` is null for a frame that has none
 
 Must not know uvicorn. Invariants: a generation ends with exactly one frame, done or error; an id is free again when
-that was sent; when the connection ends all its generations end; a web page of another origin cannot connect.
+that was sent; when the connection ends all its generations end; a web page of another origin cannot connect; a key that
+was taken back begins nothing on connections that are open.
 """
 
 from __future__ import annotations
@@ -150,8 +151,10 @@ class Connection:
         call.parent = self._call.parent
         CURRENT.set(call)  # of this task
         call.facts |= {"peer": self._call.facts["peer"], "frame": frame_id}
-        status, context, tenant = CLIENT_GONE, self._context, call.who.tenant
+        status, context = CLIENT_GONE, self._context
         try:
+            call.who = context.admission.still(call.who)
+            tenant = call.who.tenant
             with context.admission.calls.place(tenant), context.room.hold(tenant) as hold:
                 hold.grow(size)
                 async with context.turn(tenant, frame.get("priority"), prompt):

@@ -153,6 +153,7 @@ class RemoteEngine(EnginePort):
             return await reply
         finally:
             self._pending.pop(call, None)
+            del reply  # an error in it has this frame in its traceback
 
     def _received(self, data: bytes) -> None:
         message = decode_from_engine(data)

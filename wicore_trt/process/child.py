@@ -1,9 +1,10 @@
 """A process of this server, and what is said between it and the supervisor.
 
 Messages are small JSON objects over a socket pair that keeps their boundaries; file descriptors travel with them. It
-must not know what a process does. Invariants: the supervisor never waits for a child that hangs; a child ends when its
-supervisor does, however and whenever that ends; a child leaves the signals that ask a server to end to the supervisor;
-a child imports from where its parent does, so a folder that happens to be the current one gives it nothing else.
+must not know what a process does. Invariants: the supervisor never waits for a child that hangs, nor a front for a
+supervisor that stands still; a child ends when its supervisor does, however and whenever that ends; a child leaves the
+signals that ask a server to end to the supervisor; a child imports from where its parent does, so a folder that happens
+to be the current one gives it nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from wicore_trt.errors import WicoreError, error_named, shortened
 
@@ -70,10 +72,10 @@ class Control:
     def pair() -> tuple[Rein, Control]:
         """The supervisor's end and the child's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return Rein(ours), Control(theirs)
+        return Rein(ours, MAX_WAITING), Control(theirs)
 
     @classmethod
-    def of_child(cls, fd: int) -> Control:
+    def of_child(cls, fd: int) -> Self:
         """The child's end, by the number that it was started with."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
@@ -109,20 +111,34 @@ class Control:
 
 
 class Rein(Control):
-    """The supervisor's end, on its event loop. `send` never waits: what a child does not take is kept until it does,
-    and a child that leaves too much of it is let go, which ends it."""
+    """An end on an event loop: the supervisor's, or a front's. While the loop runs `send` does not wait: what the other
+    side does not take is kept until it does. A child that leaves more than `most` messages is let go, which ends it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, most: int | None = None) -> None:
         super().__init__(sock)
         sock.setblocking(False)
+        self._most = most
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
+
+    def offer(self, kind: str, **facts: Any) -> bool:
+        """Say something that is soon worth nothing, unless others wait to be taken; whether it was said."""
+        if not self._waiting:
+            self.send(kind, **facts)
+        return not self._waiting
+
+    def outlive_loop(self) -> None:
+        """The loop has ended: from now on `send` waits until the other side has taken all."""
+        self._sock.setblocking(True)
+        while self._waiting:
+            self._try(*self._waiting[0])
+            self._forget()
 
     def _put(self, data: bytes, fds: Sequence[int]) -> None:
         if self._waiting or not self._try(data, fds):
             self._waiting.append((data, [os.dup(fd) for fd in fds]))
             if len(self._waiting) == 1:
                 asyncio.get_running_loop().add_writer(self.fileno(), self._go_on)
-        if len(self._waiting) > MAX_WAITING:
+        if self._most is not None and len(self._waiting) > self._most:
             log.error("process of control socket %d hangs; it is ended", self.fileno())
             self._sock.shutdown(socket.SHUT_RDWR)  # `receive` then says that the other side ended
             self._drop()
@@ -188,6 +204,8 @@ class Child:
             self._process.kill()
             return self._process.wait()
 
+    bury = wait
+
 
 class Fork:
     """A process that a template made of itself. `pid` is None until the template has told it."""
@@ -209,10 +227,22 @@ class Fork:
         except TimeoutError:
             self.kill()
             return -signal.SIGKILL
+        self._inherit()
+        return code
+
+    def bury(self, timeout_s: float) -> None:
+        """Wait until it is gone, whose template has been killed: the socket's other end is closed then."""
+        ended = select.poll()
+        ended.register(self.control.fileno(), 0)  # for what is always told
+        if ended.poll(1000 * timeout_s):
+            self._inherit()
+        if not self.code.done():  # nobody is left who would tell it, and somebody may wait
+            self.code.set_result(-signal.SIGKILL)
+
+    def _inherit(self) -> None:
         if self.pid is not None:
             with suppress(ChildProcessError):  # ours to wait for where its template has ended and we are its heir
                 os.waitpid(self.pid, 0)
-        return code
 
 
 def named(place: str) -> Any:

@@ -63,7 +63,11 @@ class Place:
         if self.process is not None:
             asyncio.get_running_loop().remove_reader(self.process.control.fileno())
             self.process.kill()
-            self.process.wait(KILL_S)
+
+    def bury(self) -> None:
+        """Wait until the process is gone that was ended, and its template if it has one."""
+        if self.process is not None:
+            self.process.bury(KILL_S)
 
     def pause(self, code: int) -> float:
         """Seconds to wait before the next start: none, unless it keeps ending by itself."""

@@ -17,13 +17,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
-from wicore_trt.errors import EngineDeadError, WicoreError
+from wicore_trt.core.cells import shared_memory
+from wicore_trt.errors import EngineDeadError, EnvironmentUnfitError, WicoreError
 from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, how_it_ended, named
 from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
 from wicore_trt.process.reload import checked, has_terminal
@@ -71,6 +72,7 @@ class Supervisor:
         settings = loaded.settings
         self._given, self._reread = loaded, reread or (lambda: loaded)
         self._ports: dict[str, Any] = {}  # where the front listens
+        self._cells = shared_memory()  # of all fronts, now and later
         self._settings = settings_to_json(settings)
         self._had_terminal = has_terminal()
         self._grace_s = settings.server.grace_s
@@ -111,8 +113,11 @@ class Supervisor:
             return await self._end
         finally:
             self._stopping = True
-            for place in self._places.values():
+            places = self._places
+            for place in places.values():
                 place.close()
+            for place in reversed(places.values()):  # fronts behind their template
+                place.bury()
             if self._admin is not None:
                 await self._admin.stop()
 
@@ -139,7 +144,7 @@ class Supervisor:
         self._template_ready = False
         child = Child(self._parts.front)
         self._template.put(child, self._heard_template, self._template_ended)
-        child.control.send("start", settings=self._settings, loader=self._parts.load_tokenizer)
+        child.control.send("start", [self._cells], settings=self._settings, loader=self._parts.load_tokenizer)
         self._later(0.0, self._start_fronts)
 
     def _start_fronts(self) -> None:
@@ -156,11 +161,11 @@ class Supervisor:
         front.begin(fork, self._heard_front, self._front_ended)
         # Where all begin anew, as with their template, none may take another one of them for a stranger.
         listening = self._was_bound and len(self._fronts) > 1
-        template.control.send(
-            "fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context,
-            front=front.number, listening=listening,
-        )  # fmt: skip
-        fork.theirs.close()
+        with closing(fork.theirs):  # so that the front has ended where it never began
+            template.control.send(
+                "fork", [fork.theirs.fileno()], settings=self._settings, max_context=self._max_context,
+                front=front.number, listening=listening,
+            )  # fmt: skip
         self._watch_fork(front)
         self._idle.clear()
         if self._refusing:
@@ -236,6 +241,11 @@ class Supervisor:
                 fork = self._fronts[message["front"] - 1].process
                 if isinstance(fork, Fork):
                     fork.pid = message["pid"]
+            case "unforked":
+                front = self._fronts[message["front"] - 1]
+                if isinstance(front.process, Fork):
+                    front.said = EnvironmentUnfitError(f"No front can be made: {message['why']}.")
+                    front.process.code.set_result(front.said.exit_code)
             case "exited":
                 for fork in (front.process for front in self._fronts):
                     if isinstance(fork, Fork) and fork.pid == message["pid"]:

@@ -13,12 +13,14 @@ from functools import lru_cache
 import grpc
 from google.protobuf import duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
+from wicore_trt.access.calls import REQUEST_ID_HEADER
 from wicore_trt.errors import UNAVAILABLE_RETRY_S, InvalidRequestError, WicoreError, shortened
 
 DOMAIN = "wicore"
 MAX_MESSAGE_CHARS = 512
+DETAILS = "grpc-status-details-bin"
+"""Where clients of all languages look for the google.rpc.Status."""
 
 
 class DuplicateRequestError(InvalidRequestError):
@@ -61,9 +63,15 @@ def status_of(error: WicoreError, call_id: str) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
-    """End the call with the error's status. Always raises: grpc.aio.AbortError, or CancelledError where the client has
-    left before it could be told."""
+    """End the call with the error's status, and its id. Raises CancelledError where the client has left before it could
+    be told. gRPC keeps its exception and raises it again when the handler has returned: with the frames that it came
+    through, which have the call, each would wait for the collector of such circles, and that takes longer than all
+    else."""
+    status = status_of(error, call_id)
+    metadata = ((DETAILS, status.SerializeToString()), (REQUEST_ID_HEADER, call_id))
     try:
-        await context.abort_with_status(rpc_status.to_status(status_of(error, call_id)))
+        await context.abort(grpc.StatusCode[error.grpc_code], status.message, metadata)
+    except grpc.aio.AbortError as ended:
+        ended.__traceback__ = ended.__context__ = None
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None

@@ -8,10 +8,11 @@ comes, without a new start of its own.
 from __future__ import annotations
 
 import asyncio
-import gc
+import errno
 import logging
 import os
 import select
+import signal
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.access import log as log_lines
 from wicore_trt.access import tracing
+from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.cells import Cells, SharedCells
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
-from wicore_trt.process.child import Control, belong_to, named
+from wicore_trt.process.child import Control, Rein, belong_to, named
 from wicore_trt.serve.siblings import Siblings
 
 if TYPE_CHECKING:
@@ -59,13 +61,14 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def main(fd: int) -> int:
-    """The life of the template; `fd` is its control socket. It has one thread and opens nothing but memory that fronts
-    share, so that a fork of it is a whole process. Returns the exit code."""
+    """The life of the template; `fd` is its control socket. It has one thread and opens nothing but the memory that
+    fronts share, so that a fork of it is a whole process. That memory comes with its start, and outlives it. Returns
+    the exit code."""
     control = Control.of_child(fd)
     received = control.receive()
     if received is None:
         return 0
-    start = received[0]
+    start, [memory] = received
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import_module("wicore_trt.serve.lifecycle")
     settings = settings_from_json(start["settings"])
@@ -73,9 +76,8 @@ def main(fd: int) -> int:
         tokenizer = named(start["loader"])(settings)
     except Exception as error:  # each front says so when the engine, whose error says more, has been loaded
         tokenizer = error
-    cells = SharedCells() if settings.server.fronts > 1 else Cells()
-    gc.collect()
-    gc.freeze()
+    cells = SharedCells(memory)
+    collect_rarely()
     control.send("ready")
     poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
     poll.register(control.fileno(), select.POLLIN)
@@ -90,21 +92,43 @@ def main(fd: int) -> int:
             received = control.receive()
             if received is None:
                 return 0
-            message, [given] = received
+            message, fds = received
             template = os.getpid()
-            pid = os.fork()
+            try:
+                pid, watched = _forked(fds)
+            except OSError as error:  # too little memory, say, or too many processes: no reason to end with all fronts
+                control.send("unforked", front=message["front"], why=str(error))
+                continue
             if pid == 0:
                 belong_to(template)
                 control.close()
-                os._exit(serve(Control.of_child(given), message, tokenizer, cells))
-            os.close(given)
-            watched = os.pidfd_open(pid)
+                os._exit(serve(Rein.of_child(fds[0]), message, tokenizer, cells))
             forks[watched] = pid
             poll.register(watched, select.POLLIN)
             control.send("forked", front=message["front"], pid=pid)
 
 
-def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
+def _forked(fds: list[int]) -> tuple[int, int]:
+    """The process id of a fork of this process, and a file descriptor that tells of its end; 0 twice in the fork, which
+    alone keeps `fds`. Raises OSError where there is none."""
+    pid = None
+    try:
+        if not fds:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        pid = os.fork()
+        return pid, os.pidfd_open(pid) if pid else 0
+    except OSError:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
+    finally:
+        if pid != 0:
+            for fd in fds:
+                os.close(fd)
+
+
+def serve(control: Rein, start: dict[str, Any], tokenizer: Tokenizer | Exception, cells: Cells) -> int:
     """The life of a front, whose number is `front`; `cells` are those of all. Returns the exit code."""
     from wicore_trt.serve.lifecycle import run_server
 
@@ -114,13 +138,14 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
     log_lines.configure(json_lines=settings.log.json, level=settings.log.level.upper())
     tracing.configure()
     front = Front(control, tokenizer, cells)
-    make = partial(Siblings, start["front"], settings.server.fronts, cells, control.send, listening=start["listening"])
+    make = partial(Siblings, start["front"], settings.server.fronts, cells, control.offer, listening=start["listening"])
     try:
         code = run_server(
             settings.server, front.engine, front.announce, start["max_context"], front.bound, front.watch,
             lambda: front.sees(make()),
         )  # fmt: skip
     except WicoreError as error:
+        control.outlive_loop()
         control.send_error(error)
         code = error.exit_code
     except BaseException:
@@ -134,7 +159,7 @@ def serve(control: Control, start: dict[str, Any], tokenizer: Tokenizer | Except
 class Front:
     """What the lifecycle of a server needs where the engine is another process's."""
 
-    def __init__(self, control: Control, tokenizer: Tokenizer | Exception, cells: Cells) -> None:
+    def __init__(self, control: Rein, tokenizer: Tokenizer | Exception, cells: Cells) -> None:
         self._control, self._tokenizer, self._cells = control, tokenizer, cells
         self._siblings: Siblings | None = None
         self._remote: RemoteEngine | None = None

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 from wicore_trt.access.listening import network_of
 from wicore_trt.errors import DeadlineError, InvalidRequestError
 
-READ_S = 20.0
-"""A call whose request has not come by then is ended."""
+READ_S, LOOKS = 20.0, 20
+"""A call whose request has not come by then is ended, at one of so many looks in that time."""
 READS = 4
 """Health requests that are read at the same time. gRPC unpacks each up to the message limit before we see its size."""
 HURRY_S, LEAST_HURRY_S = 0.1, 0.01
@@ -40,17 +40,39 @@ def parse(handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
         ) from None
 
 
-async def read_message(context: grpc.aio.ServicerContext) -> bytes:
-    """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
-    try:
-        async with asyncio.timeout(READ_S):
+class Requests:
+    """Reads the requests of calls. One timer looks after all: one for each would cost a refusal a tenth of itself."""
+
+    def __init__(self) -> None:
+        self._since: dict[asyncio.Task[Any], float] = {}  # by the loop's time
+        self._clock: asyncio.TimerHandle | None = None
+
+    async def read(self, context: grpc.aio.ServicerContext) -> bytes:
+        """The request of a call, unparsed. Raises DeadlineError when it does not come, InvalidRequestError for none."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._since[task] = loop.time()
+        if self._clock is None:
+            self._clock = loop.call_later(READ_S / LOOKS, self._look, loop)
+        try:
             raw = await context.read()
-    except TimeoutError:
-        raise DeadlineError(f"No request came within {READ_S:g} s.") from None
-    if raw is grpc.aio.EOF:
-        raise InvalidRequestError("The call has no request.", field="request")
-    message: bytes = raw
-    return message
+        except asyncio.CancelledError:
+            if task in self._since or task.uncancel():  # by somebody else
+                raise
+            raise DeadlineError(f"No request came within {READ_S:g} s.") from None
+        finally:
+            self._since.pop(task, None)
+        if raw is grpc.aio.EOF:
+            raise InvalidRequestError("The call has no request.", field="request")
+        message: bytes = raw
+        return message
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        latest = loop.time() - READ_S
+        for task in [task for task, since in self._since.items() if since <= latest]:
+            del self._since[task]
+            task.cancel()
+        self._clock = loop.call_later(READ_S / LOOKS, self._look, loop) if self._since else None
 
 
 async def prompt_ones(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -73,6 +95,7 @@ class BriefRequests:
     """
 
     def __init__(self) -> None:
+        self._requests = Requests()
         self._free = READS
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by host, the next one first
         self._count = 0  # of those that wait
@@ -86,7 +109,7 @@ class BriefRequests:
             async with limit:
                 self._reading[limit] = asyncio.get_running_loop().time()
                 self._hurry()
-                raw = await read_message(context)
+                raw = await self._requests.read(context)
         except TimeoutError:
             raise DeadlineError("No request came, and others wait for the place.") from None
         finally:

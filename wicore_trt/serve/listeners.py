@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import grpc
@@ -39,16 +39,20 @@ def gone(address: str) -> bool:
     return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
 
 
-class Generic:
-    """A server to add services to, without registering their methods one by one.
+class Services:
+    """What services are added to in place of a server, so that their methods are not registered one by one.
 
     grpc.aio waits for a call of each registered method. When its loop breaks it cancels these waits and frees the
     memory that gRPC's core writes the calls into; the core then writes. A server of generic handlers has one wait,
     which is over whenever the loop breaks.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+    def __init__(self) -> None:
+        self.handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Those of a service."""
+        self.handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """Left out."""

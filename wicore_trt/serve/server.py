@@ -1,4 +1,4 @@
-"""The listening gRPC server: options, TLS, health, reflection, interceptors.
+"""The listening gRPC server: options, TLS, services, health, reflection.
 
 Must not know what the engine is or when it is ready; the lifecycle tells it. Invariant: health is NOT_SERVING from the
 first moment of listening until `set_serving`, and for ever after `set_draining`.
@@ -19,9 +19,9 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
+from wicore_trt.serve.guard import Guard
 from wicore_trt.serve.health import Health
-from wicore_trt.serve.interceptors import CallInterceptor
-from wicore_trt.serve.listeners import LISTENERS, Generic, Listeners
+from wicore_trt.serve.listeners import LISTENERS, Listeners, Services
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
 from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, handlers
 
@@ -87,9 +87,8 @@ class GrpcServer:
         admission = admission or Admission.of(settings)
         self._max_message_bytes = message_limit(max_context, settings.max_message_mb)
         self.service = InferenceService(max_message_bytes=self._max_message_bytes, admission=admission)
-        self._worker = WorkerService(self.service)
         self._health = Health(HEALTH_NAMES)
-        self._interceptor = CallInterceptor(admission)
+        self._guard = Guard(admission, self._services())
         self._certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._credentials = self._certificates.credentials()
         self._listeners = Listeners(self._fresh, self._bind)
@@ -98,18 +97,22 @@ class GrpcServer:
         """Another certificate for who comes from now on. Raises ConfigError for files that do not fit."""
         self._certificates.change(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
-    def _fresh(self) -> grpc.aio.Server:
-        """A server of all services that does not listen yet."""
-        server = grpc.aio.server(interceptors=[self._interceptor], options=channel_options(self._max_message_bytes))
-        generic = Generic(server)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, generic)  # type: ignore[no-untyped-call]
-        generic.add_generic_rpc_handlers((handlers(self._worker),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
+    def _services(self) -> list[grpc.GenericRpcHandler]:
+        services = Services()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, services)  # type: ignore[no-untyped-call]
+        services.add_generic_rpc_handlers((handlers(WorkerService(self.service)),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
         if self._settings.reflection:
             servicer = reflection.aio.ReflectionServicer(
                 (SERVICE_NAME, WORKER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
             )
-            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, generic)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, services)
+        return services.handlers
+
+    def _fresh(self) -> grpc.aio.Server:
+        """A server of all services that does not listen yet."""
+        server = grpc.aio.server(options=channel_options(self._max_message_bytes))
+        server.add_generic_rpc_handlers((self._guard,))
         return server
 
     async def start(self) -> str:

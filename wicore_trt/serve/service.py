@@ -1,7 +1,7 @@
 """The calls of wicore.inference.v1.InferenceService.
 
 Translates between messages and a TextEngine and owns nothing else: no scheduling, no text work, no error formatting
-(the interceptors turn WicoreError into statuses). Invariants: a stream that was opened on the engine is closed when its
+(the guard turns WicoreError into statuses). Invariants: a stream that was opened on the engine is closed when its
 call ends, however it ends; the engine never waits for a reader (TextEngine merges what is unread); sizes and counts of
 a message are checked before anything of it is converted; a tenant's answer tells of that tenant's requests alone.
 """
@@ -18,7 +18,6 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import grpc
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -29,11 +28,19 @@ from wicore_trt.access.keys import Identity
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import Tally
-from wicore_trt.errors import DeadlineError, InvalidRequestError, NotFoundError, UnavailableError, shown
+from wicore_trt.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    shown,
+)
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
+from wicore_trt.serve.reply import Reply
 from wicore_trt.text.calls import CallFinder
 from wicore_trt.types import EngineStats, FinishReason, TextOutput, TextRequest
 
@@ -87,7 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
         return self._engine
 
-    async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
         async with self.generating(call, convert.prompt_bytes(request), request.priority) as (engine, meter):
             own_s = convert.positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
@@ -141,11 +148,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
         return made, defaultdict(CallFinder) if made.functions else None
 
-    async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
+    async def Abort(self, request: pb2.AbortRequest, context: Reply) -> pb2.AbortResponse:
         request_id = checked_id(request.request_id)
         return pb2.AbortResponse(aborted=await self.ready().abort(request_id, current_call().who.tenant))
 
-    async def Tokenize(self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb2.TokenizeRequest, context: Reply) -> pb2.TokenizeResponse:
         engine = self.ready()
         limit = engine.info.max_context_tokens
         kind = request.WhichOneof("input")
@@ -166,9 +173,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             ) from error
         return pb2.TokenizeResponse(token_ids=token_ids)
 
-    async def Detokenize(
-        self, request: pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb2.DetokenizeRequest, context: Reply) -> pb2.DetokenizeResponse:
         engine = self.ready()
         convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
@@ -180,14 +185,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
         return pb2.DetokenizeResponse(text=await engine.work(current_call().who.tenant, decode))
 
-    async def GetModelInfo(
-        self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: Reply) -> pb2.GetModelInfoResponse:
         return convert.model_info_response(self.ready().info)
 
-    async def GetServerInfo(
-        self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: Reply) -> pb2.GetServerInfoResponse:
         if self._draining:
             state = pb2.SERVER_STATE_DRAINING
         else:
@@ -199,7 +200,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_message_bytes=self._max_message_bytes,
         )
 
-    async def GetStats(self, request: pb2.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb2.GetStatsResponse:
+    async def GetStats(self, request: pb2.GetStatsRequest, context: Reply) -> pb2.GetStatsResponse:
         return convert.stats(*await self.stats(current_call().who))
 
     async def stats(self, who: Identity) -> tuple[EngineStats, int]:
@@ -212,9 +213,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         stats = await engine.stats_of(who.tenant, [Tally.of(one) for one in told])
         return stats, self.open[who.tenant] + elsewhere
 
-    async def SubscribeKVEvents(
-        self, request: kv_pb2.SubscribeKVEventsRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def SubscribeKVEvents(self, request: kv_pb2.SubscribeKVEventsRequest, context: Reply) -> None:
         after = (request.epoch, request.from_sequence - 1) if request.from_sequence > 0 else UNKNOWN
         async with self.kv_events(current_call(), after) as feed:
             async for epoch, found in feed:
@@ -224,11 +223,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def kv_events(self, call: Call, after: Position) -> AsyncIterator[AsyncGenerator[Change, None]]:
-        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own."""
+        """What the KV cache gains and loses: of all pages for an operator, else of the tenant's own. Raises
+        AuthenticationError when its key is taken back."""
         who = call.who
         with self._subscribers.place(who.tenant):
             async with aclosing(self.ready().engine.kv_events(None if who.operator else who.tenant, after)) as feed:
-                yield feed
+
+                async def known() -> AsyncGenerator[Change, None]:
+                    async for change in feed:
+                        now = self._admission.still(who)
+                        if (now.tenant, now.operator) != (who.tenant, who.operator):
+                            raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
+                        yield change
+
+                async with aclosing(known()) as told:
+                    yield told
 
 
 async def relay(
@@ -236,7 +245,7 @@ async def relay(
     request: TextRequest,
     meter: Meter,
     call: Call,
-    context: grpc.aio.ServicerContext,
+    reply: Reply,
     messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
 ) -> set[FinishReason]:
     """Run a request and write its outputs as `messages` makes them, from an output and the seconds to its sequence's
@@ -251,6 +260,7 @@ async def relay(
     request = call.asks(engine.info.model_id, request)
     async with aclosing(await engine.submit(await engine.encode(request))) as stream:
         meter.begin()
+        await reply.begin()
         async for output in stream:
             elapsed = monotonic() - call.started
             tokens += len(output.token_ids)
@@ -267,11 +277,11 @@ async def relay(
             if output.usage is not None:
                 call.facts |= {"prompt": output.usage.prompt_tokens, "cached": output.usage.cached_tokens}
             for message in messages(output, first_token_s.get(output.index), elapsed):
-                await context.write(message)
+                await reply.write(message)
     return reasons
 
 
-def time_left(context: grpc.aio.ServicerContext) -> float | None:
+def time_left(context: Reply) -> float | None:
     """Seconds to the call's deadline, more than 0; None without one."""
     left = context.time_remaining()
     return None if left is None else max(left, 1e-3)

@@ -1,7 +1,8 @@
 """The other fronts of this server, which are asked by way of the supervisor.
 
-Must not know what is told. Invariants: a front that does not answer is waited for ANSWER_S; however many ask, a front
-is asked so seldom that one which stands still for a while is not taken for one that hangs.
+Must not know what is told. Invariants: who asks waits for ANSWER_S at most, whichever front or supervisor stands still
+and however many ask; a front is asked so seldom that one which stands still for a while is not taken for one that
+hangs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from wicore_trt.access.fronts import Fronts
@@ -21,14 +23,14 @@ AT_ONCE = 4
 
 
 class Siblings(Fronts):
-    """Construct it on the event loop. `send` says something to the supervisor: kind and facts."""
+    """Construct it on the event loop. `offer` says something to the supervisor, kind and facts, if it takes it."""
 
     def __init__(
-        self, number: int, count: int, cells: Cells, send: Callable[..., None], *, listening: bool = False
+        self, number: int, count: int, cells: Cells, offer: Callable[..., bool], *, listening: bool = False
     ) -> None:
         super().__init__(cells)
         self.number, self.count, self.listening = number, count, listening
-        self._send = send
+        self._offer = offer
         self._calls = itertools.count(random.getrandbits(48))  # the next front of this number draws others
         self._asked: dict[int, _Answers] = {}
         self._under_way: dict[str | None, asyncio.Task[list[dict[str, Any]]]] = {}
@@ -44,17 +46,16 @@ class Siblings(Fronts):
         return await asyncio.shield(task)
 
     async def _ask(self, tenant: str | None) -> list[dict[str, Any]]:
-        async with self._places:
-            call, answers = next(self._calls), _Answers()
-            self._asked[call] = answers
-            self._send("ask", call=call, tenant=tenant)
-            try:
-                await asyncio.wait_for(answers.whole.wait(), ANSWER_S)
-            except TimeoutError:
-                pass
-            finally:
-                del self._asked[call]
-            return answers.found
+        call, answers = next(self._calls), _Answers()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S), self._places:
+                self._asked[call] = answers
+                try:
+                    if self._offer("ask", call=call, tenant=tenant):
+                        await answers.whole.wait()
+                finally:
+                    del self._asked[call]
+        return answers.found
 
     def heard(self, message: dict[str, Any]) -> None:
         """What the supervisor says of a question: how many were asked, or what one of them told."""

@@ -34,6 +34,7 @@ from wicore_trt.kv.events import Cleared, Event, Removed, Snapshot, Stored
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL
 from wicore_trt.serve import convert
+from wicore_trt.serve.reply import Reply
 from wicore_trt.serve.service import relay, time_left
 from wicore_trt.text.tokenizer import FILES
 from wicore_trt.types import (
@@ -94,7 +95,7 @@ class WorkerService:
         self._service = service
         self._numbers = _Numbers()
 
-    async def Generate(self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
         async with self._service.generating(call, request.ByteSize()) as (engine, meter):
             made = _text_request(engine, request, call.who.tenant, time_left(context))
@@ -103,22 +104,18 @@ class WorkerService:
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
-    async def Abort(self, request: pb2.AbortRequest, context: grpc.aio.ServicerContext) -> pb2.AbortResponse:
+    async def Abort(self, request: pb2.AbortRequest, context: Reply) -> pb2.AbortResponse:
         engine, tenant = self._service.ready(), current_call().who.tenant
         convert.check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
             await engine.abort(checked_id(request_id), tenant)
         return pb2.AbortResponse()
 
-    async def HealthCheck(
-        self, request: pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.HealthCheckResponse:
+    async def HealthCheck(self, request: pb2.HealthCheckRequest, context: Reply) -> pb2.HealthCheckResponse:
         serving = self._service.serving
         return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
 
-    async def GetModelInfo(
-        self, request: pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: Reply) -> pb2.GetModelInfoResponse:
         engine = self._service.ready()
         info = engine.info
         return pb2.GetModelInfoResponse(
@@ -135,9 +132,7 @@ class WorkerService:
             max_req_input_len=info.max_context_tokens,
         )
 
-    async def GetServerInfo(
-        self, request: pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: Reply) -> pb2.GetServerInfoResponse:
         engine = self._service.ready()
         stats, streams = await self._service.stats(current_call().who)
         return pb2.GetServerInfoResponse(
@@ -151,13 +146,13 @@ class WorkerService:
             constrained_decoding_start="first_token",
         )
 
-    async def GetLoads(self, request: pb2.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb2.GetLoadsResponse:
+    async def GetLoads(self, request: pb2.GetLoadsRequest, context: Reply) -> pb2.GetLoadsResponse:
         engine = self._service.ready()
         load = _load(await _stats(engine), engine.info.page_tokens)
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Reply) -> None:
         engine = self._service.ready()
         bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
         digest = hashlib.sha256(bundle).hexdigest()
@@ -166,9 +161,7 @@ class WorkerService:
             data = bundle[start : start + CHUNK_BYTES]
             await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest if last else ""))
 
-    async def SubscribeKvEvents(
-        self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Reply) -> None:
         """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
         a new snapshot: the protocol knows no such event for one tier."""
         after = self._numbers.position(request.start_sequence_number)

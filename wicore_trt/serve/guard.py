@@ -5,7 +5,8 @@ sends nothing ends; a call of our service ends with OK, with a status made from 
 of an unexpected exception reaches the client; a finished call writes one access line.
 
 All methods are served as streams, whatever the contract says, which looks the same on the wire: gRPC reads the message
-of a unary request before any handler runs, and a stream's only when its handler asks for it.
+of a unary request before any handler runs, and a stream's only when its handler asks for it. gRPC's interceptors would
+cost each call a chain of coroutines, so this is one generic handler around those of the services.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import grpc
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, Call, offered_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import AuthenticationError, WicoreError
 from wicore_trt.serve.errors import abort
-from wicore_trt.serve.intake import BriefRequests, host_of, parse, prompt_ones, read_message
+from wicore_trt.serve.intake import BriefRequests, Requests, host_of, parse, prompt_ones
+from wicore_trt.serve.reply import Reply
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,6 @@ MAX_CHECKS = MAX_WATCHES = 1024
 """Health checks need no key, so they have places of their own, and those that stay open too."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler | None"]]
 
 
 def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
@@ -47,29 +48,31 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
     return None
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps the methods of all services. Health checks need no key.
+class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Wraps the methods of all `services`. Health checks need no key.
 
     Requests are parsed by us, not by gRPC, so that a malformed one (invalid UTF-8, truncated) is INVALID_ARGUMENT with
     our details rather than a bare UNKNOWN.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, services: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._services = services
         self._keys = admission.keys
         self._calls = admission.calls
         self._counts = admission.counts
         self._checks = Gate(MAX_CHECKS, "health checks")
         self._watches = Gate(MAX_WATCHES, "health watches")
-        self._brief = BriefRequests()
+        self._requests, self._brief = Requests(), BriefRequests()
         self._refused = Sparingly(log, logging.WARNING)
 
-    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
+    def service(self, details: grpc.HandlerCallDetails) -> Handler:
+        """What runs a call; None for a method that is not served."""
         health = details.method.startswith(HEALTH_PREFIX)
         header, method = partial(metadata_value, details), details.method.rpartition("/")[2]
         who = Identity() if health else self._keys.find(offered_key(header))
         if who is None:
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, Call.begin(method, Identity(), header)))
-        handler = await continuation(details)
+        handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:
             return None
         if health:
@@ -79,21 +82,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             call = Call.begin(method, who, header)
+            reply = Reply(context, call.call_id)
             try:
-                await guarded(call, lambda: self._answer(call, handler, context), context)
+                await guarded(call, lambda: self._answer(call, handler, context, reply), context)
             finally:
                 self._counts.ended_grpc(method, call.code)
 
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    async def _answer(self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext) -> None:
+    async def _answer(
+        self, call: Call, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext, reply: Reply
+    ) -> None:
         """One call of our service: take a place, read, parse, handle."""
         with self._calls.place(call.who.tenant):
-            request = parse(handler, await read_message(context))
+            request = parse(handler, await self._requests.read(context))
             if handler.response_streaming:
-                await handler.unary_stream(request, context)
+                await handler.unary_stream(request, reply)
             else:
-                await context.write(await handler.unary_unary(request, context))
+                await reply.write(await handler.unary_unary(request, reply))
 
     def _health(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         """A health check, or a watch, which stays open. Anybody may call, so places go by the caller's address."""
@@ -129,7 +135,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
         CURRENT.set(call)
-        await context.send_initial_metadata(((REQUEST_ID_HEADER, call.call_id),))
         self._refused("refused a call without a valid API key", peer=context.peer())
         self._counts.refused["grpc"] += 1
         error = AuthenticationError(
@@ -139,14 +144,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
-    """Run one call: echo its id, answer it, turn exceptions into statuses, write the access line."""
+    """Run one call: answer it, turn exceptions into statuses, write the access line."""
     CURRENT.set(call)
     call.facts["peer"] = context.peer()
     if call.who.tenant:
         call.facts["tenant"] = call.who.tenant
     code = "OK"
     try:
-        await context.send_initial_metadata(((REQUEST_ID_HEADER, call.call_id),))
         await answer()
     except asyncio.CancelledError:
         code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
