@@ -347,8 +347,8 @@ class Scheduler:
     def _load_more(self, sequence: Sequence) -> None:
         """After a jump: a later resume point may be worth a load of its own."""
         assert self.loader is not None
-        here = PrefixHit(sequence.computed, 0, in_flight=False)
-        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, self._compute_rate(sequence))
+        here, rate = PrefixHit(sequence.computed, 0, in_flight=False), self._compute_rate(sequence)
+        chosen = self.loader.choose(sequence.pages, len(sequence.tokens), here, rate, trials=True)
         if chosen is not None and chosen.stop:
             self.loader.begin(sequence.pages, chosen, spare=self._load_spare(sequence))
 

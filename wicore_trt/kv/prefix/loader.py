@@ -204,9 +204,12 @@ class PrefixLoader:
         )
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expect(load.expected)
-        disk_bytes = sum(
-            self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
-        )
+        disk_bytes = 0
+        for item in items:
+            if self.tiers.where(*item.page.name) == "disk":
+                disk_bytes += self._page_bytes[item.page.group]
+            else:
+                load.bring(item)
         now = self._clock()
         self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
         self.tiers.begin(load)
@@ -288,13 +291,15 @@ class PrefixLoader:
         others = sum(1 for other in self._begun if other is not load and other.reading)
         disk = self._disk_meter.rate(queued=max(0, up.reading_bytes - asked), now=now)
         self.tiers.read_ahead(disk.bytes_per_s)
-        link = self._host_meter.rate(now=now)
+        link, missing = self._host_meter.rate(now=now), sorted(load.missing(GLOBAL))
 
         def arrival(token: int) -> float:
-            pages = len(unread) - bisect_left(unread, token // self._manager.page_tokens)
+            page = token // self._manager.page_tokens
+            pages = len(unread) - bisect_left(unread, page)
+            here = len(missing) - bisect_left(missing, page) - pages  # in host memory, but for their copies
             count = window_bytes + pages * each.get(GLOBAL, 0)
-            left = max(each.get(GLOBAL, 0), window_bytes)
-            return max(least, disk.seconds(count * (1 + others)) + link.seconds(left)) if count else link.latency_s
+            copied = link.seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
+            return max(least, disk.seconds(count * (1 + others)) + copied) if count else copied
 
         return arrival
 

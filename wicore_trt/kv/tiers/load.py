@@ -86,6 +86,10 @@ class PrefixLoad:
         waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]
         return max([self.first, self._failed_from, self._passed, *(index + 1 for index in waiting)])
 
+    def missing(self, group: str) -> list[int]:
+        """Indices of pages of a layer group that are still to arrive."""
+        return [index for (of, _), index in self._missing.items() if of == group]
+
     def unread(self, group: str) -> list[int]:
         """Indices of missing pages of a layer group that were not in host memory when it was looked for them last."""
         return [index for (of, _), index in self._unread.items() if of == group]
