@@ -154,12 +154,10 @@ class KVCacheManager:
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [-1] * start
-            for slot in [pool.find(key) for key in pages.keys[start:count]]:
-                assert slot is not None, "a hit was attached after its pages left"
-                pool.acquire(slot)
-                slots.append(slot)
-            pages.extend(group, slots)
+            slots = [slot for key in pages.keys[start:count] if (slot := pool.find(key)) is not None]
+            assert len(slots) == max(0, count - start), "a hit was attached after its pages left"
+            pool.acquire(slots)
+            pages.extend(group, [-1] * start + slots)
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
@@ -196,10 +194,12 @@ class KVCacheManager:
         self._on_the_way.update(keys)
 
     def expect_no_more(self, keys: Sequence[bytes]) -> None:
-        self._on_the_way.subtract(keys)
+        counts = self._on_the_way
         for key in keys:
-            if not self._on_the_way[key]:
-                del self._on_the_way[key]
+            if counts[key] == 1:
+                del counts[key]
+            else:
+                counts[key] -= 1
 
     def housekeep(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
@@ -276,17 +276,9 @@ class KVCacheManager:
         # since another's step failed, what this one computes may come from a page that was condemned then
         if self._prefix_cache and full > pages.published and pages.failures == self.failures:
             pages.name(tokens)
-            # local pages that slide out with this commit, before anybody could find them
-            gone = self._windows.passing(pages.published, full, pages.resume_points)
-            for i in range(pages.published, full):
-                for group, pool in self.pools.items():
-                    if (slot := pages.tables[group][i]) >= 0:
-                        if i in gone and group == LOCAL != self.chain_group:
-                            pool.check_full(slot, i)
-                        else:
-                            self.publish(pages, group, i, slot)
-                self.retention.made(pages.keys[i], pages.hints)
-                self.done_computing(pages.keys[i], owner)
+            self._publish_computed(pages, full)
+            self.retention.made(pages.keys[pages.published : full], pages.hints)
+            self.done_computing(pages.keys[pages.published : full], owner)
             pages.published = full
         if pages.load is not None:
             pages.load.floor = self.pages_for(end)
@@ -308,14 +300,26 @@ class KVCacheManager:
             done.append(plain)
         return done
 
-    def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
-        """Make a full page findable, unless another slot holds it already. `saved`: a lower tier has it. Raises
-        UnwrittenPageError."""
-        page = pages.page(group, index)
-        if self.pools[group].publish(slot, page):
-            if not saved and pages.hints.priority is not CachePriority.LOW:
-                self._copies.published(group, slot)
-            self.events.append_stored("device", page)
+    def _publish_computed(self, pages: SequencePages, full: int) -> None:
+        """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
+        Raises UnwrittenPageError."""
+        gone = self._windows.passing(pages.published, full, pages.resume_points)
+        for group, pool in self.pools.items():
+            table, places = pages.tables[group], range(pages.published, full)
+            passing = gone if group == LOCAL != self.chain_group else ()
+            for i in passing:
+                if i < full and table[i] >= 0:
+                    pool.check_full(table[i], i)
+            self.publish(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
+
+    def publish(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
+        """Make full pages of a table findable, unless other slots hold them already. `saved`: a lower tier has them.
+        Raises UnwrittenPageError."""
+        table, pool = pages.tables[group], self.pools[group]
+        found = pool.publish([table[i] for i in places], [pages.page(group, i) for i in places])
+        if not saved and pages.hints.priority is not CachePriority.LOW:
+            self._copies.published(group, found)
+        self.events.append_stored("device", *[page for slot in found if (page := pool.page(slot)) is not None])
 
     def _trust(self, pages: SequencePages) -> None:
         """A step with finite logits has read the sequence's pages: they may be copied down."""
@@ -396,11 +400,11 @@ class KVCacheManager:
 
     def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
-        before = [pool.page(slot) for slot in slots]
+        before = [] if keep else [pool.page(slot) for slot in slots]
         pool.release(slots, keep=keep, spare=spare)
         if keep:
-            self.memory.released(group, [page.key for page in before if page is not None])
-        if not keep:
+            self.memory.released(group, slots)
+        else:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
                     self._copies.forget(group, slot)
@@ -408,8 +412,7 @@ class KVCacheManager:
 
     def free(self, pages: SequencePages, owner: int) -> None:
         """Release everything the sequence holds; published pages stay cached. The tables become empty."""
-        for key in pages.keys[pages.published :]:
-            self.done_computing(key, owner)
+        self.done_computing(pages.keys[pages.published :], owner)
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
         pages.clear()
@@ -453,7 +456,7 @@ class KVCacheManager:
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.finished(LOCAL, pages.tables[LOCAL][i])
         if self.chain_group == GLOBAL:
-            ends |= {i + 1 for i, key in enumerate(keys) if self.tiers.branches(key)}
+            ends |= {i + 1 for i in self.tiers.branches(keys)}
             self.tiers.spare_windows(LOCAL, keys, self._windows.before(ends))
 
     def clear(self) -> None:
@@ -462,8 +465,8 @@ class KVCacheManager:
             pool.clear()
             self._copies.cleared(group)
         self.events.append_cleared("device")
-        for page in [page for tier, page in self.snapshot() if tier == "device"]:
-            self.events.append_stored("device", page)
+        for pool in self.pools.values():
+            self.events.append_stored("device", *pool.pages())
         if self.tiers is not None:
             self.tiers.clear()
 
@@ -486,9 +489,11 @@ class KVCacheManager:
             for name, index in self.tiers.indexes.items():
                 yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
 
-    def done_computing(self, key: bytes, owner: int) -> None:
-        if self._computing.get(key) == owner:
-            del self._computing[key]
+    def done_computing(self, keys: Iterable[bytes], owner: int) -> None:
+        computing = self._computing
+        for key in keys:
+            if computing.get(key) == owner:
+                del computing[key]
 
     def check_integrity(self) -> None:
         """Assert the invariants of pools and tiers."""
