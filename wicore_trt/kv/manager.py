@@ -146,6 +146,8 @@ class KVCacheManager:
             if gap is None:
                 break
             n = gap  # every longer window has this gap too
+            while n > 0 and not found(keys[n - 1]):
+                n -= 1
         return n
 
     def attach(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:

@@ -13,7 +13,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -130,7 +130,8 @@ class PrefixLoader:
         where = self.tiers.reach(group, keys[start:limit], manager.pools[group].find)
         reach = start + len(where)
         found: list[Candidate] = []
-        n = manager.longest_window(keys, reach, lambda key: self._where(LOCAL, key) is not None)
+        has = self.tiers.finder(LOCAL, manager.pools[LOCAL].find) if LOCAL in manager.pools else bool
+        n = manager.longest_window(keys, reach, has)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
@@ -138,7 +139,7 @@ class PrefixLoader:
                     window[self._where(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.longest_window(keys, n - 1, lambda key: self._where(LOCAL, key) is not None)
+            n = manager.longest_window(keys, n - 1, has)
         return found
 
     def _where(self, group: str, key: bytes) -> str | None:
@@ -180,12 +181,10 @@ class PrefixLoader:
         found: dict[int, int] = {}
         if manager.chain_group == GLOBAL:
             pool, table, keys = manager.pools[GLOBAL], pages.tables[GLOBAL], pages.keys
-            for i in range(stop - 1, first - 1, -1):
-                slot = pool.find(keys[i])
-                if slot is None:
-                    items.append(self._item(pages, GLOBAL, i, table[i]))
-                else:
-                    found[i] = slot
+            wanted = range(stop - 1, first - 1, -1)
+            found = {i: slot for i in wanted if (slot := pool.find(keys[i])) is not None}
+            lacking = [i for i in wanted if i not in found] if found else wanted
+            items += self._items(pages, GLOBAL, lacking, [table[i] for i in lacking])
             pool.acquire(found.values())  # beside the table's own slots, which the sequence may write until it jumps
         pages.load = load = PrefixLoad(
             chosen.stop,
@@ -209,13 +208,15 @@ class PrefixLoader:
         self.tiers.begin(load)
         return True
 
-    def _item(self, pages: SequencePages, group: str, index: int, slot: int) -> LoadItem:
-        """A page to load; its identity is the one that a tier has."""
-        page = self.tiers.identity(group, pages.keys[index])
-        if page is None or not page.tokens:
-            page = pages.page(group, index)
-        pages.known[group, index] = page
-        return LoadItem(page, slot)
+    def _items(self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]) -> list[LoadItem]:
+        """Pages to load into these slots; their identities are those that a tier has."""
+        known, items = self.tiers.identities(group, [pages.keys[i] for i in places]), list[LoadItem]()
+        for i, slot, page in zip(places, slots, known, strict=True):
+            if page is None or not page.tokens:
+                page = pages.page(group, i)
+            pages.known[group, i] = page
+            items.append(LoadItem(page, slot))
+        return items
 
     @staticmethod
     def _on_device(
@@ -239,7 +240,7 @@ class PrefixLoader:
         if fresh is None:
             pool.release(held.values())
             return None, []
-        items = [self._item(pages, LOCAL, i, slot) for i, slot in zip(lacking, fresh, strict=True)]
+        items = self._items(pages, LOCAL, lacking, fresh)
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 

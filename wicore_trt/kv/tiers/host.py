@@ -87,6 +87,9 @@ class HostTier:
         they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its last slot may hold
         another tenant's bytes, and goes to disk with it."""
         slots, size, left = copy.slots, self.slot_bytes, self._page_bytes[copy.page.group]
+        if len(slots) == 1 and not clear:
+            begin = slots[0] * size
+            return [self._slab[begin : begin + left]]
         end = (slots[-1] + 1) * size
         unused = len(slots) * size - left
         if clear and unused:

@@ -216,20 +216,30 @@ class TierIndex:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def acquire(self, copies: Iterable[TierCopy]) -> None:
+        nodes, begun, ready = self._nodes, list[TierNode](), CopyState.READY
         for copy in copies:
-            assert copy.state is CopyState.READY, "only a written copy can be read"
+            assert copy.state is ready, "only a written copy can be read"
             copy.readers += 1
-            self._busy(self._nodes[copy.page.key], 1)
+            node = nodes[copy.page.key]
+            if not node.busy:
+                begun.append(node)
+            node.busy += 1
+        self._in_use(begun, True)
 
     def release(self, copies: Iterable[TierCopy]) -> None:
         """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
+        nodes, ended, lost = self._nodes, list[TierNode](), CopyState.LOST
         for copy in copies:
             assert copy.readers > 0, "a copy was released twice"
             copy.readers -= 1
-            if copy.state is not CopyState.LOST:
-                self._busy(self._nodes[copy.page.key], -1)
+            if copy.state is not lost:
+                node = nodes[copy.page.key]
+                node.busy -= 1
+                if not node.busy:
+                    ended.append(node)
             elif not copy.readers:
                 self.reclaim(copy)
+        self._in_use(ended, False)
 
     def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain, whether its pages are here or not."""
@@ -365,13 +375,21 @@ class TierIndex:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
-        if (before == 0) == (node.busy == 0):
-            return
-        if self.primary in node.copies:
-            for policy in self._policies(node.tenant):
-                (policy.unpin if before else policy.pin)([node.key])
-        if node.spare:
-            self._set_spare(node, True)
+        if (before == 0) != (node.busy == 0):
+            self._in_use([node], not before)
+
+    def _in_use(self, nodes: Sequence[TierNode], used: bool) -> None:
+        """These nodes have become busy, or are not any more."""
+        carriers = [node for node in nodes if self.primary in node.copies]
+        if self._quota_slots >= self.num_slots:
+            (self.policy.pin if used else self.policy.unpin)([node.key for node in carriers])
+        else:
+            for node in carriers:
+                for policy in self._policies(node.tenant):
+                    (policy.pin if used else policy.unpin)([node.key])
+        for node in nodes:
+            if node.spare:
+                self._set_spare(node, True)
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
         node.spare = spare

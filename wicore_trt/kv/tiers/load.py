@@ -121,6 +121,16 @@ class PrefixLoad:
         """Whether the page is still of use: the sequence lives and has computed none of it meanwhile."""
         return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
 
+    def sorted_out(self, items: Sequence[LoadItem]) -> tuple[Sequence[LoadItem], Sequence[LoadItem]]:
+        """Of items of one layer group those that are `wanted`, and the others."""
+        if self.cancelled or not items:
+            return (), items
+        floor = self.floor if items[0].page.group == GLOBAL else 0
+        wanted = [item for item in items if item.page.index >= floor]
+        if len(wanted) == len(items):
+            return items, ()
+        return wanted, [item for item in items if item.page.index < floor]
+
     def next_item(self) -> LoadItem | None:
         """The next page worth fetching; global pages that the sequence computes meanwhile are passed over."""
         while self.todo:
@@ -133,15 +143,16 @@ class PrefixLoad:
     def next_run(self, count: int, ready: Callable[[str, bytes], T | None]) -> tuple[list[LoadItem], list[T]]:
         """The next pages worth fetching, `count` at most, and what `ready(group, key)` says of each, up to one of which
         it says None, that is of another layer group than the first or that does not go to the device."""
-        items, found, todo = list[LoadItem](), list[T](), self.todo
+        items, found, todo, group = list[LoadItem](), list[T](), self.todo, ""
         while todo and len(items) < count:
             page, slot = item = todo[0]
-            if slot < 0 or (items and page.group != items[0].page.group):
+            if slot < 0 or (page.group != group and items):
                 break
-            if not self.wanted(item):
+            group = page.group
+            if page.index < self.floor and not self.wanted(item):
                 self._pass(todo.popleft())
                 continue
-            copy = ready(page.group, page.key)
+            copy = ready(group, page.key)
             if copy is None:
                 break
             items.append(todo.popleft())

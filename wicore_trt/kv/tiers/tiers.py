@@ -61,12 +61,23 @@ class LowerTiers:
             return "host"
         return "disk" if self.disk is not None and self.disk.ready(group, key) is not None else None
 
-    def identity(self, group: str, key: bytes) -> Page | None:
-        """What a tier knows the page as."""
-        copy = self.host.get(group, key)
-        if copy is None and self.disk is not None:
-            copy = self.disk.get(group, key)
-        return copy.page if copy is not None else None
+    def identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
+        """What a tier knows these pages as."""
+        found, host = list[Page | None](), self.host.get
+        for key in keys:
+            copy = host(group, key)
+            if copy is None and self.disk is not None:
+                copy = self.disk.get(group, key)
+            found.append(copy.page if copy is not None else None)
+        return found
+
+    def finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
+        """Whether a tier has a page of a layer group, or `above` knows it."""
+        host, disk = self.host.get, self.disk
+        if disk is None:
+            return lambda key: above(key) is not None or host(group, key) is not None
+        on_disk = disk.ready
+        return lambda key: above(key) is not None or host(group, key) is not None or on_disk(group, key) is not None
 
     def reach(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
         """`where` the pages of a chain are, up to one that no tier has; "device" for those that `above` knows."""
@@ -250,16 +261,18 @@ class LowerTiers:
         """What became of pages that were sent to the device: see `Place`."""
         came: dict[str, list[LoadItem]] = {}
         for place in places:
-            item, copy = items[place], copies[place]
-            if not load.wanted(item):
-                load.pass_over(item)
-            elif right:
-                came.setdefault(copy.origin or "host", []).append(item)
-            else:
-                self._look_elsewhere(load, item)
+            copy = copies[place]
+            came.setdefault(copy.origin or "host", []).append(items[place])
             copy.origin = ""
-        for tier, arrived in came.items():
-            load.arrive(arrived, tier)
+        for tier, found in came.items():
+            wanted, others = load.sorted_out(found)
+            for item in others:
+                load.pass_over(item)
+            if right and wanted:
+                load.arrive(wanted, tier)
+            elif not right:
+                for item in wanted:
+                    self._look_elsewhere(load, item)
 
     def _look_elsewhere(self, load: PrefixLoad, item: LoadItem) -> None:
         """What came to the device was not the page, and the host has it no more."""
