@@ -237,8 +237,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/pages/hashing.py",
-        "            page.update(parent)\n",
-        "",
+        "            page.update(parent + block)\n",
+        "            page.update(block)\n",
     ),
     # --- scheduler
     Mutant(

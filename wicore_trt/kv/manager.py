@@ -12,13 +12,14 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown
 from wicore_trt.kv.events import Entry, KVEventLog
+from wicore_trt.kv.expected import Expected
 from wicore_trt.kv.memory import Memory
 from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
@@ -95,7 +96,7 @@ class KVCacheManager:
         checkpoint = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._windows = Windows(lambda n: self.first_visible_page(n * self.page_tokens), checkpoint)
         self._computing: dict[bytes, int] = {}
-        self._on_the_way: Counter[bytes] = Counter()
+        self.expected = Expected()
         self.failures = 0
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
@@ -190,19 +191,6 @@ class KVCacheManager:
             self._copies.begin_due()
             self.tiers.transfers.close(timeout_s)
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """A sequence waits for these pages, to be loaded or because it is parked: their time does not end meanwhile.
-        Ends with `expect_no_more` of the same keys."""
-        self._on_the_way.update(keys)
-
-    def expect_no_more(self, keys: Sequence[bytes]) -> None:
-        counts = self._on_the_way
-        for key in keys:
-            if counts[key] == 1:
-                del counts[key]
-            else:
-                counts[key] -= 1
-
     def housekeep(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
@@ -229,7 +217,7 @@ class KVCacheManager:
     def _in_use(self, key: bytes) -> bool:
         """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
         return (
-            key in self._on_the_way
+            key in self.expected
             or any(pool.in_use(key) for pool in self.pools.values())
             or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
@@ -245,24 +233,29 @@ class KVCacheManager:
         count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
-        lacking = {g: [pages] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
-        fits = not spare or self.memory.fits({group: len(short) + spare for group, short in lacking.items() if short})
-        return fits and self._extend(lacking)
+        need = {GLOBAL: whole, LOCAL: count}
+        return self._extend({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
 
     def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
         """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        lacking: dict[str, list[SequencePages]] = {group: [] for group in self.pools}
+        lacking: dict[str, list[tuple[SequencePages, int]]] = {group: [] for group in self.pools}
         for pages, tokens in wanted:
             for group, short in lacking.items():
-                short += [pages] * (self.pages_for(tokens) - len(pages.tables[group]))
+                short.append((pages, max(0, self.pages_for(tokens) - len(pages.tables[group]))))
         return self._extend(lacking)
 
-    def _extend(self, lacking: dict[str, list[SequencePages]]) -> bool:
-        """Put a slot more at the end of each one's table of a group, as often as it is there, or of none: False."""
-        found = self.memory.allocate({group: len(short) for group, short in lacking.items() if short})
+    def _extend(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
+        """Put so many slots more at the end of each one's table of a group, or of none: False."""
+        need = {group: sum(count for _, count in short) for group, short in lacking.items()}
+        need = {group: count for group, count in need.items() if count}
+        if spare and not self.memory.fits({group: count + spare for group, count in need.items()}):
+            return False
+        found = self.memory.allocate(need)
         for group, slots in (found or {}).items():
-            for pages, slot in zip(lacking[group], slots, strict=True):
-                pages.extend(group, [slot])
+            left = iter(slots)
+            for pages, count in lacking[group]:
+                if count:
+                    pages.extend(group, islice(left, count))
         return found is not None
 
     def commit(
@@ -318,10 +311,10 @@ class KVCacheManager:
         """Make full pages of a table findable, unless other slots hold them already. `saved`: a lower tier has them.
         Raises UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
-        found = pool.publish([table[i] for i in places], [pages.page(group, i) for i in places])
+        found = pool.publish([table[i] for i in places], pages.identities(group, places))
         if not saved and pages.hints.priority is not CachePriority.LOW:
             self._copies.published(group, found)
-        self.events.append_stored("device", *[page for slot in found if (page := pool.page(slot)) is not None])
+        self.events.append_stored("device", *found.values())
 
     def _trust(self, pages: SequencePages) -> None:
         """A step with finite logits has read the sequence's pages: they may be copied down."""
@@ -501,6 +494,6 @@ class KVCacheManager:
         """Assert the invariants of pools and tiers."""
         self.memory.check_integrity()
         self._copies.check_integrity()
-        assert all(count > 0 for count in self._on_the_way.values()), "pages are waited for less than not at all"
+        self.expected.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()

@@ -163,7 +163,7 @@ class PagePool:
         """All published pages."""
         return [page for page in self._page_of if page is not None]
 
-    def publish(self, slots: Sequence[int], pages: Sequence[Page]) -> list[int]:
+    def publish(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
         """Make used slots findable, each as its page; first pages of a chain first. Returns those that now are: not one
         whose key is held elsewhere, nor one that was published before. Raises UnwrittenPageError, and changes nothing,
         unless all tokens of each are written."""
@@ -172,15 +172,14 @@ class PagePool:
             assert references[slot] > 0, "only a used page can be published"
             if written[slot] != full:
                 self.check_full(slot, page.index)
-        found = list[int]()
+        found = dict[int, Page]()
         for slot, page in zip(slots, pages, strict=True):
             if page.key in self._slot_of or self._page_of[slot] is not None:
                 continue
             self._slot_of[page.key] = slot
-            self._page_of[slot] = page
-            found.append(slot)
+            self._page_of[slot] = found[slot] = page
         if self.policy is not None:
-            self._enter(self.policy, [page for slot in found if (page := self._page_of[slot]) is not None])
+            self._enter(self.policy, list(found.values()))
         return found
 
     @staticmethod

@@ -56,7 +56,7 @@ class SequencePages:
     names: TenantNames
     hints: CacheHints = CacheHints()
     keys: list[bytes] = field(default_factory=list)
-    known: dict[tuple[str, int], Page] = field(default_factory=dict)
+    known: dict[str, dict[int, Page]] = field(default_factory=lambda: {GLOBAL: {}, LOCAL: {}})
     blocks: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
     stamp: object = field(default_factory=object)
@@ -97,10 +97,13 @@ class SequencePages:
 
     def page(self, group: str, index: int) -> Page:
         """The identity of a full page; its key must be there."""
-        if (found := self.known.get((group, index))) is not None:
-            return found
         parent = self.keys[index - 1] if index else None
         return Page(self.keys[index], group, index, parent, self.names.tag, self.blocks[index])
+
+    def identities(self, group: str, places: Iterable[int]) -> list[Page]:
+        """`page` of each of these, or what it is known as."""
+        known = self.known[group].get
+        return [known(i) or self.page(group, i) for i in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,14 +222,12 @@ class ChainPolicy(ABC):
     def _path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
         """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
         path: list[Node] = []
-        above: Node | None = None
-        seen = 0
+        above, find, seen = None, self._nodes.get, len(keys)
         for key in keys:
-            node = self._nodes.get(key)
+            node = find(key)
             if node is None:
+                seen = min(seen, len(path))
                 node = self._create(key, above)
-            elif seen == len(path):
-                seen += 1
             if node.parent is not above:
                 self._reparent(node, above)
             path.append(node)

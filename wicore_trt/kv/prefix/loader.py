@@ -197,12 +197,11 @@ class PrefixLoader:
             here=self._on_device(items, window, stop, found),
         )
         load.expected, load.failures = pages.keys[:stop], manager.failures
-        manager.expect(load.expected)
+        manager.expected.add(load.expected)
         disk_bytes = 0
         if self.tiers.disk is not None:
-            disk_bytes = sum(
-                self._page_bytes[item.page.group] for item in items if self.tiers.where(*item.page.name) == "disk"
-            )
+            pages_there = [item.page for item in items if self.tiers.where(*item.page.name) == "disk"]
+            disk_bytes = sum(self._page_bytes[page.group] for page in pages_there)
         now = self._clock()
         self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
         self.tiers.begin(load)
@@ -210,13 +209,13 @@ class PrefixLoader:
 
     def _items(self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]) -> list[LoadItem]:
         """Pages to load into these slots; their identities are those that a tier has."""
-        known, items = self.tiers.identities(group, [pages.keys[i] for i in places]), list[LoadItem]()
-        for i, slot, page in zip(places, slots, known, strict=True):
-            if page is None or not page.tokens:
-                page = pages.page(group, i)
-            pages.known[group, i] = page
-            items.append(LoadItem(page, slot))
-        return items
+        found = self.tiers.identities(group, [pages.keys[i] for i in places])
+        known = [
+            page if page is not None and page.tokens else pages.page(group, i)
+            for i, page in zip(places, found, strict=True)
+        ]
+        pages.known[group].update(zip(places, known, strict=True))
+        return list(map(LoadItem, known, slots))
 
     @staticmethod
     def _on_device(
@@ -399,10 +398,11 @@ class PrefixLoader:
         assert load is not None
         load.cancel()
         self._measure_host()  # also when a slow link let none of its pages come in time
-        self._manager.expect_no_more(load.expected)
+        self._manager.expected.take(load.expected)
         self._begun.pop(load, None)
         pages.load = None
-        pages.known.clear()
+        for known in pages.known.values():
+            known.clear()
 
     # --- rates ---------------------------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class PrefixLoader:
             self.let_go(pages)
             return False
         parked.expected = pages.keys[: computed // size]
-        manager.expect(parked.expected)
+        manager.expected.add(parked.expected)
         self.parked += 1
         return True
 
@@ -454,7 +454,7 @@ class PrefixLoader:
         parked = pages.parked
         if parked is None:
             return
-        self._manager.expect_no_more(parked.expected)
+        self._manager.expected.take(parked.expected)
         self.tiers.host.release(parked.copies)
         for group, i in parked.private:
             self.tiers.drop_private(parked.pages[group][i])
