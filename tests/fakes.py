@@ -171,10 +171,10 @@ class FakeExecutor(PlainCopier):
         part[:] = b"".join(digest.ljust(8, b"\0") for digest in self.memory[group][slot])
         done(None, 0.0)
 
-    def to_device(self, group, slot, parts, done) -> None:
-        (part,) = parts
-        self.memory[group][slot] = [bytes(part[i : i + 8]) for i in range(0, len(part), 8)]
-        done(None, 0.0)
+    def to_device(self, group, slots, pages, done) -> None:
+        for slot, (part,) in zip(slots, pages, strict=True):
+            self.memory[group][slot] = [bytes(part[i : i + 8]) for i in range(0, len(part), 8)]
+        done([None] * len(slots), 0.0)
 
     def release(self, seq_id: int) -> None:
         self.released.append(seq_id)
@@ -249,9 +249,9 @@ class AheadFakeExecutor(FakeExecutor):
             self.flush()
         super().to_host(group, slot, parts, done)
 
-    def to_device(self, group, slot, parts, done) -> None:
+    def to_device(self, group, slots, pages, done) -> None:
         self.flush()
-        super().to_device(group, slot, parts, done)
+        super().to_device(group, slots, pages, done)
 
 
 def chain(before: bytes, token: int) -> bytes:

@@ -43,7 +43,7 @@ from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import tiers as tiers_module
 from wicore_trt.kv.tiers import transfers as transfers_module
 from wicore_trt.kv.tiers import way_down, way_up
-from wicore_trt.kv.tiers.host import HostTier, checksum, slot_geometry
+from wicore_trt.kv.tiers.host import HostTier, slot_geometry
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.kv.tiers.transfers import Transfers
@@ -217,7 +217,7 @@ class Engine:
                     if i < host_pages:
                         here = self.tiers.host.reserve(copy.page)
                         assert here is not None
-                        here.checksum = checksum(copy.page, DIGEST)
+                        here.checksum = (DIGEST, copy.page)
                         self.tiers.host.mark_saved(here)
                         self.tiers.host.commit(here)
 

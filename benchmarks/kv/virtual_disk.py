@@ -21,7 +21,7 @@ from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.executor import Done
+from wicore_trt.runtime.executor import CameIn, Done
 
 PAGE_TOKENS, WINDOW = 32, 1024
 PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
@@ -226,7 +226,7 @@ class Link:
     def __init__(self, world: World, events: Events) -> None:
         self._world, self._events = world, events
         self._free = {"out": 0.0, "in": 0.0}
-        self._asked: list[tuple[str, int, Done]] = []
+        self._asked: list[tuple[str, int, Callable[[float], None]]] = []
 
     def pin(self, memory: memoryview) -> bool:
         return True
@@ -235,14 +235,14 @@ class Link:
         return DIGEST
 
     def to_host(self, group: str, slot: int, parts: object, done: Done, *, settled: bool = False) -> None:
-        self._asked.append(("out", PAGE_BYTES[group], done))
+        self._asked.append(("out", PAGE_BYTES[group], partial(done, DIGEST)))
 
-    def to_device(self, group: str, slot: int, parts: object, done: Done) -> None:
-        self._asked.append(("in", PAGE_BYTES[group], done))
+    def to_device(self, group: str, slots: Sequence[int], pages: object, done: CameIn) -> None:
+        self._asked.append(("in", len(slots) * PAGE_BYTES[group], partial(done, [DIGEST] * len(slots))))
 
     def flush(self) -> None:
         asked, self._asked = self._asked, []
         for way, size, done in asked:
             took = size / self._world.link
             self._free[way] = max(self._free[way], self._events.now) + took
-            self._events.at(self._free[way], partial(done, DIGEST, took))
+            self._events.at(self._free[way], partial(done, took))

@@ -84,13 +84,16 @@ class LateCopier(PlainCopier):
         with self._lock:
             self.pending.append((move, done))
 
-    def to_device(self, group, slot, parts, done) -> None:
-        def move() -> bytes:
-            self._executor.to_device(group, slot, parts, lambda *_: None)
-            return self.digest([memoryview(self._page(group, slot, parts))])
-
+    def to_device(self, group, slots, pages, done) -> None:
+        """Some of them at a time."""
         with self._lock:
-            self.pending.append((move, done))
+            for slot, parts in zip(slots, pages, strict=True):
+                move = partial(self._fill, group, slot, parts)
+                self.pending.append((move, lambda digest, seconds: done([digest], seconds)))
+
+    def _fill(self, group, slot, parts) -> bytes:
+        self._executor.to_device(group, [slot], [parts], lambda *_: None)
+        return self.digest([memoryview(self._page(group, slot, parts))])
 
     def _page(self, group, slot, parts) -> bytearray:
         data = bytearray(sum(map(len, parts)))

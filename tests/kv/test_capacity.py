@@ -30,8 +30,8 @@ class NoCopies(PlainCopier):
         assert sum(map(len, parts)) == PAGE_BYTES[group]
         done(None, 0.0)
 
-    def to_device(self, group, slot, parts, done) -> None:
-        done(None, 0.0)  # the link is rated; nothing is loaded here
+    def to_device(self, group, slots, pages, done) -> None:
+        done([None] * len(slots), 0.0)  # the link is rated; nothing is loaded here
 
 
 def serve(manager, tokens: list[int], prompt: int) -> None:

@@ -28,7 +28,7 @@ def test_the_hit_is_the_longest_prefix_whose_window_is_there(seed):
         for i in there[group]:
             (slot,) = pool.allocate(1)
             pool.wrote(slot, 0, size)
-            pool.publish(slot, sequence.page(group, i))
+            pool.publish([slot], [sequence.page(group, i)])
 
     def usable(n: int) -> bool:
         window = range(manager.first_visible_page(n * size), n)

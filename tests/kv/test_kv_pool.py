@@ -51,7 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
         named = self.pool.page(slot)
         if named is None:
             self.pool.wrote(slot, 0, 4)
-        done = self.pool.publish(slot, page)
+        done = bool(self.pool.publish([slot], [page]))
         assert self.pool.find((named or page).key) is not None
         assert done == (self.pool.page(slot) is page)
 
@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     def hit(self, number):
         slot = self.pool.find(b"%d" % number)
         if slot is not None:
-            self.pool.acquire(slot)
+            self.pool.acquire([slot])
             self.held.append(slot)
 
     @rule()
@@ -91,7 +91,7 @@ def test_the_least_recently_released_page_goes_first_and_chains_lose_their_tail_
     a, b, c, d = pool.allocate(4)
     for slot, key in ((a, b"a"), (b, b"b"), (c, b"c"), (d, b"d")):
         pool.wrote(slot, 0, 4)
-        pool.publish(slot, make_page(key))
+        pool.publish([slot], [make_page(key)])
     pool.release([b, a])  # a chain a -> b, tail first
     pool.release([d, c])
     assert pool.allocate(1) == [b]
@@ -104,8 +104,8 @@ def test_a_second_page_with_the_same_key_is_not_indexed_and_becomes_free():
     first, second = pool.allocate(2)
     pool.wrote(first, 0, 4)
     pool.wrote(second, 0, 4)
-    assert pool.publish(first, make_page(b"k"))
-    assert not pool.publish(second, make_page(b"k"))
+    assert pool.publish([first], [make_page(b"k")])
+    assert not pool.publish([second], [make_page(b"k")])
     pool.release([second])
     assert pool.find(b"k") == first and pool.cached == 0 and pool.available == 1
     pool.check_integrity()

@@ -88,7 +88,7 @@ def fill(index: TierIndex, size: SessionSize, session: int) -> None:
     for number in sorted(set(size.pages[GLOBAL]) - set(size.pages.get(LOCAL, ())))[-3:]:
         if LOCAL in size.pages and index.num_slots - index.used_slots >= index.slots_per_page[LOCAL]:
             store(index, session, LOCAL, number)
-            index.spare(LOCAL, b"%d/%d" % (session, number))
+            index.spare(LOCAL, [b"%d/%d" % (session, number)])
 
 
 @settings(max_examples=40, deadline=None)

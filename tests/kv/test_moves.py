@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.moves import Fetch, Read, Save, Stage, Store
+from wicore_trt.kv.tiers.moves import Check, Fetch, Place, Read, Save, Stage, Store
 from wicore_trt.kv.tiers.stored import TierCopy
 
 PAGE = Page(b"k" * 32, "global", 0, None, b"t")
@@ -17,10 +17,13 @@ MOVES = [
     lambda: Save(COPY, COPY, 0),
     lambda: Read(COPY, COPY, 0),
     lambda: Fetch(PAGE, deque()),
+    lambda: Check([COPY], lambda places, right: None),
+    lambda: Place([COPY], lambda places, right: None),
 ]
+NAMES = ["store", "save", "read", "fetch", "check", "place"]
 
 
-@pytest.mark.parametrize("make", MOVES, ids=["store", "save", "read", "fetch"])
+@pytest.mark.parametrize("make", MOVES, ids=NAMES)
 def test_all_stages_can_be_reached_and_lead_to_an_end(make):
     table, reached, todo = make().LEGAL, set(), [make().stage]
     while todo:
@@ -35,7 +38,7 @@ def test_all_stages_can_be_reached_and_lead_to_an_end(make):
     assert ends == set(table), "a page in motion could stay so for ever"
 
 
-@pytest.mark.parametrize("make", MOVES, ids=["store", "save", "read", "fetch"])
+@pytest.mark.parametrize("make", MOVES, ids=NAMES)
 def test_what_is_not_legal_is_refused(make):
     for start, legal in make().LEGAL.items():
         for stage in Stage:

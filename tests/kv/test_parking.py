@@ -229,7 +229,7 @@ def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
     stack, stored, removed = crowded(), set(), list[tuple]()
     log = stack.core.kv_events
     tell, leave = log.append_stored, log.append_removed
-    log.append_stored = lambda tier, page: (stored.add((tier, page.name)), tell(tier, page))
+    log.append_stored = lambda tier, *pages: (stored.update((tier, page.name) for page in pages), tell(tier, *pages))
     log.append_removed = lambda tier, group, key, cause: (
         removed.append((tier, (group, key), cause)), leave(tier, group, key, cause),
     )  # fmt: skip

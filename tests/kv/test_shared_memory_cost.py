@@ -39,7 +39,7 @@ class Full:
         if cached:
             for slot in slots:
                 pool.wrote(slot, 0, 1)
-                pool.publish(slot, Page(slot.to_bytes(8, "big"), GLOBAL, 0, None, b""))
+                pool.publish([slot], [Page(slot.to_bytes(8, "big"), GLOBAL, 0, None, b"")])
         pool.release(slots)
 
     def calls(self, need: dict[str, int]) -> int:

@@ -26,7 +26,7 @@ def test_spare_copies_leave_first_oldest_first() -> None:
     filled(index, keys)
     filled(index, keys, "local")
     for i in (3, 1, 0, 2):
-        index.spare("local", keys[i])
+        index.spare("local", [keys[i]])
     index.keep(keys[0])
     more = chain(b"B", [0] * 4)
     for gone in (keys[3:4], [keys[1], keys[3]], keys[1:4]):
@@ -56,7 +56,7 @@ def test_at_its_quota_a_tenant_loses_spare_copies_then_the_tails_of_its_oldest_c
         filled(index, keys)
     filled(index, old[:1], "local")
     if spare:
-        index.spare("local", old[0])
+        index.spare("local", [old[0]])
     filled(index, chain(b"A", [2, 2, 2]))
     assert left(index, "global", old) == (old[2:] if spare else old[1:])
     assert left(index, "local", old[:1]) == (old[:1] if spare else [])
@@ -83,12 +83,12 @@ def test_a_dropped_copy_keeps_its_slots_until_its_last_reader_is_done() -> None:
     filled(index, [key])
     copy = index.get("global", key)
     assert copy is not None
-    index.acquire(copy)
-    index.acquire(copy)
+    index.acquire([copy])
+    index.acquire([copy])
     index.drop(copy, "corrupt")
     filled(index, [key])  # written anew meanwhile, elsewhere
-    index.release(copy)
+    index.release([copy])
     assert copy.state is CopyState.LOST and index.used_slots == 2
-    index.release(copy)
+    index.release([copy])
     assert copy.state is CopyState.FREE and index.used_slots == 1
     index.check_integrity()

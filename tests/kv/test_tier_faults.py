@@ -239,15 +239,13 @@ def test_the_host_pool_is_full_of_held_pages(tmp_path: Path) -> None:
     stack.settle_transfers()
     host = stack.tiers.host
     taken = [copy for copy in host.copies() if copy.ready]
-    for copy in taken:
-        host.acquire(copy)
+    host.acquire(taken)
     stack.forget_device()
     for _ in range(6):
         stack.add(answer=60)
     stack.settle(check=True)
     assert stack.wrong == 0 and stack.counts()["host no room"] > 0 and stack.finished == stack.added
-    for copy in taken:
-        host.release(copy)
+    host.release(taken)
     stack.serve(6)
     stack.check_idle()
     stack.close()

@@ -228,13 +228,13 @@ class Tier(RuleBasedStateMachine):
     def acquire(self, pick: int) -> None:
         copy = self.some(pick, CopyState.READY)
         if copy is not None:
-            self.index.acquire(copy)
+            self.index.acquire([copy])
 
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
         copy = self.some(pick, CopyState.READY, CopyState.LOST, readers=True)
         if copy is not None:
-            self.index.release(copy)
+            self.index.release([copy])
             if copy in self.model.lost and not copy.readers:
                 assert copy.state is CopyState.FREE
                 del self.model.lost[copy]
@@ -276,7 +276,7 @@ class Tier(RuleBasedStateMachine):
     @rule(tenant=TENANT, path=PATHS)
     def spare(self, tenant: bytes, path: list[int]) -> None:
         for key in chain(tenant, path):
-            self.index.spare("local", key)
+            self.index.spare("local", [key])
             if self.primary != "local" and ("local", key) in self.model.copies:
                 self.model.spare.add(key)
 
@@ -358,7 +358,7 @@ class Tier(RuleBasedStateMachine):
             elif self.model.lost.get(copy):
                 self.index.reclaim(copy)
             while copy.readers:
-                self.index.release(copy)
+                self.index.release([copy])
             if copy.ready:
                 self.index.drop(copy, "end")
         self.index.check_integrity()
@@ -415,7 +415,7 @@ def test_calls_in_the_wrong_state_are_refused_and_change_nothing(state: CopyStat
     elif state is not CopyState.WRITING:
         index.abort(copy, "failed", touched=state is CopyState.LOST)
     assert copy.state is state
-    arguments = (copy, "cause") if call in ("abort", "drop") else (copy,)
+    arguments = (copy, "cause") if call in ("abort", "drop") else ([copy] if call in ("acquire", "release") else copy,)
     if legal:
         getattr(index, call)(*arguments)
     else:

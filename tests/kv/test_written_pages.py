@@ -116,11 +116,12 @@ def test_a_page_that_comes_wrong_spoils_nothing_that_was_computed(seed, monkeypa
         tables = [(s.computed, s.pages.tables[GLOBAL]) for s in core.scheduler.running]
         return any(slot in table and table.index(slot) * 4 < computed for computed, table in tables)
 
-    def to_device(group, slot, parts, done):
-        wrong = rng.random() < 0.02 or (group == GLOBAL and begun(slot))
-        into(group, slot, [memoryview(rng.randbytes(len(parts[0])))] if wrong else parts, lambda *_: None)
-        noticed.extend([wrong] * wrong)
-        done(rng.randbytes(16) if wrong else seen(parts), 0.0)
+    def to_device(group, slots, pages, done):
+        for slot, parts in zip(slots, pages, strict=True):
+            wrong = rng.random() < 0.02 or (group == GLOBAL and begun(slot))
+            into(group, [slot], [[memoryview(rng.randbytes(len(parts[0])))] if wrong else parts], lambda *_: None)
+            noticed.extend([wrong] * wrong)
+            done([rng.randbytes(16) if wrong else seen(parts)], 0.0)
 
     device.checks, device.to_device = True, to_device
     device.to_host = lambda group, slot, parts, done, **_: out(group, slot, parts, lambda *_: done(seen(parts), 0.0))
@@ -139,7 +140,7 @@ def test_a_page_that_was_begun_is_computed_to_its_end():
     load = PrefixLoad(20, 5, items, first=2)
     for _ in range(2):
         load.in_flight += 1
-        load.arrive(load.next_item(), "host")
+        load.arrive([load.next_item()], "host")
     load.floor = 3  # a token of page 2 is computed
     assert load.next_item() is None and load.finished and not load.failed
     assert load.meeting_page() == 3
@@ -181,9 +182,9 @@ def test_a_slot_takes_tokens_in_order_and_is_published_when_it_is_full():
         pool.wrote(slot, 1, 2)
     pool.wrote(slot, 0, 3)
     with pytest.raises(UnwrittenPageError, match="with 3 tokens written"):
-        pool.publish(slot, make_page(b"a"))
+        pool.publish([slot], [make_page(b"a")])
     pool.wrote(slot, 2, 4)
-    assert pool.publish(slot, make_page(b"a"))
+    assert pool.publish([slot], [make_page(b"a")])
     with pytest.raises(UnwrittenPageError, match="published"):
         pool.wrote(slot, 3, 4)
     pool.release([slot])
@@ -353,8 +354,7 @@ def test_waiting_applies_all_that_was_reported_and_checks_it_at_once():
     pages = [Page(bytes([i]) * 32, GLOBAL, i, None, b"t") for i in range(100)]
     copies = [transfers.store(page, i, private=True) for i, page in enumerate(pages)]
     assert core.scheduler.manager.tiers.retain(copies) and jobs == [100]
-    for copy in copies:
-        transfers.host.index.release(copy)
+    transfers.host.index.release(copies)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -36,8 +36,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/pool.py",
-        "        if page.key in self._slot_of or self._page_of[slot] is not None:\n            return False",
-        "        if self._page_of[slot] is not None:\n            return False",
+        "            if page.key in self._slot_of or self._page_of[slot] is not None:\n",
+        "            if self._page_of[slot] is not None:\n",
     ),
     Mutant(
         "kv/pool.py",
@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "                pool.acquire(slot)\n                slots.append(slot)",
-        "                slots.append(slot)",
+        "            pool.acquire(slots)\n            pages.extend(group, [-1]",
+        "            pages.extend(group, [-1]",
     ),
     Mutant(
         "kv/manager.py",
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/manager.py",
-        "        for key in pages.keys[pages.published :]:\n            self.done_computing(key, owner)\n",
+        "        self.done_computing(pages.keys[pages.published :], owner)\n",
         "",
     ),
     Mutant(
@@ -94,8 +94,8 @@ MUTANTS = (
     # --- loads: what has arrived, where to jump, what is given back
     Mutant(
         "kv/tiers/load.py",
-        "max([self.first, self._failed_from,",
-        "max([0, self._failed_from,",
+        "max(self.first, self._failed_from,",
+        "max(0, self._failed_from,",
     ),
     Mutant(
         "kv/tiers/load.py",
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/load.py",
-        "return not self.broken and not self._windows",
+        "return not self.broken and not self._missing[LOCAL]",
         "return not self.broken",
     ),
     Mutant(
@@ -155,23 +155,23 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "        self._movers.host.index.release(fetch.held)\n        fetch.inbox.append(fetch)",
-        "        fetch.inbox.append(fetch)",
+        "        host.index.release(copies if all(right) else compress(copies, right))\n",
+        "",
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "        if right:\n            self._here(fetch)",
-        '        if right or fetch.held.origin == "":\n            self._here(fetch)',
+        "            self._tell(move, 0, right)\n",
+        "            self._tell(move, 0, [True, *right[1:]])\n",
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "        if digest is not None and checksum(fetch.page, digest) != fetch.held.checksum:",
-        "        if digest is not None and fetch.wrong and checksum(fetch.page, digest) != fetch.held.checksum:",
+        "digest is None or (digest, copy.page) == copy.checksum",
+        "digest is None or not copy.origin or (digest, copy.page) == copy.checksum",
     ),
     Mutant(
-        "kv/tiers/way_up.py",
-        "        if fetch.wrong > MAX_WRONG or not self._begin(fetch):",
-        "        if not self._begin(fetch):",
+        "kv/tiers/tiers.py",
+        "        if load.wrong[place] > MAX_WRONG or not self._fetch(load, item, here):",
+        "        if not self._fetch(load, item, here):",
     ),
     Mutant(
         "kv/tiers/index.py",
@@ -181,14 +181,14 @@ MUTANTS = (
     ),
     Mutant(
         "runtime/page_copier.py",
-        "        self._asked.update(shared)\n",
-        "        self._asked.add((group, slot))\n",
+        "        self._asked |= shared\n",
+        "        self._asked.update(keys)\n",
         "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(
         "runtime/page_copier.py",
-        "        lane.copy((h, d, n) if leaving",
-        "        lane = lane if leaving or len(copies) % 2 else self._compute\n        lane.copy((h, d, n) if leaving",
+        "            lane.copy(batch.pieces)",
+        "            (lane if leaving or len(batch.pieces) % 2 else self._compute).copy(batch.pieces)",
         "tests/runtime/test_stream_page_copier.py",
     ),
     Mutant(
@@ -211,12 +211,12 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "            self._movers.host.index.acquire(copy)\n            fetch.copy = copy",
+        "            self._movers.host.index.acquire([copy])\n            fetch.copy = copy",
         "            fetch.copy = copy",
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "            index.release(source)\n            movers.disk_traffic.read_bytes",
+        "            index.release([source])\n            movers.disk_traffic.read_bytes",
         "            movers.disk_traffic.read_bytes",
     ),
     Mutant(
@@ -237,8 +237,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/pages/hashing.py",
-        "            page.update(parent)\n",
-        "",
+        "            page.update(parent + block)\n",
+        "            page.update(block)\n",
     ),
     # --- scheduler
     Mutant(

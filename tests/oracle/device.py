@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from oracle.model import DIGEST, NAN, POISON, VOCAB, Model, permitted
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import UNREAD, SampledToken, SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.executor import Done, KVLayout
+from wicore_trt.runtime.executor import CameIn, Done, KVLayout
 
 
 class Failure(Exception):
@@ -298,12 +298,13 @@ class Copier:
         self._lie(parts)
         done(self._seen(page), seconds)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
-        seconds = self._spend()
-        page = self.page(group, slot)
-        page[:] = b"".join(parts)
-        self._lie([page])
-        done(self._seen(page), seconds)
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+        for slot, parts in zip(slots, pages, strict=True):
+            seconds = self._spend()
+            page = self.page(group, slot)
+            page[:] = b"".join(parts)
+            self._lie([page])
+            done([self._seen(page)], seconds)
 
     def _seen(self, page: bytes | memoryview) -> bytes | None:
         return self.digest([memoryview(page)]) if self.checks else None
@@ -358,7 +359,11 @@ class LateCopier(Copier):
 
         self._queue(False, over)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+        for slot, parts in zip(slots, pages, strict=True):
+            self._load(group, slot, parts, done)
+
+    def _load(self, group: str, slot: int, parts: Sequence[memoryview], done: CameIn) -> None:
         with self._lock:
             page = self.page(group, slot)
             self._settle({(group, slot)})
@@ -381,7 +386,7 @@ class LateCopier(Copier):
             with self._lock:
                 while entry in self._loads:
                     self._loads.popleft()[1]()
-            done(seen[0], seconds)
+            done(seen, seconds)
 
         self._queue(True, over)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_a_page_comes_back_as_it_was(device, dtype, part_bytes):
     assert bytes(slab[:count]) == bytes(before[3].cpu().numpy())
     assert bytes(slab[count:]) == b"\xaa" * count, "the copy wrote past the page"
 
-    copier.to_device("global", 1, parts, lambda *_: done.append("in"))
+    copier.to_device("global", [1], [parts], lambda *_: done.append("in"))
     after = pool.view(5, -1).view(torch.uint8)
     assert torch.equal(after[1], before[3]) and torch.equal(after[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
     assert done == ["out", "in"]
@@ -58,7 +59,8 @@ def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
     """Copies of the rating may be late: what one of them overwrites was checked before."""
     layout, asked = KVLayout(4, "float32", {"global": 600}, {"global": 8192}), []
     copier = PlainCopier()
-    copier.to_host = copier.to_device = lambda group, slot, parts, done, **_: asked.append((parts, done))
+    copier.to_host = lambda group, slot, parts, done: asked.append((parts, partial(done, None)))
+    copier.to_device = lambda group, slots, pages, done: asked.extend((parts, partial(done, [None])) for parts in pages)
     manager, loader = make_cache(KVSettings(host_bytes=8 << 20), layout, 8, engine="e", kernels="k", copier=copier)
     transfers, taken = manager.tiers.transfers, []
 
@@ -70,11 +72,11 @@ def test_no_page_comes_into_memory_of_the_rating_before_its_last_copy_is_over():
     lent = {host_address(part) for parts, _ in asked for part in parts}
     assert taken and lent and not lent.intersection(taken)
     for _, done in asked[:-1]:
-        done(None, 1e-6)
+        done(1e-6)
     transfers.poll()
     take_all()
     assert not lent.intersection(taken)
-    asked[-1][1](None, 1e-6)
+    asked[-1][1](1e-6)
     transfers.poll()
     take_all()
     assert lent < set(taken) and len(taken) == transfers.host.index.num_slots

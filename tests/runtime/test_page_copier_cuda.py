@@ -91,7 +91,7 @@ def test_a_page_is_loaded_after_the_step_that_reads_its_slot(pinned: bool) -> No
     with torch.cuda.stream(world.stream):
         torch.cuda._sleep(SLOW_CYCLES)
         seen = world.pool[1].clone()
-    world.copier.to_device("global", 1, world.parts(4), world.called())
+    world.copier.to_device("global", [1], [world.parts(4)], world.called())
     world.wait()
     torch.cuda.synchronize()
     assert bool((seen == 5).all()) and bool((world.pool[1] == 9).all())
@@ -105,7 +105,7 @@ def test_a_step_writes_a_slot_after_its_copies() -> None:
     world.copier.to_host("global", 0, world.parts(0), world.called())
     world.step(0, 4, slow=False)
     world.host(1).fill_(8)
-    world.copier.to_device("global", 1, world.parts(1), world.called())
+    world.copier.to_device("global", [1], [world.parts(1)], world.called())
     world.step(1, 6, slow=False)
     world.wait()
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def test_a_slot_is_saved_and_then_loaded() -> None:
     world.step(0, 3)
     world.host(1).fill_(8)
     world.copier.to_host("global", 0, world.parts(0), world.called())
-    world.copier.to_device("global", 0, world.parts(1), world.called())
+    world.copier.to_device("global", [0], [world.parts(1)], world.called())
     world.wait()
     assert bool((world.host(0) == 3).all()) and bool((world.pool[0] == 8).all())
     world.copier.close()
@@ -149,7 +149,7 @@ def test_random_steps_and_copies() -> None:
             checks.append((part, truth[slot]))
         else:
             part.fill_(value)
-            world.copier.to_device("global", slot, [buffer], world.called())
+            world.copier.to_device("global", [slot], [[buffer]], world.called())
             loading[slot], truth[slot] = world.done[-1], value
             world.done[-1].buffer = buffer  # type: ignore[attr-defined]
     world.wait()
@@ -167,7 +167,12 @@ def test_rates(page_bytes: int, capsys: pytest.CaptureFixture[str]) -> None:
     world = World(page_bytes, min(pages, 512))
     pages = len(world.pool)
     found = {}
-    for name, copy in (("to host", world.copier.to_host), ("to device", world.copier.to_device)):
+    copier = world.copier
+
+    def come(group: str, slot: int, parts: list[memoryview], done: Any) -> None:
+        copier.to_device(group, [slot], [parts], done)
+
+    for name, copy in (("to host", copier.to_host), ("to device", come)):
         for _ in range(2):  # the first time warms up
             world.done = []
             begun = time.perf_counter()

@@ -126,7 +126,7 @@ class World:
         slab, parts = self.buffer()
         slab[:] = self.rng.randbytes(BYTES)
         done, self.loading[slot] = self.called(bytes(slab))
-        self.copier.to_device("global", slot, parts, done)
+        self.copier.to_device("global", [slot], [parts], lambda found, seconds: done(*found, seconds))
         self.truth[slot] = torch.tensor(list(slab), dtype=torch.uint8)
 
     def check(self) -> None:
@@ -205,7 +205,7 @@ def test_a_settled_page_waits_for_no_step_but_for_copies_of_its_slot(settled: bo
         source = world.rng.randbytes(BYTES)
         slab[:] = source
         loaded, _ = world.called()
-        world.copier.to_device("global", 2, [slab], loaded)
+        world.copier.to_device("global", [2], [[slab]], lambda found, seconds: loaded(*found, seconds))
         copy, _ = world.called(source)
         target = aligned_buffer(BYTES)[:BYTES]
         world.copier.to_host("global", 2, [target], copy, settled=True)
@@ -227,7 +227,7 @@ def test_copies_begin_in_batches() -> None:
     world.load(1)
     out, into = world.device.lanes[1:]
     assert len([entry for entry in out.queue if isinstance(entry, Event)]) == 1 and not into.queue
-    assert [len(batch) for batch in (world.copier._leaving, world.copier._coming)] == [0, 1]
+    assert [len(batch) for batch in (world.copier._leaving.copies, world.copier._coming.copies)] == [0, 1]
     world.copier.flush()
     assert len([entry for entry in into.queue if isinstance(entry, Event)]) == 2, "the steps, and the page that leaves"
     world.check()
@@ -244,7 +244,7 @@ def test_slots_side_by_side_are_one_copy() -> None:
     world.copier.to_host("global", 1, parts, lambda *_: None)
     world.copier.flush()
     world.copier.pin(slab[16:])
-    world.copier.to_device("global", 1, parts, lambda *_: None)
+    world.copier.to_device("global", [1], [parts], lambda *_: None)
     world.copier.flush()
     base = world.pool.data_ptr() + BYTES
     host = ctypes.addressof(ctypes.c_char.from_buffer(slab))
@@ -342,7 +342,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         copier.to_host("global", 4, [host], lambda *_, done=done: done.set())  # bytes 128 to 160: local pages 2 and 3
         copier.begin_step(StepBatch([SequenceSlice(1, [0], 0, {"local": [2]})]))
         compute.put(lambda pool=pools["local"]: pool[2].fill_(9))
-        copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # and 96 to 128: page 2
+        copier.to_device("global", [3], [[memoryview(bytearray(b"\7" * 32))]], lambda *_: None)  # and 96 to 128: page 2
         copier.flush()
         compute.run_all()
         for lane in (into, out, compute, into):
@@ -361,7 +361,7 @@ def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:
     pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
     copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, layout.overlapping, starter=AtOnce)  # type: ignore[arg-type]
     host, done = aligned_buffer(48)[:48], threading.Event()
-    copier.to_device("global", 3, [memoryview(bytearray(b"\7" * 32))], lambda *_: None)  # bytes 96 to 128
+    copier.to_device("global", [3], [[memoryview(bytearray(b"\7" * 32))]], lambda *_: None)  # bytes 96 to 128
     copier.to_host("local", 2, [host], lambda *_: done.set())  # 96 to 144
     copier.flush()
     device.run(1000)
@@ -394,12 +394,12 @@ def test_a_copy_that_cannot_begin_breaks_the_copier() -> None:
         raise RuntimeError("cuMemcpyAsync")
 
     world.device.lanes[2].copy = copy  # type: ignore[method-assign]
-    world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
+    world.copier.to_device("global", [1], [parts], lambda *_: pytest.fail("it never began"))
     world.copier.flush()
     assert str(world.copier.broken) == "cuMemcpyAsync"
     with pytest.raises(RuntimeError, match="could not begin"):
         world.copier.begin_step(StepBatch([piece([0, 1], PAGE_TOKENS, 1)]))
-    world.copier.to_device("global", 1, parts, lambda *_: pytest.fail("it never began"))
+    world.copier.to_device("global", [1], [parts], lambda *_: pytest.fail("it never began"))
     world.copier.close()
     assert not world.device.pinned
 

@@ -132,7 +132,7 @@ def test_pages_move_between_steps(executor: TritonExecutor) -> None:
             executor.execute(StepBatch([piece(5, [3], 0, greedy)]))  # steps go on meanwhile
             while len(moved) < 1:
                 time.sleep(0.001)
-            executor.copier.to_device(group, free + slot, [slab], lambda *_: moved.append(None))
+            executor.copier.to_device(group, [free + slot], [[slab]], lambda *_: moved.append(None))
             executor.copier.flush()
             while len(moved) < 2:
                 time.sleep(0.001)

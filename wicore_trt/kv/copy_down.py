@@ -10,7 +10,7 @@ a step runs: between steps the device has nothing to do. It must not know tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Literal
 
@@ -40,10 +40,10 @@ class CopyDown:
         self._unsaved: dict[str, set[int]] = {group: set() for group in pools}
         self._due: dict[tuple[str, int], None] = {}
 
-    def published(self, group: str, slot: int) -> None:
-        """A page became findable that no lower tier has."""
+    def published(self, group: str, slots: Iterable[int]) -> None:
+        """Pages became findable that no lower tier has."""
         if self._tiers is not None:
-            self._unsaved[group].add(slot)
+            self._unsaved[group].update(slots)
 
     def saved(self, group: str, slot: int) -> bool:
         """Whether a lower tier was given this page."""

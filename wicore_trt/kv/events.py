@@ -214,9 +214,14 @@ class KVEventLog(EventFeed):
 
     # --- engine thread -------------------------------------------------------------------------------------------
 
-    def append_stored(self, tier: str, page: Page) -> None:
-        """A page can be found in a tier."""
-        self._batch(tier, page.group, None).append(page)
+    def append_stored(self, tier: str, *pages: Page) -> None:
+        """Pages of one layer group can be found in a tier."""
+        begun = 0
+        while begun < len(pages):
+            items = self._batch(tier, pages[0].group, None)
+            end = begun + MAX_EVENT_PAGES - len(items)
+            items += pages[begun:end]
+            begun = end
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
         """A page left a tier."""

@@ -12,13 +12,14 @@ lower tier gets a page only after a step with finite logits has read it.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown
 from wicore_trt.kv.events import Entry, KVEventLog
+from wicore_trt.kv.expected import Expected
 from wicore_trt.kv.memory import Memory
 from wicore_trt.kv.options import MAX_EVENT_LOG_PAGES, CacheOptions
 from wicore_trt.kv.pages.hashing import KeyChain, TenantNames
@@ -95,7 +96,7 @@ class KVCacheManager:
         checkpoint = max(1, options.checkpoint_tokens // chain.page_tokens)
         self._windows = Windows(lambda n: self.first_visible_page(n * self.page_tokens), checkpoint)
         self._computing: dict[bytes, int] = {}
-        self._on_the_way: Counter[bytes] = Counter()
+        self.expected = Expected()
         self.failures = 0
         """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
 
@@ -146,6 +147,8 @@ class KVCacheManager:
             if gap is None:
                 break
             n = gap  # every longer window has this gap too
+            while n > 0 and not found(keys[n - 1]):
+                n -= 1
         return n
 
     def attach(self, pages: SequencePages, hit: PrefixHit, prompt_tokens: int) -> None:
@@ -154,12 +157,10 @@ class KVCacheManager:
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [-1] * start
-            for slot in [pool.find(key) for key in pages.keys[start:count]]:
-                assert slot is not None, "a hit was attached after its pages left"
-                pool.acquire(slot)
-                slots.append(slot)
-            pages.extend(group, slots)
+            slots = [slot for key in pages.keys[start:count] if (slot := pool.find(key)) is not None]
+            assert len(slots) == max(0, count - start), "a hit was attached after its pages left"
+            pool.acquire(slots)
+            pages.extend(group, [-1] * start + slots)
         pages.first_local = first
         pages.published = pages.attached = count
         pages.failures = self.failures
@@ -190,17 +191,6 @@ class KVCacheManager:
             self._copies.begin_due()
             self.tiers.transfers.close(timeout_s)
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """A sequence waits for these pages, to be loaded or because it is parked: their time does not end meanwhile.
-        Ends with `expect_no_more` of the same keys."""
-        self._on_the_way.update(keys)
-
-    def expect_no_more(self, keys: Sequence[bytes]) -> None:
-        self._on_the_way.subtract(keys)
-        for key in keys:
-            if not self._on_the_way[key]:
-                del self._on_the_way[key]
-
     def housekeep(self) -> None:
         """While no step is to be made: apply finished transfers, copy pages down, drop pages whose time is over."""
         if self.tiers is not None:
@@ -227,7 +217,7 @@ class KVCacheManager:
     def _in_use(self, key: bytes) -> bool:
         """Whether a page cannot be dropped now: a sequence holds it or waits for it, or it is on its way to a tier."""
         return (
-            key in self._on_the_way
+            key in self.expected
             or any(pool.in_use(key) for pool in self.pools.values())
             or (self.tiers is not None and any(self.tiers.writing(group, key) for group in self.pools))
         )
@@ -243,24 +233,29 @@ class KVCacheManager:
         count, whole, tables = self.pages_for(tokens), self.pages_for(max(tokens, total)), pages.tables
         if len(tables[LOCAL]) >= count and len(tables[GLOBAL]) >= whole:
             return True
-        lacking = {g: [pages] * ({GLOBAL: whole, LOCAL: count}[g] - len(tables[g])) for g in self.pools}
-        fits = not spare or self.memory.fits({group: len(short) + spare for group, short in lacking.items() if short})
-        return fits and self._extend(lacking)
+        need = {GLOBAL: whole, LOCAL: count}
+        return self._extend({g: [(pages, max(0, need[g] - len(tables[g])))] for g in self.pools}, spare)
 
     def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
         """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        lacking: dict[str, list[SequencePages]] = {group: [] for group in self.pools}
+        lacking: dict[str, list[tuple[SequencePages, int]]] = {group: [] for group in self.pools}
         for pages, tokens in wanted:
             for group, short in lacking.items():
-                short += [pages] * (self.pages_for(tokens) - len(pages.tables[group]))
+                short.append((pages, max(0, self.pages_for(tokens) - len(pages.tables[group]))))
         return self._extend(lacking)
 
-    def _extend(self, lacking: dict[str, list[SequencePages]]) -> bool:
-        """Put a slot more at the end of each one's table of a group, as often as it is there, or of none: False."""
-        found = self.memory.allocate({group: len(short) for group, short in lacking.items() if short})
+    def _extend(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
+        """Put so many slots more at the end of each one's table of a group, or of none: False."""
+        need = {group: sum(count for _, count in short) for group, short in lacking.items()}
+        need = {group: count for group, count in need.items() if count}
+        if spare and not self.memory.fits({group: count + spare for group, count in need.items()}):
+            return False
+        found = self.memory.allocate(need)
         for group, slots in (found or {}).items():
-            for pages, slot in zip(lacking[group], slots, strict=True):
-                pages.extend(group, [slot])
+            left = iter(slots)
+            for pages, count in lacking[group]:
+                if count:
+                    pages.extend(group, islice(left, count))
         return found is not None
 
     def commit(
@@ -276,17 +271,9 @@ class KVCacheManager:
         # since another's step failed, what this one computes may come from a page that was condemned then
         if self._prefix_cache and full > pages.published and pages.failures == self.failures:
             pages.name(tokens)
-            # local pages that slide out with this commit, before anybody could find them
-            gone = self._windows.passing(pages.published, full, pages.resume_points)
-            for i in range(pages.published, full):
-                for group, pool in self.pools.items():
-                    if (slot := pages.tables[group][i]) >= 0:
-                        if i in gone and group == LOCAL != self.chain_group:
-                            pool.check_full(slot, i)
-                        else:
-                            self.publish(pages, group, i, slot)
-                self.retention.made(pages.keys[i], pages.hints)
-                self.done_computing(pages.keys[i], owner)
+            self._publish_computed(pages, full)
+            self.retention.made(pages.keys[pages.published : full], pages.hints)
+            self.done_computing(pages.keys[pages.published : full], owner)
             pages.published = full
         if pages.load is not None:
             pages.load.floor = self.pages_for(end)
@@ -308,14 +295,26 @@ class KVCacheManager:
             done.append(plain)
         return done
 
-    def publish(self, pages: SequencePages, group: str, index: int, slot: int, *, saved: bool = False) -> None:
-        """Make a full page findable, unless another slot holds it already. `saved`: a lower tier has it. Raises
-        UnwrittenPageError."""
-        page = pages.page(group, index)
-        if self.pools[group].publish(slot, page):
-            if not saved and pages.hints.priority is not CachePriority.LOW:
-                self._copies.published(group, slot)
-            self.events.append_stored("device", page)
+    def _publish_computed(self, pages: SequencePages, full: int) -> None:
+        """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
+        Raises UnwrittenPageError."""
+        gone = self._windows.passing(pages.published, full, pages.resume_points)
+        for group, pool in self.pools.items():
+            table, places = pages.tables[group], range(pages.published, full)
+            passing = gone if group == LOCAL != self.chain_group else ()
+            for i in passing:
+                if i < full and table[i] >= 0:
+                    pool.check_full(table[i], i)
+            self.publish(pages, group, [i for i in places if table[i] >= 0 and i not in passing])
+
+    def publish(self, pages: SequencePages, group: str, places: Sequence[int], *, saved: bool = False) -> None:
+        """Make full pages of a table findable, unless other slots hold them already. `saved`: a lower tier has them.
+        Raises UnwrittenPageError."""
+        table, pool = pages.tables[group], self.pools[group]
+        found = pool.publish([table[i] for i in places], pages.identities(group, places))
+        if not saved and pages.hints.priority is not CachePriority.LOW:
+            self._copies.published(group, found)
+        self.events.append_stored("device", *found.values())
 
     def _trust(self, pages: SequencePages) -> None:
         """A step with finite logits has read the sequence's pages: they may be copied down."""
@@ -396,11 +395,11 @@ class KVCacheManager:
 
     def _release(self, group: str, slots: list[int], *, keep: bool, spare: bool = False) -> None:
         pool = self.pools[group]
-        before = [pool.page(slot) for slot in slots]
+        before = [] if keep else [pool.page(slot) for slot in slots]
         pool.release(slots, keep=keep, spare=spare)
         if keep:
-            self.memory.released(group, [page.key for page in before if page is not None])
-        if not keep:
+            self.memory.released(group, slots)
+        else:
             for slot, page in zip(slots, before, strict=True):
                 if page is not None and pool.page(slot) is None:
                     self._copies.forget(group, slot)
@@ -408,8 +407,7 @@ class KVCacheManager:
 
     def free(self, pages: SequencePages, owner: int) -> None:
         """Release everything the sequence holds; published pages stay cached. The tables become empty."""
-        for key in pages.keys[pages.published :]:
-            self.done_computing(key, owner)
+        self.done_computing(pages.keys[pages.published :], owner)
         for group in self.pools:
             self._release(group, [slot for slot in reversed(pages.tables[group]) if slot >= 0], keep=True)
         pages.clear()
@@ -453,7 +451,7 @@ class KVCacheManager:
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self._copies.finished(LOCAL, pages.tables[LOCAL][i])
         if self.chain_group == GLOBAL:
-            ends |= {i + 1 for i, key in enumerate(keys) if self.tiers.branches(key)}
+            ends |= {i + 1 for i in self.tiers.branches(keys)}
             self.tiers.spare_windows(LOCAL, keys, self._windows.before(ends))
 
     def clear(self) -> None:
@@ -462,8 +460,8 @@ class KVCacheManager:
             pool.clear()
             self._copies.cleared(group)
         self.events.append_cleared("device")
-        for page in [page for tier, page in self.snapshot() if tier == "device"]:
-            self.events.append_stored("device", page)
+        for pool in self.pools.values():
+            self.events.append_stored("device", *pool.pages())
         if self.tiers is not None:
             self.tiers.clear()
 
@@ -486,14 +484,16 @@ class KVCacheManager:
             for name, index in self.tiers.indexes.items():
                 yield from ((name, copy.page) for copy in index.copies() if copy.ready and copy.found)
 
-    def done_computing(self, key: bytes, owner: int) -> None:
-        if self._computing.get(key) == owner:
-            del self._computing[key]
+    def done_computing(self, keys: Iterable[bytes], owner: int) -> None:
+        computing = self._computing
+        for key in keys:
+            if computing.get(key) == owner:
+                del computing[key]
 
     def check_integrity(self) -> None:
         """Assert the invariants of pools and tiers."""
         self.memory.check_integrity()
         self._copies.check_integrity()
-        assert all(count > 0 for count in self._on_the_way.values()), "pages are waited for less than not at all"
+        self.expected.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()

@@ -7,7 +7,7 @@ sequences or tiers. Invariant: `allocate` gives all groups what they ask for or 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from wicore_trt.kv.pool import PagePool
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -69,8 +69,8 @@ class Memory:
     def revive(self, keys: list[bytes]) -> None:
         """A request computes this chain."""
 
-    def released(self, group: str, keys: list[bytes]) -> None:
-        """A sequence let go of these pages, and they may have been cached."""
+    def released(self, group: str, slots: Iterable[int]) -> None:
+        """A sequence let go of these slots, and their pages may have been cached."""
 
     def ended(self, keys: list[bytes], needed: set[int]) -> None:
         """A request ended; of its chain's local pages only those at the `needed` indices, and those before a branch,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from wicore_trt.errors import UnwrittenPageError
@@ -96,15 +96,19 @@ class PagePool:
             self.written[slot] = self._trusted[slot] = 0
         return slots
 
-    def acquire(self, slot: int) -> None:
-        """Add a reference to a used or cached slot."""
-        if self._references[slot] == 0:
-            self._uncache(slot)
-            self._slabs.pin(self._group, slot)
-            page = self._page_of[slot]
-            if self.policy is not None and page is not None:
-                self.policy.pin([page.key])
-        self._references[slot] += 1
+    def acquire(self, slots: Iterable[int]) -> None:
+        """Add a reference to each of some used or cached slots."""
+        pinned: list[bytes] = []
+        for slot in slots:
+            if self._references[slot] == 0:
+                self._uncache(slot)
+                self._slabs.pin(self._group, slot)
+                page = self._page_of[slot]
+                if page is not None:
+                    pinned.append(page.key)
+            self._references[slot] += 1
+        if self.policy is not None:
+            self.policy.pin(pinned)
 
     def is_cached(self, slot: int) -> bool:
         """Whether a slot holds a page that nobody uses."""
@@ -122,6 +126,13 @@ class PagePool:
             raise UnwrittenPageError(f"Tokens [{begin}, {end}) were written into a page that {state}.")
         if end > written:
             self.written[slot] = end
+
+    def filled(self, slots: Iterable[int], tokens: int) -> None:
+        """A verified load brought the first `tokens` tokens of the page of each slot that is not published."""
+        written, page_of = self.written, self._page_of
+        for slot in slots:
+            if page_of[slot] is None and written[slot] < tokens:
+                written[slot] = tokens
 
     def full(self, slot: int) -> bool:
         """Whether all tokens of the slot's page are written."""
@@ -152,23 +163,39 @@ class PagePool:
         """All published pages."""
         return [page for page in self._page_of if page is not None]
 
-    def publish(self, slot: int, page: Page) -> bool:
-        """Make a used slot findable. False, and no change, if the key is held elsewhere or the slot was published
-        before. Raises UnwrittenPageError, and changes nothing, unless all its tokens are written."""
-        assert self._references[slot] > 0, "only a used page can be published"
-        self.check_full(slot, page.index)
-        if page.key in self._slot_of or self._page_of[slot] is not None:
-            return False
-        self._slot_of[page.key] = slot
-        self._page_of[slot] = page
+    def publish(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
+        """Make used slots findable, each as its page; first pages of a chain first. Returns those that now are: not one
+        whose key is held elsewhere, nor one that was published before. Raises UnwrittenPageError, and changes nothing,
+        unless all tokens of each are written."""
+        references, written, full = self._references, self.written, self.page_tokens
+        for slot, page in zip(slots, pages, strict=True):
+            assert references[slot] > 0, "only a used page can be published"
+            if written[slot] != full:
+                self.check_full(slot, page.index)
+        found = dict[int, Page]()
+        for slot, page in zip(slots, pages, strict=True):
+            if page.key in self._slot_of or self._page_of[slot] is not None:
+                continue
+            self._slot_of[page.key] = slot
+            self._page_of[slot] = found[slot] = page
         if self.policy is not None:
-            self.policy.add([page.key], page.parent)
-            self.policy.pin([page.key])
-        return True
+            self._enter(self.policy, list(found.values()))
+        return found
+
+    @staticmethod
+    def _enter(policy: ChainPolicy, pages: Sequence[Page]) -> None:
+        """Tell the policy of pages that came in and are used, run by run of a chain."""
+        begun, keys = 0, [page.key for page in pages]
+        for i, page in enumerate(pages):
+            if i + 1 == len(pages) or pages[i + 1].parent != page.key:
+                policy.add(keys[begun : i + 1], pages[begun].parent)
+                begun = i + 1
+        policy.pin(keys)
 
     def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
         `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
+        cached, unpinned = self._spare if spare else self._cached, list[bytes]()
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
             self._references[slot] -= 1
@@ -177,12 +204,13 @@ class PagePool:
             self._slabs.unpin(self._group, slot)
             page = self._page_of[slot]
             if keep and page is not None:
-                (self._spare if spare else self._cached)[slot] = None
-                if self.policy is not None:
-                    self.policy.unpin([page.key])
+                cached[slot] = None
+                unpinned.append(page.key)
             else:
                 self._forget(slot)
                 self._slabs.give(self._group, slot)
+        if self.policy is not None:
+            self.policy.unpin(unpinned)
 
     def drop(self, key: bytes) -> None:
         """Free the cached slot of `key`, if there is one."""

@@ -42,19 +42,21 @@ class SequencePages:
     """Page tables of one sequence.
 
     `names` says what pages of whoever asks are called. `tables[group][i]` is the slot of page i, -1 where a local page
-    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`. `published` pages are findable; of those the first
-    `trusted` were read by a step of this sequence with finite logits, and the first `attached` were on the device when
-    it came. `first_local` is the first page index still held in the local table. `resume_points` are page counts whose
-    local windows stay cached when they slide out; `left` are slots of such pages, by index, that slid out before they
-    were trusted. `failures` is the manager's count of failed steps when what this sequence holds was last known to be
-    good. `load` brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait.
-    `stamp` stands for what the tables hold: each change brings another object, so that who keeps it beside a copy of
-    the tables knows by it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
+    slid out. `keys[i]` names page i, whose tokens are `blocks[i]`; `known` are identities, by group and index, that a
+    tier has of pages which are being loaded. `published` pages are findable; of those the first `trusted` were read by
+    a step of this sequence with finite logits, and the first `attached` were on the device when it came. `first_local`
+    is the first page index still held in the local table. `resume_points` are page counts whose local windows stay
+    cached when they slide out; `left` are slots of such pages, by index, that slid out before they were trusted.
+    `failures` is the manager's count of failed steps when what this sequence holds was last known to be good. `load`
+    brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait. `stamp` stands for
+    what the tables hold: each change brings another object, so that who keeps it beside a copy of the tables knows by
+    it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
     """
 
     names: TenantNames
     hints: CacheHints = CacheHints()
     keys: list[bytes] = field(default_factory=list)
+    known: dict[str, dict[int, Page]] = field(default_factory=lambda: {GLOBAL: {}, LOCAL: {}})
     blocks: list[bytes] = field(default_factory=list)
     tables: dict[str, array[int]] = field(default_factory=empty_tables)
     stamp: object = field(default_factory=object)
@@ -97,6 +99,11 @@ class SequencePages:
         """The identity of a full page; its key must be there."""
         parent = self.keys[index - 1] if index else None
         return Page(self.keys[index], group, index, parent, self.names.tag, self.blocks[index])
+
+    def identities(self, group: str, places: Iterable[int]) -> list[Page]:
+        """`page` of each of these, or what it is known as."""
+        known = self.known[group].get
+        return [known(i) or self.page(group, i) for i in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ changes nothing, and whatever is not used can be had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from wicore_trt.arithmetic import least_slabs
@@ -68,11 +68,13 @@ class SharedMemory(Memory):
             for key in keys:
                 self._dead.pop(key, None)
 
-    def released(self, group: str, keys: list[bytes]) -> None:
+    def released(self, group: str, slots: Iterable[int]) -> None:
         if group == LOCAL:
-            for key in keys:
-                if self._pools[GLOBAL].find(key) is None:
-                    self._pools[LOCAL].make_spare(key)  # without its global page it is found by nobody
+            local, found = self._pools[LOCAL], self._pools[GLOBAL].find
+            for slot in slots:
+                page = local.page(slot)
+                if page is not None and found(page.key) is None:
+                    local.make_spare(page.key)  # without its global page it is found by nobody
 
     def ended(self, keys: list[bytes], needed: set[int]) -> None:
         after = 0  # pages that are before a branch and in reach of it

@@ -66,13 +66,16 @@ class KVLayout:
 Done = Callable[[bytes | None, float], None]
 """What a page copier calls when a copy is over: the digest of the page's bytes on the device, 16 bytes, before they
 left or after they came, and the seconds that the copy itself took, without waiting."""
+CameIn = Callable[[Sequence[bytes | None], float], None]
+"""The same for the next pages of a call that asked for many, in its order: their digests, and the seconds of all."""
 
 
 class PageCopier(Protocol):
     """Moves pages between a device pool and host buffers, in order with the executor's steps and with each other:
     values read are those before any step that starts later, and `done` of `to_device` is called when later steps see
-    the page. The device slot may be written by later steps as soon as `to_host` returns. Host buffers belong to the
-    copy until `done`, which any thread may call, also before the call returns. Copies of one direction end in order.
+    the pages; it takes many pages of one group at a time, each in its parts, and no slot twice. The device slot may be
+    written by later steps as soon as `to_host` returns. Host buffers belong to the copy until `done`, which any thread
+    may call, also before the call returns. Copies of one direction end in order.
     `settled`: whatever steps wrote into the page was there when the last collected step had ended, and no step that is
     under way writes it, so that it need not wait for those.
     `broken`: why no copy will end any more; `done` of those under way is then never called. `checks`: `done` has
@@ -90,7 +93,9 @@ class PageCopier(Protocol):
         self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /, *, settled: bool = False
     ) -> None: ...
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /) -> None: ...
+    def to_device(
+        self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn, /
+    ) -> None: ...
 
     def flush(self) -> None:
         """Begin the copies asked for so far, which begin in batches. So does the next step."""

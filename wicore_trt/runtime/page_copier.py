@@ -33,7 +33,7 @@ import torch
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaHostMemory, CudaLane, Event, Lane, host_address
-from wicore_trt.runtime.executor import Done, PageCopier
+from wicore_trt.runtime.executor import CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
 SlotKey = tuple[str, int]
@@ -143,15 +143,16 @@ class TorchPageCopier:
                 np.frombuffer(part, np.uint8)[:] = piece
         done(None, time.perf_counter() - begun)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
-        """Fill a page from `parts`."""
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+        """Fill pages from their parts."""
         begun = time.perf_counter()
-        for piece, part in self._pieces(group, slot, parts):
-            if isinstance(piece, torch.Tensor):
-                piece.copy_(torch.frombuffer(part, dtype=torch.uint8))
-            else:
-                piece[:] = np.frombuffer(part, np.uint8)
-        done(None, time.perf_counter() - begun)
+        for slot, parts in zip(slots, pages, strict=True):
+            for piece, part in self._pieces(group, slot, parts):
+                if isinstance(piece, torch.Tensor):
+                    piece.copy_(torch.frombuffer(part, dtype=torch.uint8))
+                else:
+                    piece[:] = np.frombuffer(part, np.uint8)
+        done([None] * len(slots), time.perf_counter() - begun)
 
     def _pieces(self, group: str, slot: int, parts: Sequence[memoryview]) -> Iterator[tuple[Any, memoryview]]:
         page, offset = self._pages[group][slot], 0
@@ -171,17 +172,26 @@ class TorchPageCopier:
 
 
 @dataclass(slots=True)
-class _Copy:
-    """A page that was asked for. `pieces` are addresses on the device and in host memory, and bytes; `parts` keep the
-    host's alive. `shared` are all slots with a byte of it."""
+class _Copies:
+    """Pages of one size that one call asked for, by their addresses on the device and `keys`; `parts` keep their host
+    memory alive. `shared` are all slots with a byte of them."""
 
-    address: int
+    addresses: list[int]
     count: int
-    pieces: list[tuple[int, int, int]]
-    parts: Sequence[memoryview]
-    shared: list[SlotKey]
-    done: Done
-    settled: bool
+    keys: list[SlotKey]
+    shared: set[SlotKey]
+    parts: Sequence[Sequence[memoryview]]
+    done: CameIn
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Copies of one direction that have not begun: `pages` of them. `pieces` are (target, source, bytes)."""
+
+    copies: list[_Copies] = field(default_factory=list)
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+    pages: int = 0
+    settled: bool = True
 
 
 class Starter(Protocol):
@@ -232,8 +242,7 @@ class StreamPageCopier:
         self._out, self._into = (_Way(lane, starter(), _Finisher(self._over, self._broke)) for lane in (out, into))
         self._pinned: set[int] = set()
         """Where memory that was locked by itself begins: one copy must not pass such a border."""
-        self._leaving: list[_Copy] = []
-        self._coming: list[_Copy] = []
+        self._leaving, self._coming = _Asked(), _Asked()
 
     def pin(self, memory: memoryview) -> bool:
         self._pinned.add(host_address(memory))
@@ -244,18 +253,29 @@ class StreamPageCopier:
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
         """Copy a page into `parts`, whose lengths add up to the page's bytes."""
-        self._ask(self._leaving, group, slot, parts, done, settled)
+        copies = self._copies(group, [slot], [parts], partial(_tell_one, done))
+        asked = self._leaving
+        asked.pieces += [(host, device, size) for device, host, size in self._pieces(copies)]
+        self._add(asked, copies, settled=settled)
 
-    def to_device(self, group: str, slot: int, parts: Sequence[memoryview], done: Done) -> None:
-        """Fill a page from `parts`."""
-        self._ask(self._coming, group, slot, parts, done, False)
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+        """Fill pages from their parts."""
+        begun = 0
+        while begun < len(slots):
+            end = begun + BATCH - self._coming.pages
+            copies = self._copies(group, slots[begun:end], pages[begun:end], done)
+            self._coming.pieces += self._pieces(copies)
+            self._add(self._coming, copies, settled=False)
+            begun = end
 
     def flush(self) -> None:
         """Begin what was asked for."""
-        if self._leaving:
-            self._start(self._out, self._leaving)
-        if self._coming:
-            self._start(self._into, self._coming)
+        leaving, self._leaving = self._leaving, _Asked()
+        coming, self._coming = self._coming, _Asked()
+        if leaving.copies:
+            self._start(self._out, leaving)
+        if coming.copies:
+            self._start(self._into, coming)
         self._asked.clear()
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -278,47 +298,51 @@ class StreamPageCopier:
             self._memory.unpin_all()
             self._pools = {}
 
-    def _ask(
-        self,
-        batch: list[_Copy],
-        group: str,
-        slot: int,
-        parts: Sequence[memoryview],
-        done: Done,
-        settled: bool,
-    ) -> None:
-        base, count = self._places[group]
-        address = at = base + slot * count
-        pieces = list[tuple[int, int, int]]()
-        for part in parts:
-            there, size = host_address(part), part.nbytes
-            if pieces and there == pieces[-1][1] + pieces[-1][2] and there not in self._pinned:
-                device, there, before = pieces.pop()
-                pieces.append((device, there, before + size))
-            else:
-                pieces.append((at, there, size))
-            at += size
-        assert at == address + count
-        shared = self._sharing.get((group, slot))
-        if shared is None:
-            shared = self._sharing[group, slot] = self._overlapping(group, slot)
-        if (group, slot) in self._asked:
+    def _copies(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> _Copies:
+        """Pages of one call, of which none has a byte in a slot of those asked for and not begun."""
+        (base, count), sharing = self._places[group], self._sharing
+        keys = [(group, slot) for slot in slots]
+        for key in keys:
+            if key not in sharing:
+                sharing[key] = self._overlapping(*key)
+        if not self._asked.isdisjoint(keys):
             self.flush()  # so that within a batch, and between those of both directions, no order matters
-        self._asked.update(shared)
-        batch.append(_Copy(address, count, pieces, parts, shared, done, settled))
-        if len(batch) >= BATCH:
+        shared = set[SlotKey]().union(*[sharing[key] for key in keys])
+        self._asked |= shared
+        return _Copies([base + slot * count for slot in slots], count, keys, shared, pages, done)
+
+    def _pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
+        """(device, host, bytes) of what is copied in one piece: parts side by side are."""
+        pieces, pinned = list[tuple[int, int, int]](), self._pinned
+        for address, parts in zip(copies.addresses, copies.parts, strict=True):
+            at, end = address, -1
+            for part in parts:
+                there, size = host_address(part), part.nbytes
+                if there == end and there not in pinned:
+                    device, begun, before = pieces[-1]
+                    pieces[-1] = (device, begun, before + size)
+                else:
+                    pieces.append((at, there, size))
+                at, end = at + size, there + size
+            assert at == address + copies.count
+        return pieces
+
+    def _add(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
+        asked.copies.append(copies)
+        asked.pages += len(copies.keys)
+        asked.settled = asked.settled and settled
+        if asked.pages >= BATCH:
             self.flush()
 
-    def _start(self, way: _Way, asked: list[_Copy]) -> None:
+    def _start(self, way: _Way, asked: _Asked) -> None:
         """Have a batch put on its lane."""
-        behind = None if all(copy.settled for copy in asked) else self._compute.record()
-        touched = frozenset(key for copy in asked for key in copy.shared)
-        batch = _Batch(asked[:], touched, behind)
-        asked.clear()
+        behind = None if asked.settled else self._compute.record()
+        touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
+        batch, under_way = _Batch(asked.copies, asked.pieces, touched, behind), self._under_way
         with self._lock:
-            before = (self._under_way.get(key) for key in touched)
-            batch.before = {earlier for earlier in before if earlier is not None}
-            self._under_way.update((copy.shared[0], batch) for copy in batch.copies)
+            batch.before = {under_way[key] for key in under_way.keys() & touched}
+            for copies in batch.copies:
+                under_way.update(dict.fromkeys(copies.keys, batch))
         way.starter.submit(partial(self._put, way, batch))
 
     def _put(self, way: _Way, batch: _Batch) -> None:
@@ -328,10 +352,11 @@ class StreamPageCopier:
                 lane.wait(batch.behind)
             for earlier in batch.before:
                 lane.wait(earlier.end())
-            begun, pages = lane.record(), [(copy.address, copy.count) for copy in batch.copies]
+            begun = lane.record()
+            pages = [(address, copies.count) for copies in batch.copies for address in copies.addresses]
             if self._digests is not None and leaving:
                 found = self._digests.start(lane, pages)
-            lane.copy((h, d, n) if leaving else (d, h, n) for copy in batch.copies for d, h, n in copy.pieces)
+            lane.copy(batch.pieces)
             if self._digests is not None and not leaving:
                 found = self._digests.start(lane, pages)
             batch.begun, batch.ended = begun, lane.record()
@@ -347,19 +372,22 @@ class StreamPageCopier:
         self.broken = error
 
     def _over(self, batch: _Batch) -> None:
+        under_way = self._under_way
         with self._lock:
-            for copy in batch.copies:
-                if self._under_way.get(copy.shared[0]) is batch:
-                    del self._under_way[copy.shared[0]]
+            for copies in batch.copies:
+                for key in copies.keys:
+                    if under_way.get(key) is batch:
+                        del under_way[key]
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
     """Copies that begin together, after the point `behind` of the steps' lane, unless all are settled, and after the
-    batches `before`, and lie between two points of their own lane once they have `started`. `touched` are all slots
-    with a byte of them."""
+    batches `before`, and lie between two points of their own lane once they have `started`. `pieces` as in `_Asked`;
+    `touched` are all slots with a byte of them."""
 
-    copies: list[_Copy]
+    copies: list[_Copies]
+    pieces: list[tuple[int, int, int]]
     touched: frozenset[SlotKey]
     behind: Event | None
     before: set[_Batch] = field(default_factory=set)
@@ -408,13 +436,20 @@ class _Finisher:
                 batch, found = item
                 assert batch.begun is not None and batch.ended is not None
                 batch.ended.synchronize()
-                seconds = batch.ended.seconds_after(batch.begun) / sum(copy.count for copy in batch.copies)
-                digests = found() if found is not None else [None] * len(batch.copies)
+                sizes = [copies.count * len(copies.keys) for copies in batch.copies]
+                each = batch.ended.seconds_after(batch.begun) / sum(sizes)
+                digests: Sequence[bytes | None] = [None] * sum(len(copies.keys) for copies in batch.copies)
+                digests, told = found() if found is not None else digests, 0
                 self._over(batch)
-                for copy, digest in zip(batch.copies, digests, strict=True):
-                    copy.done(digest, seconds * copy.count)
+                for copies, size in zip(batch.copies, sizes, strict=True):
+                    copies.done(digests[told : told + len(copies.keys)], each * size)
+                    told += len(copies.keys)
         except Exception as error:  # of the device: whoever waits for `done` must hear of it
             self._broke(error)
+
+
+def _tell_one(done: Done, digests: Sequence[bytes | None], seconds: float) -> None:
+    done(digests[0], seconds)
 
 
 def _flat(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

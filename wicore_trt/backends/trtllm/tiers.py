@@ -98,7 +98,7 @@ class BlockTiers:
 
     def load(self, fetch: Fetch, block: int) -> None:
         """Copy a page that `match` gave out into a block, and release it."""
-        self.transfers.place(fetch, block)
+        self.transfers.place([fetch.take()], [block])
 
     def release(self, fetch: Fetch) -> None:
         """Let go of a page that `match` gave out."""

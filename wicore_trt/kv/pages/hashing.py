@@ -40,16 +40,18 @@ class TenantNames:
     def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
         """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the
         tokens of those pages (`Page.tokens`)."""
-        size, blocks = self.page_tokens, list[bytes]()
+        size, blocks, begun = self.page_tokens, list[bytes](), len(keys)
         parent = keys[-1] if keys else _FIRST
         keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
-        for i in range(len(keys), len(tokens) // size):
+        words = array("I", tokens[begun * size : len(tokens) // size * size])
+        content, step = words.tobytes(), size * words.itemsize
+        for at in range(0, len(content), step):
+            block = content[at : at + step]
             page = keyed.copy()
-            page.update(parent)
-            blocks.append(array("I", tokens[i * size : (i + 1) * size]).tobytes())
-            page.update(blocks[-1])
+            page.update(parent + block)
             parent = page.digest()
             keys.append(parent)
+            blocks.append(block)
         return blocks
 
 

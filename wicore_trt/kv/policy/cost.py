@@ -119,7 +119,8 @@ class CostPolicy(ChainPolicy):
             group.page_class = PageClass(coarse % _ANSWER + level, fine)
         for node in path:
             node.version += 1
-            self._offer(node)
+            if not node.children:
+                self._offer(node)
 
     def _consult_guard(self, path: list[Node], *, refreshed: bool) -> bool:
         """Whether another order decides from now on."""

@@ -95,11 +95,14 @@ class LRUGuard:
         return True
 
     def _replay(self, path: Sequence[Node]) -> int:
-        held = self._lru
-        hits = next((i for i, node in enumerate(path) if node.key not in held), len(path))
-        for node in reversed(path):
-            held[node.key] = None
-            held.move_to_end(node.key)
+        held, keys = self._lru, [node.key for node in path]
+        hits = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+        touch = held.move_to_end
+        for key in reversed(keys):
+            if key in held:
+                touch(key)
+            else:
+                held[key] = None
         self._shrink()
         return hits
 
@@ -133,10 +136,11 @@ class _Trial(ChainPolicy):
 
     def serve(self, path: Sequence[Node]) -> int:
         """Replay one request; returns its hits."""
-        self._coming, keys = path, [node.key for node in path]
-        hits = next((i for i, key in enumerate(keys) if key not in self), len(keys))
+        self._coming, keys, find = path, [node.key for node in path], self._nodes.get
+        lacking = [key for key in keys if (node := find(key)) is None or not node.resident]
+        hits = keys.index(lacking[0]) if lacking else len(keys)
         self.touch(keys)
-        self.add([key for key in keys if key not in self])
+        self.add(lacking)
         self._shrink()
         return hits
 

@@ -91,13 +91,14 @@ class ChainPolicy(ABC):
         self._clock += len(keys)
         path, seen = self._path(keys)
         self._observe(path, seen, signal)
+        clock = self._clock
         for node in path:
             node.version += 1
-            node.last = self._clock
-            if node.resident:
-                self._offer(node)
-            else:
+            node.last = clock
+            if not node.resident:
                 self._ghosts.move_to_end(node.key)
+            elif not node.children:
+                self._offer(node)
 
     def answered(self, keys: Sequence[Key], tokens: int) -> None:  # noqa: B027, most policies do not ask
         """A request that touched this chain has ended, after an answer of so many tokens."""
@@ -123,7 +124,8 @@ class ChainPolicy(ABC):
                     node.parent.children += 1
             above = node
         for key in keys:
-            self._offer(self._nodes[key])
+            if not (node := self._nodes[key]).children:
+                self._offer(node)
 
     def fill(self, pages: Sequence[tuple[Key, Key | None, int]]) -> None:
         """Pages that come in together, each once: (key, key of the page before it, index in the chain). As `add` one
@@ -161,15 +163,18 @@ class ChainPolicy(ABC):
 
     def pin(self, keys: Sequence[Key]) -> None:
         """Never offer these pages until `unpin`. Pins count."""
+        nodes = self._nodes
         for key in keys:
-            self._nodes[key].pins += 1
+            nodes[key].pins += 1
 
     def unpin(self, keys: Sequence[Key]) -> None:
+        nodes = self._nodes
         for key in keys:
-            node = self._nodes[key]
+            node = nodes[key]
             assert node.pins > 0, "a page was unpinned twice"
             node.pins -= 1
-            self._offer(node)
+            if not node.children and not node.pins:
+                self._offer(node)
 
     def victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
         """`count` pages to evict, least valuable first and children before parents; None when pins and `protected`
@@ -204,6 +209,11 @@ class ChainPolicy(ABC):
         node = self._nodes.get(key)
         return node is not None and node.resident
 
+    def branches(self, keys: Sequence[Key]) -> list[int]:
+        """The places of those keys that several pages in the tier follow directly."""
+        nodes = self._nodes
+        return [i for i, key in enumerate(keys) if (node := nodes.get(key)) is not None and node.children > 1]
+
     def children(self, key: Key) -> int:
         """Pages in the tier that follow this one directly."""
         node = self._nodes.get(key)
@@ -212,14 +222,12 @@ class ChainPolicy(ABC):
     def _path(self, keys: Sequence[Key]) -> tuple[list[Node], int]:
         """Nodes of a chain, new ones as ghosts, and how many of the first ones were known."""
         path: list[Node] = []
-        above: Node | None = None
-        seen = 0
+        above, find, seen = None, self._nodes.get, len(keys)
         for key in keys:
-            node = self._nodes.get(key)
+            node = find(key)
             if node is None:
+                seen = min(seen, len(path))
                 node = self._create(key, above)
-            elif seen == len(path):
-                seen += 1
             if node.parent is not above:
                 self._reparent(node, above)
             path.append(node)

@@ -13,7 +13,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -126,24 +126,20 @@ class PrefixLoader:
     def _candidates(self, pages: SequencePages, total: int, hit: PrefixHit) -> list[Candidate]:
         manager, keys = self._manager, pages.keys
         limit = min(len(keys), (total - 1) // manager.page_tokens)
-        start = hit.tokens // manager.page_tokens
-        where, reach = [], start
-        for i in range(start, limit):
-            tier = self._where(manager.chain_group, keys[i])
-            if tier is None:
-                break
-            where.append(tier)
-            reach = i + 1
+        start, group = hit.tokens // manager.page_tokens, manager.chain_group
+        where = self.tiers.reach(group, keys[start:limit], manager.pools[group].find)
+        reach = start + len(where)
         found: list[Candidate] = []
-        n = manager.longest_window(keys, reach, lambda key: self._where(LOCAL, key) is not None)
+        has = self.tiers.finder(LOCAL, manager.pools[LOCAL].find) if LOCAL in manager.pools else bool
+        n = manager.longest_window(keys, reach, has)
         while n > start and len(found) < MAX_CANDIDATES:
             window: Counter[str] = Counter()
             if LOCAL in manager.pools:
                 for i in range(manager.first_visible_page(n * manager.page_tokens), n):
                     window[self._where(LOCAL, keys[i]) or "host"] += self._page_bytes[LOCAL]
-            page_bytes = self._page_bytes[GLOBAL] if manager.chain_group == GLOBAL else 0
+            page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
             found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.longest_window(keys, n - 1, lambda key: self._where(LOCAL, key) is not None)
+            n = manager.longest_window(keys, n - 1, has)
         return found
 
     def _where(self, group: str, key: bytes) -> str | None:
@@ -184,14 +180,12 @@ class PrefixLoader:
             return False
         found: dict[int, int] = {}
         if manager.chain_group == GLOBAL:
-            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
-            for i in range(stop - 1, first - 1, -1):
-                slot = pool.find(pages.keys[i])
-                if slot is None:
-                    items.append(LoadItem(pages.page(GLOBAL, i), table[i]))
-                else:  # held beside the table's own slot, which the sequence may write until it jumps
-                    pool.acquire(slot)
-                    found[i] = slot
+            pool, table, keys = manager.pools[GLOBAL], pages.tables[GLOBAL], pages.keys
+            wanted = range(stop - 1, first - 1, -1)
+            found = {i: slot for i in wanted if (slot := pool.find(keys[i])) is not None}
+            lacking = [i for i in wanted if i not in found] if found else wanted
+            items += self._items(pages, GLOBAL, lacking, [table[i] for i in lacking])
+            pool.acquire(found.values())  # beside the table's own slots, which the sequence may write until it jumps
         pages.load = load = PrefixLoad(
             chosen.stop,
             stop,
@@ -203,26 +197,44 @@ class PrefixLoader:
             here=self._on_device(items, window, stop, found),
         )
         load.expected, load.failures = pages.keys[:stop], manager.failures
-        manager.expect(load.expected)
-        disk_bytes = 0
-        for item in items:
-            if self.tiers.where(*item.page.name) == "disk":
-                disk_bytes += self._page_bytes[item.page.group]
-            else:
-                load.bring(item)
+        manager.expected.add(load.expected)
+        disk_bytes = self._disk_bytes(load, items)
         now = self._clock()
         self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
         self.tiers.begin(load)
         return True
 
+    def _items(self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]) -> list[LoadItem]:
+        """Pages to load into these slots; their identities are those that a tier has."""
+        found = self.tiers.identities(group, [pages.keys[i] for i in places])
+        known = [
+            page if page is not None and page.tokens else pages.page(group, i)
+            for i, page in zip(places, found, strict=True)
+        ]
+        pages.known[group].update(zip(places, known, strict=True))
+        return list(map(LoadItem, known, slots))
+
+    def _disk_bytes(self, load: PrefixLoad, items: list[LoadItem]) -> int:
+        """What a load reads from disk. The rest is in host memory, and the load hears of it."""
+        if self.tiers.disk is None:
+            return 0
+        count, here = 0, dict[str, list[LoadItem]]()
+        for item in items:
+            if self.tiers.where(*item.page.name) == "disk":
+                count += self._page_bytes[item.page.group]
+            else:
+                here.setdefault(item.page.group, []).append(item)
+        for found in here.values():
+            load.bring(found)
+        return count
+
     @staticmethod
     def _on_device(
         items: list[LoadItem], window: list[int], stop: int, found: Mapping[int, int]
-    ) -> set[tuple[str, int]]:
+    ) -> dict[str, Iterable[int]]:
         """The pages of a load that no item brings."""
         lacking = {item.page.index for item in items if item.page.group == LOCAL}
-        local = set(range(stop - len(window), stop)) - lacking
-        return {(GLOBAL, i) for i in found} | {(LOCAL, i) for i in local}
+        return {GLOBAL: found, LOCAL: set(range(stop - len(window), stop)) - lacking}
 
     def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
         """Slots of the local window before page `stop`, and the items that fill those that the device lacks."""
@@ -232,14 +244,13 @@ class PrefixLoader:
         pool = manager.pools[LOCAL]
         wanted = range(manager.first_visible_page(stop * manager.page_tokens), stop)
         held = {i: slot for i in wanted if (slot := pool.find(pages.keys[i])) is not None}
-        for slot in held.values():
-            pool.acquire(slot)
+        pool.acquire(held.values())
         lacking = [i for i in wanted if i not in held]
         fresh = pool.allocate(len(lacking)) if len(lacking) + spare <= pool.available else None
         if fresh is None:
             pool.release(held.values())
             return None, []
-        items = [LoadItem(pages.page(LOCAL, i), slot) for i, slot in zip(lacking, fresh, strict=True)]
+        items = self._items(pages, LOCAL, lacking, fresh)
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 
@@ -338,14 +349,8 @@ class PrefixLoader:
         full = min(load.stop, load.tokens // manager.page_tokens)
         private = parked.private if parked is not None else ()
         if pages.failures == manager.failures:
-            for i in range(pages.published, full):
-                if (manager.chain_group, i) in private:
-                    manager.retention.made(pages.keys[i], pages.hints)
-                for group in manager.pools:
-                    slot = pages.tables[group][i]
-                    if slot >= 0:
-                        manager.publish(pages, group, i, slot, saved=(group, i) not in private)
-                manager.done_computing(pages.keys[i], owner)
+            self._publish(pages, full, private)
+            manager.done_computing(pages.keys[pages.published : full], owner)
             pages.published = max(pages.published, full)
         if parked is not None:
             self.let_go(pages)
@@ -356,30 +361,41 @@ class PrefixLoader:
         self._forget(pages)
         return load.tokens
 
+    def _publish(self, pages: SequencePages, full: int, private: Collection[tuple[str, int]]) -> None:
+        """Make the first `full` pages findable. Lower tiers have those that are not `private`."""
+        manager, places = self._manager, range(pages.published, full)
+        manager.retention.made([pages.keys[i] for i in places if (manager.chain_group, i) in private], pages.hints)
+        for group in manager.pools:
+            table = pages.tables[group]
+            held = [i for i in places if table[i] >= 0]
+            manager.publish(pages, group, [i for i in held if (group, i) not in private], saved=True)
+            manager.publish(pages, group, [i for i in held if (group, i) in private])
+
     def _unwritten(self, pages: SequencePages, load: PrefixLoad, computed: int) -> list[tuple[str, int]]:
         """Pages that the tokens before the end of a load need and that are neither written nor here."""
         manager = self._manager
-        needed = (
-            [(GLOBAL, i) for i in range(computed // manager.page_tokens, load.stop)] if GLOBAL in manager.pools else []
-        )
-        needed += [(LOCAL, i) for i in range(load.window_first, load.stop)] if LOCAL in manager.pools else []
-        return [place for place in needed if place not in load.here]
+        first = {GLOBAL: computed // manager.page_tokens, LOCAL: load.window_first}
+        return [
+            (group, i)
+            for group in manager.pools
+            for i in sorted(set(range(first[group], load.stop)) - load.here[group])
+        ]
 
     def _place(self, pages: SequencePages, load: PrefixLoad, computed: int) -> None:
         """Put the pages of a load into the tables, and mark as written what it filled."""
         manager, size = self._manager, self._manager.page_tokens
         if GLOBAL in manager.pools:
-            pool, table = manager.pools[GLOBAL], pages.tables[GLOBAL]
+            pool = manager.pools[GLOBAL]
             manager.replace_global(pages, load.found)
             load.found.clear()
-            for i in range(computed // size, load.stop):
-                if pool.page(table[i]) is None:
-                    pool.wrote(table[i], 0, min(size, load.tokens - i * size))
+            table, full = pages.tables[GLOBAL], load.tokens // size
+            pool.filled(table[computed // size : full], size)
+            pool.filled(table[max(full, computed // size) : load.stop], load.tokens - full * size)
         if LOCAL in manager.pools:
             manager.replace_window(pages, load.window_first, load.window)
-            for i, slot in enumerate(load.window, load.window_first):
-                if manager.pools[LOCAL].page(slot) is None:
-                    manager.pools[LOCAL].wrote(slot, 0, min(size, load.tokens - i * size))
+            full = load.tokens // size - load.window_first
+            manager.pools[LOCAL].filled(load.window[:full], size)
+            manager.pools[LOCAL].filled(load.window[full:], load.tokens % size)
             load.window.clear()
 
     def cancel(self, pages: SequencePages) -> None:
@@ -395,9 +411,11 @@ class PrefixLoader:
         assert load is not None
         load.cancel()
         self._measure_host()  # also when a slow link let none of its pages come in time
-        self._manager.expect_no_more(load.expected)
+        self._manager.expected.take(load.expected)
         self._begun.pop(load, None)
         pages.load = None
+        for known in pages.known.values():
+            known.clear()
 
     # --- rates ---------------------------------------------------------------------------------------------------
 
@@ -440,7 +458,7 @@ class PrefixLoader:
             self.let_go(pages)
             return False
         parked.expected = pages.keys[: computed // size]
-        manager.expect(parked.expected)
+        manager.expected.add(parked.expected)
         self.parked += 1
         return True
 
@@ -449,9 +467,8 @@ class PrefixLoader:
         parked = pages.parked
         if parked is None:
             return
-        self._manager.expect_no_more(parked.expected)
-        for copy in parked.copies:
-            self.tiers.host.release(copy)
+        self._manager.expected.take(parked.expected)
+        self.tiers.host.release(parked.copies)
         for group, i in parked.private:
             self.tiers.drop_private(parked.pages[group][i])
         pages.parked = None
@@ -463,13 +480,12 @@ class PrefixLoader:
         full = parked.tokens // manager.page_tokens
         slots: dict[str, dict[int, int]] = {}
         items: list[LoadItem] = []
-        here: set[tuple[str, int]] = set()
+        here: dict[str, list[int]] = {}
         for group, pool in manager.pools.items():
             held = {i: s for i in parked.pages[group] if i < full and (s := pool.find(pages.keys[i])) is not None}
-            for slot in held.values():
-                pool.acquire(slot)
+            pool.acquire(held.values())
             slots[group] = held
-            here |= {(group, i) for i in held}
+            here[group] = list(held)
         lacking = {group: [i for i in parked.pages[group] if i not in held] for group, held in slots.items()}
         fresh = manager.memory.allocate({group: len(indices) for group, indices in lacking.items()})
         if fresh is None:

@@ -296,8 +296,8 @@ _Sums = tuple[list[int], list[int]]
 def _page_sums(pages: Sequence[str]) -> _Sums:
     """Numbers of host and of disk pages among the first i, for every i."""
     return (
-        list(accumulate((tier == HOST for tier in pages), initial=0)),
-        list(accumulate((tier == DISK for tier in pages), initial=0)),
+        list(accumulate(map(HOST.__eq__, pages), initial=0)),
+        list(accumulate(map(DISK.__eq__, pages), initial=0)),
     )
 
 

@@ -6,7 +6,7 @@ slot that was borrowed is used by nobody else until its copies are over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -21,14 +21,14 @@ PROBE_SHARE = 0.75
 
 
 class _Sum:
-    """What a copier calls when one of `count` copies is over; with the last one `over` hears what all took."""
+    """What a copier calls when some of `count` copies are over; with the last one `over` hears what all took."""
 
     def __init__(self, count: int, over: Callable[[float], None]) -> None:
         self._left, self._over = count, over
         self._seconds = 0.0
 
-    def __call__(self, digest: bytes | None, seconds: float) -> None:
-        self._left -= 1
+    def __call__(self, digests: Sequence[bytes | None], seconds: float) -> None:
+        self._left -= len(digests)
         self._seconds += seconds
         if not self._left:
             self._over(self._seconds)
@@ -54,10 +54,11 @@ def probe_tiers(
         done = _Sum(count, over)
         for slot in range(count):  # what an unwritten slot holds must stay there, so it goes and comes back
             copier.to_host(group, slot, buffers[slot], lambda digest, seconds: None)
-        for slot in range(count):
-            copier.to_device(group, slot, buffers[slot], done)
+        copier.to_device(group, range(count), buffers, done)
         copier.flush()
     if tiers.disk is not None:
         pages, left = tiers.disk.newest(PROBE_READS), manager.retention.left
         # a page on its way is in use, and the time to live of one that is in use starts anew
-        tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1) for page in pages if left(page.key) is None]))
+        for page in pages:
+            if left(page.key) is None:
+                tiers.begin(PrefixLoad(0, 0, [LoadItem(page, -1)]))

@@ -1,7 +1,7 @@
-"""The host tier's memory: one slab of slots, the buffers of a page in it, and the checksum of what they hold.
+"""The host tier's memory: one slab of slots, and the buffers of a page in it.
 
 The index decides which slots a page has; this module only cuts memory. It must not know requests or the disk.
-Invariant: a checksum covers the page's identity and every byte of its buffers, so bytes of another page never match.
+Invariant: no buffer of a page has a byte of a slot that is not the page's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from hashlib import blake2b
 from typing import Any
 
 from wicore_trt.arithmetic import div_ceil
@@ -88,6 +87,9 @@ class HostTier:
         they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its last slot may hold
         another tenant's bytes, and goes to disk with it."""
         slots, size, left = copy.slots, self.slot_bytes, self._page_bytes[copy.page.group]
+        if len(slots) == 1 and not clear:
+            begin = slots[0] * size
+            return [self._slab[begin : begin + left]]
         end = (slots[-1] + 1) * size
         unused = len(slots) * size - left
         if clear and unused:
@@ -218,10 +220,3 @@ class Backing:
     def _advise(self, begin: int, count: int, advice: int) -> None:
         """A system that cannot do it does nothing."""
         self._madvise(self._address + begin, count, advice)
-
-
-def checksum(page: Page, digest: bytes) -> bytes:
-    """Of a page's identity and the digest of its bytes."""
-    state = blake2b(digest, digest_size=16, key=page.key, person=b"wicore-kv-page")
-    state.update(page.tenant + page.index.to_bytes(8, "little") + page.group.encode())
-    return state.digest()

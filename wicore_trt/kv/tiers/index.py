@@ -119,6 +119,12 @@ class TierIndex:
         node = self._nodes.get(key)
         return node.copies.get(group) if node is not None else None
 
+    def ready(self, group: str, key: bytes) -> TierCopy | None:
+        """The copy of a page, if it can be read."""
+        node = self._nodes.get(key)
+        copy = node.copies.get(group) if node is not None else None
+        return copy if copy is not None and copy.state is CopyState.READY else None
+
     def copies(self) -> Iterator[TierCopy]:
         """All copies that can be found, in no particular order. Do not change the index meanwhile."""
         return (copy for node in self._nodes.values() for copy in node.copies.values())
@@ -209,20 +215,31 @@ class TierIndex:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def acquire(self, copy: TierCopy) -> None:
-        assert copy.ready, "only a written copy can be read"
-        copy.readers += 1
-        self._busy(self._nodes[copy.page.key], 1)
+    def acquire(self, copies: Iterable[TierCopy]) -> None:
+        nodes, begun, ready = self._nodes, list[TierNode](), CopyState.READY
+        for copy in copies:
+            assert copy.state is ready, "only a written copy can be read"
+            copy.readers += 1
+            node = nodes[copy.page.key]
+            if not node.busy:
+                begun.append(node)
+            node.busy += 1
+        self._in_use(begun, True)
 
-    def release(self, copy: TierCopy) -> None:
+    def release(self, copies: Iterable[TierCopy]) -> None:
         """End of `acquire`. The slots of a copy that was dropped meanwhile are free after its last reader."""
-        assert copy.readers > 0, "a copy was released twice"
-        copy.readers -= 1
-        if copy.state is CopyState.LOST:
-            if not copy.readers:
+        nodes, ended, lost = self._nodes, list[TierNode](), CopyState.LOST
+        for copy in copies:
+            assert copy.readers > 0, "a copy was released twice"
+            copy.readers -= 1
+            if copy.state is not lost:
+                node = nodes[copy.page.key]
+                node.busy -= 1
+                if not node.busy:
+                    ended.append(node)
+            elif not copy.readers:
                 self.reclaim(copy)
-            return
-        self._busy(self._nodes[copy.page.key], -1)
+        self._in_use(ended, False)
 
     def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain, whether its pages are here or not."""
@@ -254,10 +271,12 @@ class TierIndex:
         for copy in list(node.copies.values()) if node is not None else ():
             self._remove(copy, cause, lost=True)
 
-    def spare(self, group: str, key: bytes) -> None:
-        """No request is expected to need this local copy: it leaves before any other page."""
-        if group != self.primary and self.get(group, key) is not None:
-            self._set_spare(self._nodes[key], True)
+    def spare(self, group: str, keys: Iterable[bytes]) -> None:
+        """No request is expected to need these local copies: they leave before any other page."""
+        for key in keys if group != self.primary else ():
+            node = self._nodes.get(key)
+            if node is not None and group in node.copies:
+                self._set_spare(node, True)
 
     def keep(self, key: bytes) -> None:
         """Undo `spare`: a request resumed here."""
@@ -356,13 +375,21 @@ class TierIndex:
         before = node.busy
         node.busy += change
         assert node.busy >= 0
-        if (before == 0) == (node.busy == 0):
-            return
-        if self.primary in node.copies:
-            for policy in self._policies(node.tenant):
-                (policy.unpin if before else policy.pin)([node.key])
-        if node.spare:
-            self._set_spare(node, True)
+        if (before == 0) != (node.busy == 0):
+            self._in_use([node], not before)
+
+    def _in_use(self, nodes: Sequence[TierNode], used: bool) -> None:
+        """These nodes have become busy, or are not any more."""
+        carriers = [node for node in nodes if self.primary in node.copies]
+        if self._quota_slots >= self.num_slots:
+            (self.policy.pin if used else self.policy.unpin)([node.key for node in carriers])
+        else:
+            for node in carriers:
+                for policy in self._policies(node.tenant):
+                    (policy.pin if used else policy.unpin)([node.key])
+        for node in nodes:
+            if node.spare:
+                self._set_spare(node, True)
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
         node.spare = spare

@@ -10,15 +10,16 @@ of those that were asked for have arrived.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class LoadItem:
+
+class LoadItem(NamedTuple):
     """One page to fetch and its device slot; a slot of -1 stops at the host (a prefetch)."""
 
     page: Page
@@ -27,12 +28,13 @@ class LoadItem:
 
 class PrefixLoad:
     """`tokens` is where the sequence goes on when all has arrived, `stop` its page count. Global pages from `first` on
-    are asked for; those before it the sequence computes. `window` are the device slots of local pages
-    [window_first, stop). `found` maps global pages that the device had to their slots, which are held for the jump.
-    `here` are group and index of all pages that the device had. `expected` are the names of all that the manager was
-    told to expect, `failures` its count of failed steps at the beginning. The sequence has computed tokens of all
-    global pages below `floor`, which are no longer wanted: that a page came wrong is noticed when it is in its slot,
-    where it would have spoilt what was computed."""
+    are asked for; those before it the sequence computes. `window` are the device slots of local pages [window_first,
+    stop). `found` maps global pages that the device had to their slots, which are held for the jump. No two items are
+    of one group and index. `here` are, by group, the indices of all pages that the device had, and of those that have
+    arrived. `wrong` counts how often what came was not the page, by group and index. `expected` are the names of all
+    that the manager was told to expect, `failures` its count of failed steps at the beginning. The sequence has
+    computed tokens of all global pages below `floor`, which are no longer wanted: that a page came wrong is noticed
+    when it is in its slot, where it would have spoilt what was computed."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class PrefixLoad:
         window_first: int = 0,
         window: Iterable[int] = (),
         found: Mapping[int, int] | None = None,
-        here: Iterable[tuple[str, int]] = (),
+        here: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
         self.tokens = tokens
         self.first = first
@@ -58,16 +60,20 @@ class PrefixLoad:
         self.todo = deque(items)
         self.in_flight = self.reading = 0
         """Pages asked for, and of these the ones that the disk has not read."""
-        self.here = set(here)
+        self.here: dict[str, set[int]] = {group: set((here or {}).get(group, ())) for group in (GLOBAL, LOCAL)}
+        self.wrong = Counter[tuple[str, int]]()
         self.arrived = Counter[str]()
         """Global pages that arrived, by the tier they were in, and those found on the device."""
         self.arrived["device"] = len(self.found)
         self.cancelled = False
         self.broken = False
-        self._missing = {item.page.name: item.page.index for item in self.todo}
-        self._unread = {item.page.name: item.page.index for item in self.todo}
+        pages = [item.page for item in self.todo]
+        self._missing = {group: {page.index for page in pages if page.group == group} for group in self.here}
+        assert len(pages) == sum(map(len, self._missing.values())), "a page is asked for twice"
+        self._unread = {group: set(indices) for group, indices in self._missing.items()}
         """Of the missing pages those that are not in host memory, as far as it is known."""
-        self._windows = sum(item.page.group == LOCAL for item in self.todo)
+        self._order = sorted(self._missing[GLOBAL])
+        """Missing global pages, and some before the last of them that are not missing any more."""
         self._failed_from = 0
         self._passed = 0
         """Global pages before this one were passed over: the last of them may be computed in part."""
@@ -79,29 +85,31 @@ class PrefixLoad:
 
     def lacking(self, group: str) -> int:
         """Pages of a layer group that are still to arrive."""
-        return self._windows if group == LOCAL else len(self._missing) - self._windows
+        return len(self._missing[group])
 
     def meeting_page(self) -> int:
         """The sequence must compute the pages before this one; from here to `stop` all global pages are here."""
-        waiting = [index for (group, _), index in self._missing.items() if group == GLOBAL]
-        return max([self.first, self._failed_from, self._passed, *(index + 1 for index in waiting)])
+        order, missing = self._order, self._missing[GLOBAL]
+        while order and order[-1] not in missing:
+            order.pop()
+        return max(self.first, self._failed_from, self._passed, order[-1] + 1 if order else 0)
 
-    def missing(self, group: str) -> list[int]:
+    def missing(self, group: str) -> Collection[int]:
         """Indices of pages of a layer group that are still to arrive."""
-        return [index for (of, _), index in self._missing.items() if of == group]
+        return self._missing[group]
 
-    def unread(self, group: str) -> list[int]:
+    def unread(self, group: str) -> Collection[int]:
         """Indices of missing pages of a layer group that were not in host memory when it was looked for them last."""
-        return [index for (of, _), index in self._unread.items() if of == group]
+        return self._unread[group]
 
-    def bring(self, item: LoadItem) -> None:
-        """The page is in host memory, and goes on to the device."""
-        self._unread.pop(item.page.name, None)
+    def bring(self, items: Sequence[LoadItem]) -> None:
+        """These pages of one layer group are in host memory, and go on to the device."""
+        self._unread[items[0].page.group].difference_update([item.page.index for item in items])
 
     @property
     def window_here(self) -> bool:
         """Whether all local pages of the window have arrived."""
-        return not self.broken and not self._windows
+        return not self.broken and not self._missing[LOCAL]
 
     @property
     def failed(self) -> bool:
@@ -111,11 +119,21 @@ class PrefixLoad:
     @property
     def complete(self) -> bool:
         """Whether every page has arrived."""
-        return not self.failed and not self._missing
+        return not self.failed and not any(self._missing.values())
 
     def wanted(self, item: LoadItem) -> bool:
         """Whether the page is still of use: the sequence lives and has computed none of it meanwhile."""
         return not self.cancelled and not (item.page.group == GLOBAL and item.page.index < self.floor)
+
+    def sorted_out(self, items: Sequence[LoadItem]) -> tuple[Sequence[LoadItem], Sequence[LoadItem]]:
+        """Of items of one layer group those that are `wanted`, and the others."""
+        if self.cancelled or not items:
+            return (), items
+        floor = self.floor if items[0].page.group == GLOBAL else 0
+        wanted = [item for item in items if item.page.index >= floor]
+        if len(wanted) == len(items):
+            return items, ()
+        return wanted, [item for item in items if item.page.index < floor]
 
     def next_item(self) -> LoadItem | None:
         """The next page worth fetching; global pages that the sequence computes meanwhile are passed over."""
@@ -126,12 +144,33 @@ class PrefixLoad:
             self._pass(item)
         return None
 
-    def arrive(self, item: LoadItem, tier: str) -> None:
-        """The page is in its device slot (a prefetch: in host memory); it was in `tier`."""
-        self._settle(item)
-        self.here.add((item.page.group, item.page.index))
-        self.arrived[tier] += item.page.group == GLOBAL
-        self._windows -= item.page.group == LOCAL
+    def next_run(self, count: int, ready: Callable[[str, bytes], T | None]) -> tuple[list[LoadItem], list[T]]:
+        """The next pages worth fetching, `count` at most, and what `ready(group, key)` says of each, up to one of which
+        it says None, that is of another layer group than the first or that does not go to the device."""
+        items, found, todo, group = list[LoadItem](), list[T](), self.todo, ""
+        while todo and len(items) < count:
+            page, slot = item = todo[0]
+            if slot < 0 or (page.group != group and items):
+                break
+            group = page.group
+            if page.index < self.floor and not self.wanted(item):
+                self._pass(todo.popleft())
+                continue
+            copy = ready(group, page.key)
+            if copy is None:
+                break
+            items.append(todo.popleft())
+            found.append(copy)
+        return items, found
+
+    def arrive(self, items: Sequence[LoadItem], tier: str) -> None:
+        """These pages of one layer group are in their device slots (a prefetch: in host memory), and were in `tier`."""
+        group, indices = items[0].page.group, [item.page.index for item in items]
+        self.in_flight -= len(items)
+        self._missing[group].difference_update(indices)
+        self._unread[group].difference_update(indices)
+        self.here[group].update(indices)
+        self.arrived[tier] += len(items) * (group == GLOBAL)
 
     def pass_over(self, item: LoadItem) -> None:
         """The page came when it was not `wanted` any more."""
@@ -139,15 +178,15 @@ class PrefixLoad:
         self._pass(item)
 
     def _pass(self, item: LoadItem) -> None:
-        self._missing.pop(item.page.name)
-        self._unread.pop(item.page.name, None)
+        self._not_missing(item.page)
         if item.page.group == GLOBAL:
             self._passed = max(self._passed, item.page.index + 1)
 
     def fail(self, item: LoadItem) -> None:
         """A page cannot be had. A global one is computed by the sequence, with all before it; without a local one of
         the window there is no place to jump to."""
-        self._settle(item)
+        self.in_flight -= 1
+        self._not_missing(item.page)
         if item.page.group == LOCAL:
             self.broken = True
         else:
@@ -158,10 +197,9 @@ class PrefixLoad:
         self.in_flight -= 1
         self.todo.appendleft(item)
 
-    def _settle(self, item: LoadItem) -> None:
-        self.in_flight -= 1
-        self._missing.pop(item.page.name)
-        self._unread.pop(item.page.name, None)
+    def _not_missing(self, page: Page) -> None:
+        self._missing[page.group].remove(page.index)
+        self._unread[page.group].discard(page.index)
 
     def cancel(self) -> None:
         """The sequence does not want it any more; what is in flight will be dropped on arrival."""

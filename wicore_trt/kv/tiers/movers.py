@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from wicore_trt.kv.disk.page_store import PageStore
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.host import HostTier, checksum
+from wicore_trt.kv.tiers.host import HostTier
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.moves import Mailbox
+from wicore_trt.kv.tiers.stored import Checksum
 from wicore_trt.runtime.executor import PageCopier
 
 
@@ -52,9 +53,9 @@ class Movers:
     host_traffic: Traffic = field(default_factory=Traffic)
     disk_traffic: Traffic = field(default_factory=Traffic)
 
-    def checksum(self, copy: TierCopy) -> bytes:
+    def checksum(self, copy: TierCopy) -> Checksum:
         """Of what a host copy's buffers hold now. Any thread."""
-        return checksum(copy.page, self.copier.digest(self.host.payload(copy)))
+        return (self.copier.digest(self.host.payload(copy)), copy.page)
 
     def is_right(self, copy: TierCopy) -> bool:
         """Whether no bit of a host copy flipped since it was stored. Any thread."""

@@ -1,9 +1,10 @@
 """A page in motion between device, host memory and disk: the stages it passes, and what other threads report of it.
 
-Down go a `Store` (device to host) and a `Save` (host to disk), up go a `Read` (disk to host) and a `Fetch` (to whoever
-asked, in host memory or on the device). Only the engine thread changes them; a thread that moved or checked bytes puts
-a report into the mailbox and touches nothing else. Plain data; it must not know copiers, files or threads. Invariant:
-a move goes along its `LEGAL` stages only, so none is applied twice or after its end.
+Down go a `Store` (device to host) and a `Save` (host to disk), up go a `Read` (disk to host), a `Fetch` (to whoever
+asked, in host memory) and, of many pages, a `Check` (in host memory) and a `Place` (host to device). Only the engine
+thread changes them; a thread that moved or checked bytes puts a report into the mailbox and touches nothing else. Plain
+data; it must not know copiers, files or threads. Invariant: a move goes along its `LEGAL` stages only, so none is
+applied twice or after its end.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import ClassVar
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.stored import TierCopy
+from wicore_trt.kv.tiers.stored import Checksum, TierCopy
 
 
 class Stage(enum.Enum):
-    """Where a page in motion is. PLACED, FAILED, RELEASED and ENDED are final."""
+    """Where a page in motion is. TAKEN, FAILED, RELEASED and ENDED are final."""
+
+    __hash__ = object.__hash__  # tables of stages are read for each page, and Enum's own is a function of Python
 
     COPYING = "copying"
     """Its bytes go from the device to host memory."""
@@ -35,10 +38,10 @@ class Stage(enum.Enum):
     """It waits for another move that fills the host's copy."""
     HERE = "here"
     """It is in host memory, held for whoever asked, and verified unless the device does that."""
+    TAKEN = "taken"
+    """Whoever asked holds the host's copy from here on."""
     PLACING = "placing"
     """Its bytes go from host memory to the device."""
-    PLACED = "placed"
-    """It is on the device, verified."""
     FAILED = "failed"
     RELEASED = "released"
     ENDED = "ended"
@@ -101,8 +104,7 @@ class Read(Move):
 
 @dataclass(slots=True, eq=False)
 class Fetch(Move):
-    """A page that somebody asked for. It is put into `inbox` whenever it got HERE, PLACED or FAILED; after PLACING it
-    may be HERE or FAILED, when what came to the device was not the page. From HERE until PLACED or RELEASED the host's
+    """A page that somebody asked for. It is put into `inbox` when it is HERE or FAILED. While it is HERE the host's
     `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's.
     `wanted` says, on any thread, whether it is of use still: a read of the disk that has not begun is left out when it
     is of use to nobody, and the fetch then FAILED. `crowded`: it FAILED only because the disk's queue or the host was
@@ -111,9 +113,8 @@ class Fetch(Move):
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
         Stage.CHECKING: frozenset({Stage.HERE, Stage.WAITING}),
-        Stage.HERE: frozenset({Stage.PLACING, Stage.RELEASED}),
-        Stage.PLACING: frozenset({Stage.PLACED, Stage.WAITING}),
-        Stage.PLACED: frozenset(),
+        Stage.HERE: frozenset({Stage.TAKEN, Stage.RELEASED}),
+        Stage.TAKEN: frozenset(),
         Stage.FAILED: frozenset(),
         Stage.RELEASED: frozenset(),
     }
@@ -129,8 +130,42 @@ class Fetch(Move):
     @property
     def held(self) -> TierCopy:
         """The host's copy of a page that is here."""
-        assert self.copy is not None and self.stage in (Stage.HERE, Stage.PLACING, Stage.PLACED)
+        assert self.copy is not None and self.stage is Stage.HERE
         return self.copy
+
+    def take(self) -> TierCopy:
+        """The same, which the caller holds from now on."""
+        copy = self.held
+        self.go(Stage.TAKEN)
+        return copy
+
+
+Over = Callable[[Sequence[int], bool], None]
+"""Hears, on the engine thread, of each of many copies once, by its place among them: whether its bytes were right. If
+not the host has dropped it, and it is not held any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Check(Move):
+    """Host copies, held, whose bytes a thread hashes. Right ones are held still when `over` hears of them."""
+
+    LEGAL: ClassVar[Table] = {Stage.CHECKING: frozenset({Stage.ENDED}), Stage.ENDED: frozenset()}
+    copies: Sequence[TierCopy]
+    over: Over
+    stage: Stage = Stage.CHECKING
+
+
+@dataclass(slots=True, eq=False)
+class Place(Move):
+    """Host copies of one layer group, held meanwhile, on their way into device slots. Right ones are on the device when
+    `over` hears of them, some at a time and in order, and not held any more; so far it has heard of the first `told`.
+    """
+
+    LEGAL: ClassVar[Table] = {Stage.PLACING: frozenset({Stage.ENDED}), Stage.ENDED: frozenset()}
+    copies: Sequence[TierCopy]
+    over: Over
+    told: int = 0
+    stage: Stage = Stage.PLACING
 
 
 # --- reports of other threads; `digest` and `seconds` as `executor.Done` has them ------------------------------------
@@ -146,7 +181,7 @@ class Copied:
 @dataclass(frozen=True, slots=True)
 class Hashed:
     moves: Sequence[Store]
-    checksums: Sequence[bytes]
+    checksums: Sequence[Checksum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +200,18 @@ class HaveRead:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    move: Fetch
-    right: bool
+    """`right`: for each copy of the move, whether no bit of it flipped."""
+
+    move: Fetch | Check
+    right: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    move: Fetch
-    digest: bytes | None
+    """The next pages of the move came, one for each digest; `seconds` all of them took."""
+
+    move: Place
+    digests: Sequence[bytes | None]
     seconds: float
 
 

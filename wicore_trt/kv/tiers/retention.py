@@ -10,7 +10,7 @@ most `max_keys` keys have a time to live and sessions hold at most `max_keys`: t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from wicore_trt.kv.tiers.index import TierIndex
@@ -72,10 +72,13 @@ class Retention:
         elif hints.priority is CachePriority.HIGH and keys:
             self._replace((scope, keys[-1]), keys, tiers, self._hold_s(hints))
 
-    def made(self, key: bytes, hints: CacheHints) -> None:
-        """A running request made this page: its time begins before any tier has it, so that none keeps it longer."""
+    def made(self, keys: Iterable[bytes], hints: CacheHints) -> None:
+        """A running request made these pages: their time begins before any tier has them, so that none keeps them
+        longer."""
         if hints.ttl_s is not None:
-            self._extend(key, self._clock(), hints.ttl_s)
+            now = self._clock()
+            for key in keys:
+                self._extend(key, now, hints.ttl_s)
 
     def restore(self, key: bytes, left_s: float) -> None:
         """A page that an earlier process left on disk has so many seconds of its time left."""

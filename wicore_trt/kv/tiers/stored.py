@@ -16,6 +16,8 @@ class CopyState(enum.Enum):
     """WRITING is filled now; READY can be read; LOST left the index while its buffers are still touched; FREE is
     final."""
 
+    __hash__ = object.__hash__
+
     WRITING = "writing"
     READY = "ready"
     LOST = "lost"
@@ -30,6 +32,10 @@ TRANSITIONS: dict[CopyState, frozenset[CopyState]] = {
 }
 
 
+Checksum = tuple[bytes, Page]
+"""The digest of a page's bytes, and the identity that they belong to: equal only where both are."""
+
+
 @dataclass(slots=True, eq=False)
 class TierCopy:
     """One page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
@@ -41,7 +47,7 @@ class TierCopy:
     slots: tuple[int, ...]
     state: CopyState = CopyState.WRITING
     readers: int = 0
-    checksum: bytes = b""
+    checksum: Checksum | None = None
     saved: bool = False
     origin: str = ""
     private: bool = False

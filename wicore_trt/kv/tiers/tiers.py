@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from wicore_trt.kv.pages.page import Page
@@ -18,11 +18,14 @@ from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.movers import Traffic
 from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
+from wicore_trt.kv.tiers.way_up import MAX_WRONG
 from wicore_trt.types import TierStats
 
 IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
 """Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
 enough that others have their turn; more of them where it is known to read more in so many seconds."""
+AT_ONCE = 64
+"""Pages in host memory that are sent to the device with one call, and heard of with one report."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 RETAIN_S = 0.1
@@ -56,11 +59,39 @@ class LowerTiers:
         """The nearest tier that has a page: "host" (or on its way there), "disk" or None."""
         if self.host.get(group, key) is not None:
             return "host"
-        if self.disk is not None:
-            copy = self.disk.get(group, key)
-            if copy is not None and copy.ready:
-                return "disk"
-        return None
+        return "disk" if self.disk is not None and self.disk.ready(group, key) is not None else None
+
+    def identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
+        """What a tier knows these pages as."""
+        found, host = list[Page | None](), self.host.get
+        for key in keys:
+            copy = host(group, key)
+            if copy is None and self.disk is not None:
+                copy = self.disk.get(group, key)
+            found.append(copy.page if copy is not None else None)
+        return found
+
+    def finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
+        """Whether a tier has a page of a layer group, or `above` knows it."""
+        host, disk = self.host.get, self.disk
+        if disk is None:
+            return lambda key: above(key) is not None or host(group, key) is not None
+        on_disk = disk.ready
+        return lambda key: above(key) is not None or host(group, key) is not None or on_disk(group, key) is not None
+
+    def reach(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
+        """`where` the pages of a chain are, up to one that no tier has; "device" for those that `above` knows."""
+        found, host, disk = list[str](), self.host.get, self.disk
+        for key in keys:
+            if above(key) is not None:
+                found.append("device")
+            elif host(group, key) is not None:
+                found.append("host")
+            elif disk is not None and disk.ready(group, key) is not None:
+                found.append("disk")
+            else:
+                break
+        return found
 
     def writing(self, group: str, key: bytes) -> bool:
         """Whether a page is on its way to a tier."""
@@ -79,8 +110,7 @@ class LowerTiers:
             self.transfers.wait(RETAIN_S)
         if not all(copy.ready for copy in copies):
             return False
-        for copy in copies:
-            self.host.acquire(copy)
+        self.host.acquire(copies)
         return True
 
     def touch(self, keys: Sequence[bytes], signal: Sequence[float] | None) -> None:
@@ -90,13 +120,11 @@ class LowerTiers:
     def spare_windows(self, group: str, keys: Sequence[bytes], needed: set[int]) -> None:
         """Of the chain's local pages, all but those at the `needed` indices may leave first."""
         for index in self.indexes.values():
-            for i, key in enumerate(keys):
-                if i not in needed:
-                    index.spare(group, key)
+            index.spare(group, [key for i, key in enumerate(keys) if i not in needed])
 
-    def branches(self, key: bytes) -> bool:
-        """Whether several chains go on from this page in some tier."""
-        return any(index.policy.children(key) > 1 for index in self.indexes.values())
+    def branches(self, keys: Sequence[bytes]) -> set[int]:
+        """The places of those keys from which several chains go on in some tier."""
+        return {i for index in self.indexes.values() for i in index.policy.branches(keys)}
 
     def drop(self, key: bytes, cause: str) -> None:
         """Forget a page everywhere below the device."""
@@ -165,55 +193,116 @@ class LowerTiers:
 
     def _pump(self) -> None:
         for load in self._loads:
-            while load.in_flight < IN_MEMORY and not load.cancelled:
-                item = load.next_item()
-                if item is None:
-                    break
-                here = self.host.get(*item.page.name) is not None
-                if load.reading >= self._in_flight and not here:
-                    load.todo.appendleft(item)
-                    break
-                fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
-                if fetch is not None:
-                    load.in_flight += 1
-                    load.reading += not here
-                    self._fetching[fetch] = (load, item, not here)
-                    self._take_in()
-                elif self.transfers.going_on:
-                    load.todo.appendleft(item)
-                    break
-                else:  # nothing will make room
-                    load.in_flight += 1
-                    load.fail(item)
-                    break
+            while load.in_flight < IN_MEMORY and not load.cancelled and self._ask(load):
+                self._take_in()
         self._loads = [load for load in self._loads if not load.finished]
         self.transfers.movers.copier.flush()
 
+    def _ask(self, load: PrefixLoad) -> bool:
+        """Ask for the next pages of a load: for many that are in host memory, or for one. False: not now."""
+        items, copies = load.next_run(min(AT_ONCE, IN_MEMORY - load.in_flight), self.host.ready)
+        if items:
+            load.in_flight += len(items)
+            self.host.acquire(copies)
+            if self.transfers.movers.copier.checks:
+                self._place(load, items, copies)
+            else:
+                self.transfers.check(copies, partial(self._checked, load, items, copies))
+            return True
+        item = load.next_item()
+        if item is None:
+            return False
+        here = self.host.get(*item.page.name) is not None
+        if load.reading >= self._in_flight and not here:
+            load.todo.appendleft(item)
+            return False
+        if self._fetch(load, item, here):
+            load.in_flight += 1
+        elif self.transfers.going_on:
+            load.todo.appendleft(item)
+            return False
+        else:  # nothing will make room
+            load.in_flight += 1
+            load.fail(item)
+            return False
+        return True
+
+    def _fetch(self, load: PrefixLoad, item: LoadItem, here: bool) -> bool:
+        """Bring a page to host memory, where it is or will be when it is `here`. False: there is no room."""
+        fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
+        if fetch is None:
+            return False
+        load.reading += not here
+        self._fetching[fetch] = (load, item, not here)
+        return True
+
+    def _checked(
+        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
+    ) -> None:
+        """What became of pages in host memory: see `Check`. Right ones go on, if they are wanted still."""
+        wanted = [place for place in places if load.wanted(items[place])]
+        if right and wanted:
+            self._place(load, [items[place] for place in wanted], [copies[place] for place in wanted])
+        for place in places:
+            if not load.wanted(items[place]):
+                load.pass_over(items[place])
+                self.host.release([copies[place]] * right)
+            elif not right:
+                self._look_elsewhere(load, items[place])
+
+    def _place(self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy]) -> None:
+        """Send pages of one layer group in host memory, which are held, to the device."""
+        load.bring(items)
+        self.transfers.place(copies, [item.slot for item in items], partial(self._over, load, items, copies))
+
+    def _over(
+        self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
+    ) -> None:
+        """What became of pages that were sent to the device: see `Place`."""
+        came: dict[str, list[LoadItem]] = {}
+        for place in places:
+            copy = copies[place]
+            came.setdefault(copy.origin or "host", []).append(items[place])
+            copy.origin = ""
+        for tier, found in came.items():
+            wanted, others = load.sorted_out(found)
+            for item in others:
+                load.pass_over(item)
+            if right and wanted:
+                load.arrive(wanted, tier)
+            elif not right:
+                for item in wanted:
+                    self._look_elsewhere(load, item)
+
+    def _look_elsewhere(self, load: PrefixLoad, item: LoadItem) -> None:
+        """What came to the device was not the page, and the host has it no more."""
+        place = (item.page.group, item.page.index)
+        load.wrong[place] += 1
+        here = self.host.get(*item.page.name) is not None
+        if load.wrong[place] > MAX_WRONG or not self._fetch(load, item, here):
+            load.fail(item)
+
     def _take_in(self) -> None:
-        """Go on with what arrived, in host memory or on the device."""
+        """Go on with what arrived in host memory."""
+        here: dict[tuple[PrefixLoad, str], list[tuple[LoadItem, TierCopy]]] = {}
         while self._inbox:
             fetch = self._inbox.popleft()
-            load, item, read = self._fetching[fetch]
+            load, item, read = self._fetching.pop(fetch)
             load.reading -= read
             if fetch.stage is Stage.HERE and item.slot >= 0 and load.wanted(item):
-                self._fetching[fetch] = (load, item, False)
-                load.bring(item)
-                self.transfers.place(fetch, item.slot)
+                here.setdefault((load, item.page.group), []).append((item, fetch.take()))
                 continue
-            del self._fetching[fetch]
             if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
                 load.ask_again(item)
             elif fetch.stage is Stage.FAILED and load.wanted(item):
                 load.fail(item)
-            elif fetch.stage is Stage.PLACED and load.wanted(item):
-                load.arrive(item, fetch.held.origin or "host")
             elif item.slot < 0 and fetch.stage is Stage.HERE:
-                load.arrive(item, "host")
+                load.arrive([item], "host")
             else:
                 load.pass_over(item)
-            if fetch.stage is Stage.PLACED:
-                fetch.held.origin = ""
             self.transfers.release(fetch)
+        for (load, _), found in here.items():
+            self._place(load, [item for item, _ in found], [copy for _, copy in found])
 
     def _relieve(self) -> None:
         """Copy cold pages to disk if the host is too full of pages that are not there."""

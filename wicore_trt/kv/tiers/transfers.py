@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, assert_never
@@ -22,7 +22,20 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Backing, HostTier
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.movers import Movers, Traffic
-from wicore_trt.kv.tiers.moves import Backed, Checked, Copied, Fetch, Hashed, HaveRead, Placed, Report, Saved
+from wicore_trt.kv.tiers.moves import (
+    Backed,
+    Check,
+    Checked,
+    Copied,
+    Fetch,
+    Hashed,
+    HaveRead,
+    Over,
+    Place,
+    Placed,
+    Report,
+    Saved,
+)
 from wicore_trt.kv.tiers.way_down import WayDown
 from wicore_trt.kv.tiers.way_up import WayUp
 from wicore_trt.runtime.executor import PageCopier
@@ -135,10 +148,15 @@ class Transfers:
         None when the disk's queue or the host is full just now. `wanted` as in `Fetch`."""
         return self.up.fetch(page, inbox, wanted)
 
-    def place(self, fetch: Fetch, slot: int) -> None:
-        """Copy a page that is HERE into a device slot, soon; it is put into its inbox again when it is PLACED, HERE
-        once more from another tier, or FAILED."""
-        self.up.place(fetch, slot)
+    def check(self, copies: Sequence[TierCopy], over: Over) -> None:
+        """Compare what host copies, which are held, have in their buffers; `over` as in `Check`. For copies that no
+        fetch brought, where the device does not do it."""
+        self.up.check(Check(copies, over))
+
+    def place(self, copies: Sequence[TierCopy], slots: Sequence[int], over: Over = lambda places, right: None) -> None:
+        """Copy pages that are in host memory, of one layer group, held and checked unless the device does that, into
+        device slots, soon; `over` as in `Place`."""
+        self.up.place(Place(copies, over), slots)
 
     def release(self, fetch: Fetch) -> None:
         """Nobody wants a fetched page any more: let go of its host copy, now or when it gets here."""
@@ -217,7 +235,7 @@ class Transfers:
             case Checked():
                 self.up.checked(report.move, report.right)
             case Placed():
-                self.up.placed(report.move, report.digest, report.seconds)
+                self.up.placed(report.move, report.digests, report.seconds)
             case Backed():
                 self.host.index.grow(report.first, report.stop)
             case _:

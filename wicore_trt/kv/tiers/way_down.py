@@ -14,10 +14,10 @@ from functools import partial
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.host import checksum
 from wicore_trt.kv.tiers.index import CopyState, TierCopy
 from wicore_trt.kv.tiers.movers import Movers
 from wicore_trt.kv.tiers.moves import Copied, Hashed, Save, Saved, Stage, Store
+from wicore_trt.kv.tiers.stored import Checksum
 
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
@@ -72,7 +72,7 @@ class WayDown:
         page = move.copy.page
         self._movers.host_traffic.wrote(self._movers.host.bytes_of(page), seconds)
         if digest is not None:
-            return self.stored(move, checksum(page, digest))
+            return self.stored(move, (digest, page))
         move.go(Stage.CHECKING)
         self._to_hash.append(move)
         return False
@@ -86,7 +86,7 @@ class WayDown:
     def _hash(self, moves: list[Store]) -> None:
         self._movers.mailbox.put(Hashed(moves, [self._movers.checksum(move.copy) for move in moves]))
 
-    def stored(self, move: Store, found: bytes) -> bool:
+    def stored(self, move: Store, found: Checksum) -> bool:
         """The end of a store; false when its copy was dropped meanwhile."""
         move.go(Stage.ENDED)
         self.outstanding -= 1
@@ -149,7 +149,7 @@ class WayDown:
         if not store.write(copy.page, target.slots, parts, done, right=right, expires=move.expires):
             index.abort(target, "queue full")
             return False
-        movers.host.index.acquire(copy)
+        movers.host.index.acquire([copy])
         self.outstanding += 1
         self.saving_slots += len(copy.slots)
         return True
@@ -172,7 +172,7 @@ class WayDown:
         move.go(Stage.ENDED)
         self.outstanding -= 1
         self.saving_slots -= len(copy.slots)
-        movers.host.index.release(copy)
+        movers.host.index.release([copy])
         if outcome is Outcome.RETURNED:
             self.late -= 1
             store.erase(target.slots)

@@ -1,23 +1,24 @@
 """The way up: pages of the disk to host memory, and of host memory to whoever asked for them or to the device.
 
-Runs on the engine thread but for what it hands to the movers. It must not know loads or sequences. Invariant: a page
-is PLACED only after its bytes matched its identity, whichever way they came, and each fetch ends. Where the device
-computes digests, they are those on the device; elsewhere a page is HERE only after its bytes in host memory matched.
+Pages in host memory go to the device many at a time; one whose bytes are wrong fails alone. Runs on the engine thread
+but for what it hands to the movers. It must not know loads or sequences. Invariant: who has pages placed hears that one
+is right only after its bytes matched its identity, whichever way they came, and hears of each; each fetch ends. Where
+the device computes digests, they are those on the device; elsewhere of bytes in host memory before they go.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.kv.tiers.host import checksum
 from wicore_trt.kv.tiers.index import CopyState, TierCopy
 from wicore_trt.kv.tiers.movers import Movers
-from wicore_trt.kv.tiers.moves import Checked, Fetch, HaveRead, Placed, Read, Stage
+from wicore_trt.kv.tiers.moves import Check, Checked, Fetch, HaveRead, Place, Placed, Read, Stage
 
 MAX_WRONG = 2
 """A page whose bytes were wrong so often is given up: it may be the way to the device that changes them."""
@@ -47,41 +48,50 @@ class WayUp:
             return self._read(fetch)
         if copy.ready:
             fetch.copy = copy
-            index.acquire(copy)
+            index.acquire([copy])
             if self._movers.copier.checks:
                 self._here(fetch)
                 return True
             fetch.go(Stage.CHECKING)
             self.outstanding += 1
-            self._movers.checker.submit(self._check, fetch, copy)
+            self._movers.checker.submit(self._check, fetch, [copy])
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
         return True
 
-    def _check(self, fetch: Fetch, copy: TierCopy) -> None:
-        self._movers.mailbox.put(Checked(fetch, self._movers.is_right(copy)))
+    def _check(self, move: Fetch | Check, copies: Sequence[TierCopy]) -> None:
+        self._movers.mailbox.put(Checked(move, [self._movers.is_right(copy) for copy in copies]))
 
-    def checked(self, fetch: Fetch, right: bool) -> None:
+    def check(self, move: Check) -> None:
+        """See `Transfers.check`."""
+        self.outstanding += len(move.copies)
+        self._movers.checker.submit(self._check, move, move.copies)
+
+    def checked(self, move: Fetch | Check, right: Sequence[bool]) -> None:
         """Its bytes match its identity, or the page is looked for elsewhere."""
-        self.outstanding -= 1
-        if right:
-            self._here(fetch)
-        else:
-            self._wrong(fetch)
+        self.outstanding -= len(right)
+        if isinstance(move, Check):
+            move.go(Stage.ENDED)
+            self._tell(move, 0, right)
+            return
+        if right[0]:
+            self._here(move)
+            return
+        assert move.copy is not None
+        self._corrupt(move.copy)
+        move.copy = None
+        move.go(Stage.WAITING)
+        move.wrong += 1
+        if move.wrong > MAX_WRONG or not self._begin(move):
+            self._fail(move)
 
-    def _wrong(self, fetch: Fetch) -> None:
-        """The host's bytes are not the page's any more, or others came to the device: look for it elsewhere."""
-        copy, index = fetch.copy, self._movers.host.index
-        assert copy is not None
+    def _corrupt(self, copy: TierCopy) -> None:
+        """The host's bytes of a page that was held are not the page's any more, or others came to the device."""
+        index = self._movers.host.index
         self._movers.host_traffic.failures["corrupt"] += 1
         if copy.ready:
             index.drop(copy, "corrupt")
-        index.release(copy)
-        fetch.copy = None
-        fetch.go(Stage.WAITING)
-        fetch.wrong += 1
-        if fetch.wrong > MAX_WRONG or not self._begin(fetch):
-            self._fail(fetch)
+        index.release([copy])
 
     def _here(self, fetch: Fetch) -> None:
         fetch.go(Stage.HERE)
@@ -97,7 +107,7 @@ class WayUp:
     def answer(self, copy: TierCopy) -> None:
         """Who waits for a page that was just stored or read gets it; it needs no second check."""
         for fetch in self.waiting.pop(copy.page.name, ()):
-            self._movers.host.index.acquire(copy)
+            self._movers.host.index.acquire([copy])
             fetch.copy = copy
             self._here(fetch)
 
@@ -111,31 +121,44 @@ class WayUp:
         if fetch.stage in (Stage.WAITING, Stage.CHECKING):
             fetch.unwanted = True
         elif fetch.stage is Stage.HERE:
-            self._movers.host.index.release(fetch.held)
+            self._movers.host.index.release([fetch.held])
             fetch.go(Stage.RELEASED)
 
     # --- to the device -------------------------------------------------------------------------------------------
 
-    def place(self, fetch: Fetch, slot: int) -> None:
+    def place(self, move: Place, slots: Sequence[int]) -> None:
         """See `Transfers.place`."""
-        fetch.go(Stage.PLACING)
-        self.outstanding += 1
-        parts = self._movers.host.payload(fetch.held)
-        self._movers.copier.to_device(fetch.page.group, slot, parts, partial(self._post_placed, fetch))
+        self.outstanding += len(move.copies)
+        pages = list(map(self._movers.host.payload, move.copies))
+        self._movers.copier.to_device(move.copies[0].page.group, slots, pages, partial(self._post_placed, move))
 
-    def _post_placed(self, fetch: Fetch, digest: bytes | None, seconds: float) -> None:
-        self._movers.mailbox.put(Placed(fetch, digest, seconds))
+    def _post_placed(self, move: Place, digests: Sequence[bytes | None], seconds: float) -> None:
+        self._movers.mailbox.put(Placed(move, digests, seconds))
 
-    def placed(self, fetch: Fetch, digest: bytes | None, seconds: float) -> None:
-        """Later steps see the page, if it is the right one."""
-        self.outstanding -= 1
-        self._movers.host_traffic.read(self._movers.host.bytes_of(fetch.page), seconds)
-        if digest is not None and checksum(fetch.page, digest) != fetch.held.checksum:
-            self._wrong(fetch)
-            return
-        fetch.go(Stage.PLACED)
-        self._movers.host.index.release(fetch.held)
-        fetch.inbox.append(fetch)
+    def placed(self, move: Place, digests: Sequence[bytes | None], seconds: float) -> None:
+        """Later steps see the next pages of a move, those that are right ones."""
+        first, count, host = move.told, len(digests), self._movers.host
+        copies = move.copies[first : first + count]
+        move.told += count
+        if move.told == len(move.copies):
+            move.go(Stage.ENDED)
+        self.outstanding -= count
+        self._movers.host_traffic.read(count * host.bytes_of(copies[0].page), seconds)
+        right = [
+            digest is None or (digest, copy.page) == copy.checksum for digest, copy in zip(digests, copies, strict=True)
+        ]
+        host.index.release(copies if all(right) else compress(copies, right))
+        self._tell(move, first, right)
+
+    def _tell(self, move: Check | Place, first: int, right: Sequence[bool]) -> None:
+        """Drop copies that are not right, and say of all of them, from the `first` on, what they are."""
+        places = range(first, first + len(right))
+        if not all(right):
+            wrong = [place for place, good in zip(places, right, strict=True) if not good]
+            for place in wrong:
+                self._corrupt(move.copies[place])
+            move.over(wrong, False)
+        move.over(places if all(right) else list(compress(places, right)), True)
 
     # --- from disk -----------------------------------------------------------------------------------------------
 
@@ -150,14 +173,14 @@ class WayUp:
         copy = movers.host.index.reserve(page)
         if copy is None:
             return False
-        index.acquire(source)
+        index.acquire([source])
         copy.origin = "disk"
         move = Read(copy, source, self.reading_bytes)
         done, seen = partial(self._post_read, move, time.perf_counter()), partial(self._seen, copy)
         wanted = partial(self._wanted, page.name)
         self.waiting.setdefault(page.name, []).append(fetch)  # first, because the disk's thread may ask at once
         if not store.read(page, source.slots, movers.host.buffers(copy), done, seen=seen, wanted=wanted):
-            index.release(source)
+            index.release([source])
             movers.host.index.abort(copy, "queue full")
             self._wait_no_more(fetch)
             return False
@@ -192,7 +215,7 @@ class WayUp:
         self.outstanding -= not late
         self.late += late - returned
         if returned:
-            index.release(source)
+            index.release([source])
             host.reclaim(copy)
             return False
         count = movers.host.bytes_of(copy.page)
@@ -200,7 +223,7 @@ class WayUp:
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
             self.disk_rate(count, seconds, move.queued)
         if outcome is Outcome.OK:
-            index.release(source)
+            index.release([source])
             movers.disk_traffic.read_bytes += count
             movers.disk_traffic.read_seconds += seconds
             host.mark_saved(copy)
@@ -210,7 +233,7 @@ class WayUp:
             return copy.ready
         waited_for = copy.state is CopyState.WRITING
         if outcome is Outcome.UNWANTED:
-            index.release(source)
+            index.release([source])
             host.abort(copy, "unwanted")
             if waited_for:
                 self._left_out(copy.page.name)
@@ -221,7 +244,7 @@ class WayUp:
         if not late:
             if source.ready:
                 index.drop(source, cause)
-            index.release(source)
+            index.release([source])
         if waited_for:
             self.refuse(copy.page.name)
         return False
