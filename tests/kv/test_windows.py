@@ -39,7 +39,9 @@ def test_pages_that_slide_out_in_the_step_that_wrote_them_are_not_told_of() -> N
     sizes = {"page_tokens": 4, "window": 8, "max_batch_tokens": 200, "max_context": 512, "checkpoint_tokens": 64}
     core = make_core(pages={GLOBAL: 100, LOCAL: 100}, **sizes)
     published, publish = [], core.scheduler.manager.pools[LOCAL].publish
-    core.scheduler.manager.pools[LOCAL].publish = lambda slot, page: published.append(page.index) or publish(slot, page)
+    core.scheduler.manager.pools[LOCAL].publish = lambda slots, pages: (
+        published.extend(page.index for page in pages) or publish(slots, pages)
+    )
     prompt = tuple(random.randrange(2, 97) for _ in range(160))
     core.add(GenerateRequest("a", prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
     while core.has_work:

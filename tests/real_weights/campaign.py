@@ -43,7 +43,7 @@ from wicore_trt.kv.tiers import way_up
 from wicore_trt.kv.tiers.host import HostTier
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.movers import Movers
-from wicore_trt.kv.tiers.moves import Stage
+from wicore_trt.kv.tiers.moves import Place
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime import page_copier
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
@@ -102,13 +102,13 @@ Piece = tuple[int, int, int]
 
 class Ledger:
     """What was changed and what became of it. `host` maps changed slots of host memory to what was done; `coming` are
-    fetches whose copy to the device was changed on the way."""
+    pages, by `coming_page`, whose copy to the device was changed on the way."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.host: dict[int, str] = {}
-        self.coming: dict[int, str] = {}  # by the id of a fetch
+        self.coming: dict[tuple[int, int], str] = {}
         self.base = self.slot_bytes = self.slots = 0
 
     @property
@@ -135,13 +135,19 @@ class Ledger:
             if (what := self.host.pop(slot, None)) is not None:
                 self.done[f"{'found' if cause == 'corrupt' else 'unread'} {what}"] += 1
 
-    def judged(self, fetch: object, slots: Sequence[int], *, believed: bool) -> None:
+    def judged(self, move: Any, place: int, *, believed: bool) -> None:
         """A page came to the device, and was taken for the right one or not."""
-        if (what := self.coming.pop(id(fetch), None)) is not None:
+        copy = move.copies[place]
+        if (what := self.coming.pop(coming_page(move, copy), None)) is not None:
             self.done[f"{'BELIEVED' if believed else 'found'} {what}"] += 1
-        for slot in slots:
+        for slot in copy.slots:
             if believed and (what := self.host.pop(slot, None)) is not None:
                 self.done[f"{'late' if what.endswith(IN_USE) else 'BELIEVED'} {what}"] += 1
+
+
+def coming_page(move: Any, copy: Any) -> tuple[int, int]:
+    """Stands for a page of a `Place`: one may be placed twice at once."""
+    return id(move), id(copy)
 
 
 class LyingLane:
@@ -158,8 +164,7 @@ class LyingLane:
         return getattr(self._lane, name)
 
     def copy(self, pieces: Iterable[Piece]) -> None:
-        ledger, made, asked = self._ledger, list(pieces), self.batch.copies
-        fetches = {d: c.done.args[0] for c in asked if isinstance(c.done, partial) for d, _, _ in c.pieces}
+        ledger, made, coming = self._ledger, list(pieces), self._coming()
         rng, told = ledger.rng, list[Piece]()
         for at, (target, source, count) in enumerate(made):
             up = ledger.slot(source)
@@ -167,7 +172,7 @@ class LyingLane:
             if up < 0:
                 ledger.left([slot], "overwritten")
             other = made[rng.randrange(len(made))]
-            asks = slot >= 0 and (up < 0 or target in fetches)  # the rating of the link asks for nothing
+            asks = slot >= 0 and (up < 0 or target in coming)  # the rating of the link asks for nothing
             lie = rng.choice(LIES) if asks and rng.random() < LINK_RATE else ""
             if lie in ("swapped", "another page") and (other[2] != count or other == made[at]):
                 lie = "torn"
@@ -187,22 +192,25 @@ class LyingLane:
                 way = "coming" if up >= 0 else "leaving"
                 ledger.did(f"{way} {lie}")
                 if up >= 0:
-                    ledger.coming[id(fetches[target])] = f"{way} {lie}"
+                    ledger.coming[coming[target]] = f"{way} {lie}"
                 else:
                     ledger.host[slot] = f"{way} {lie}"
         self._lane.copy(told)
 
-
-class Unequal:
-    """Equals everything, so that nothing is found."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
+    def _coming(self) -> dict[int, tuple[int, int]]:
+        """The pages of a batch that go to the device, by the addresses where parts of them begin there."""
+        found = {}
+        for copies in self.batch.copies:
+            move = copies.done.args[0] if isinstance(copies.done, partial) else None
+            if not isinstance(move, Place):
+                continue
+            by_slot = {slot: copy for copy in move.copies for slot in copy.slots}
+            for address, parts in zip(copies.addresses, copies.parts, strict=True):
+                page = coming_page(move, by_slot[self._ledger.slot(page_copier.host_address(parts[0]))])
+                for part in parts:
+                    found[address] = page
+                    address += part.nbytes
+        return found
 
 
 class Compute:
@@ -229,7 +237,7 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
     """Everything that an engine opened inside believes in may lie."""
     make_tiers, copier = assemble_kv._make_tiers, page_copier.StreamPageCopier
     put = copier._put
-    placed, wrong, remove = way_up.WayUp.placed, way_up.WayUp._wrong, TierIndex._remove
+    placed, corrupt, remove = way_up.WayUp.placed, way_up.WayUp._corrupt, TierIndex._remove
 
     def open_tiers(*args: Any) -> Any:
         found = make_tiers(*args[:-1], FaultyFiles(plan))
@@ -246,14 +254,21 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         way.lane.batch = batch
         put(self, way, batch)
 
-    def see_placed(self: Any, fetch: Any, digest: bytes | None, seconds: float) -> None:
-        slots = fetch.held.slots
-        placed(self, fetch, digest, seconds)
-        ledger.judged(fetch, slots, believed=fetch.stage is Stage.PLACED)
+    def see_placed(self: Any, move: Place, digests: Sequence[bytes | None], seconds: float) -> None:
+        over = move.over
 
-    def see_wrong(self: Any, fetch: Any) -> None:
-        ledger.left(fetch.copy.slots if fetch.copy.ready else (), "corrupt")
-        wrong(self, fetch)
+        def hear(places: Sequence[int], right: bool) -> None:
+            for place in places:
+                ledger.judged(move, place, believed=right)
+            over(places, right)
+
+        move.over = hear
+        placed(self, move, [None] * len(digests) if unchecked else digests, seconds)
+        move.over = over
+
+    def see_corrupt(self: Any, copy: TierCopy) -> None:
+        ledger.left(copy.slots if copy.ready else (), "corrupt")
+        corrupt(self, copy)
 
     def see_removed(self: TierIndex, copy: TierCopy, cause: str, **more: Any) -> None:
         if self is ours[-1]:
@@ -267,16 +282,13 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         mock.patch.object(copier, "_put", see_put),
         mock.patch.object(torch_executor, "make_copier", linked_copier),
         mock.patch.object(way_up.WayUp, "placed", see_placed),
-        mock.patch.object(way_up.WayUp, "_wrong", see_wrong),
+        mock.patch.object(way_up.WayUp, "_corrupt", see_corrupt),
         mock.patch.object(TierIndex, "_remove", see_removed),
     ):
         if not unchecked:
             yield
             return
-        with (
-            mock.patch.object(way_up, "checksum", lambda page, digest: Unequal()),
-            mock.patch.object(Movers, "is_right", lambda self, copy: True),
-        ):
+        with mock.patch.object(Movers, "is_right", lambda self, copy: True):
             yield
 
 

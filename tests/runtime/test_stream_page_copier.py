@@ -234,6 +234,28 @@ def test_copies_begin_in_batches() -> None:
     assert BATCH > SLOTS
 
 
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_a_call_for_many_pages_is_cut_into_batches(first: int) -> None:
+    """Each page comes into its slot, and is heard of once, in order, with its own digest."""
+    count, rng, device = 3 * BATCH - 7, random.Random(first), FakeDevice(random.Random(1))
+    pool, digest = torch.zeros((count, BYTES), dtype=torch.uint8), PageDigest(bytes(32), BYTES)
+    copier = StreamPageCopier({"global": pool}, 4, device.lanes, device, alone, Digests(digest), digest, AtOnce)  # type: ignore[arg-type]
+    slots, slab = rng.sample(range(count), count), aligned_buffer(BYTES * count)
+    slab[:] = rng.randbytes(len(slab))
+    pages = [slab[at : at + BYTES] for at in range(0, BYTES * count, BYTES)]
+    parts = [[page[:cut], page[cut:]] for page in pages for cut in [rng.randrange(4, BYTES, 4)]]
+    reports: list[list[bytes | None]] = []
+    for begin, end in ((0, first), (first, count)):
+        copier.to_device("global", slots[begin:end], parts[begin:end], lambda found, _: reports.append([*found]))
+    copier.flush()
+    device.run(1 << 30)
+    copier.close()
+    assert [found for report in reports for found in report] == [digest.of([page]) for page in pages]
+    assert len(reports) == 3 + (first > 0) and max(map(len, reports)) <= BATCH
+    for slot, page in zip(slots, pages, strict=True):
+        assert bytes(pool[slot].numpy()) == bytes(page)
+
+
 def test_slots_side_by_side_are_one_copy() -> None:
     """But for memory that was locked piece by piece, whose borders no copy may pass."""
     world, slab = World(4), aligned_buffer(4 * 4096)
