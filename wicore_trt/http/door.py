@@ -175,4 +175,9 @@ class Door:
         self._context.admission.counts.ended_http("POST", path, status)
         if not cycle.keep_alive:
             cycle.transport.close()
-        cycle.on_response()
+        goes_on, cycle.on_response = cycle.on_response, _nothing  # as uvicorn does: the connection has its last request
+        goes_on()
+
+
+def _nothing() -> None:
+    """In place of what holds the connection."""

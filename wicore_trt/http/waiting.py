@@ -29,3 +29,4 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait((task, watch))
         if not task.cancelled():
             task.exception()  # seen, whatever it is
+        del task, watch  # an error in them has this frame in its traceback
