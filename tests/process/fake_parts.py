@@ -4,9 +4,10 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s` and `slow_s` stand for the supervisor's; of `fork_fails` [a, b] the template's forks
-from the a-th to the b-th fail. With `heir` processes that lose their parent become children of this one, as of the
-first process of a container. `recipe` names a file of settings that the server reads, and reads again.
+process leaves its number; `fork_s` and `slow_s` stand for the supervisor's, `minute_s` for the seconds of a minute of
+the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th fail. With `heir` processes
+that lose their parent become children of this one, as of the first process of a container. `recipe` names a file of
+settings that the server reads, and reads again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from fakes import FAKE_INFO, FakeTokenizer, make_core
 
-from wicore_trt.access import log
+from wicore_trt.access import log, rates
 from wicore_trt.config import KVSettings, LoadedSettings, LogSettings, ServerSettings, Settings, resolve_settings
 from wicore_trt.errors import EngineFormatError, WicoreError
 from wicore_trt.link import channel
@@ -98,6 +99,7 @@ class AnyTextTokenizer(FakeTokenizer):
 
 def load_tokenizer(settings: Settings) -> FakeTokenizer:
     leave_number("template")
+    rates.MINUTE_S = options().get("minute_s", rates.MINUTE_S)
     os.register_at_fork(after_in_child=lambda: leave_number("front"))
     if "fork_fails" in options():
         fork_fails(*options()["fork_fails"])
