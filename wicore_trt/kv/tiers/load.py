@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -19,10 +19,11 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 
 @dataclass(frozen=True, slots=True)
 class LoadItem:
-    """One page to fetch and its device slot; a slot of -1 stops at the host (a prefetch)."""
+    """One page to fetch and its device slot; a slot of -1 stops at the host (a prefetch). `wrong` as in `Fetch`."""
 
     page: Page
     slot: int
+    wrong: int = 0
 
 
 class PrefixLoad:
@@ -65,8 +66,7 @@ class PrefixLoad:
         self.cancelled = False
         self.broken = False
         self._missing = {item.page.name: item.page.index for item in self.todo}
-        self._unread = {item.page.name: item.page.index for item in self.todo}
-        """Of the missing pages those that are not in host memory, as far as it is known."""
+        self._unread: dict[tuple[str, bytes], int] = {}
         self._windows = sum(item.page.group == LOCAL for item in self.todo)
         self._failed_from = 0
         self._passed = 0
@@ -91,8 +91,12 @@ class PrefixLoad:
         return [index for (of, _), index in self._missing.items() if of == group]
 
     def unread(self, group: str) -> list[int]:
-        """Indices of missing pages of a layer group that were not in host memory when it was looked for them last."""
+        """Indices of missing pages of a layer group that the disk is to read, or reads, as far as it is known."""
         return [index for (of, _), index in self._unread.items() if of == group]
+
+    def to_read(self, items: Iterable[LoadItem]) -> None:
+        """These pages are not in host memory."""
+        self._unread.update((item.page.name, item.page.index) for item in items)
 
     def bring(self, item: LoadItem) -> None:
         """The page is in host memory, and goes on to the device."""
@@ -153,10 +157,17 @@ class PrefixLoad:
         else:
             self._failed_from = max(self._failed_from, item.page.index + 1)
 
-    def ask_again(self, item: LoadItem) -> None:
-        """There was no room to bring the page just now."""
+    def ask(self, item: LoadItem, *, read: bool) -> None:
+        """The page is on its way; to be `read` from disk if it is not in host memory."""
+        self.in_flight += 1
+        if read:
+            self.reading += 1
+            self.to_read([item])
+
+    def ask_again(self, item: LoadItem, wrong: int) -> None:
+        """There was no room to bring the page just now; its bytes were not its own so many times."""
         self.in_flight -= 1
-        self.todo.appendleft(item)
+        self.todo.appendleft(replace(item, wrong=wrong))
 
     def _settle(self, item: LoadItem) -> None:
         self.in_flight -= 1

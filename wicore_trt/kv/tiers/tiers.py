@@ -53,9 +53,11 @@ class LowerTiers:
         return {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
 
     def where(self, group: str, key: bytes) -> str | None:
-        """The nearest tier that has a page: "host" (or on its way there), "disk" or None."""
-        if self.host.get(group, key) is not None:
-            return "host"
+        """The nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way there
+        from disk), "disk" or None."""
+        here = self.host.get(group, key)
+        if here is not None:
+            return "reading" if here.being_read else "host"
         if self.disk is not None:
             copy = self.disk.get(group, key)
             if copy is not None and copy.ready:
@@ -169,14 +171,13 @@ class LowerTiers:
                 item = load.next_item()
                 if item is None:
                     break
-                here = self.host.get(*item.page.name) is not None
+                here = self.where(*item.page.name) == "host"
                 if load.reading >= self._in_flight and not here:
                     load.todo.appendleft(item)
                     break
-                fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
+                fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item), item.wrong)
                 if fetch is not None:
-                    load.in_flight += 1
-                    load.reading += not here
+                    load.ask(item, read=not here)
                     self._fetching[fetch] = (load, item, not here)
                     self._take_in()
                 elif self.transfers.going_on:
@@ -202,7 +203,7 @@ class LowerTiers:
                 continue
             del self._fetching[fetch]
             if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
-                load.ask_again(item)
+                load.ask_again(item, fetch.wrong)
             elif fetch.stage is Stage.FAILED and load.wanted(item):
                 load.fail(item)
             elif fetch.stage is Stage.PLACED and load.wanted(item):

@@ -34,9 +34,9 @@ class WayUp:
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
         self._movers = movers
 
-    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool]) -> Fetch | None:
+    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool], wrong: int) -> Fetch | None:
         """See `Transfers.fetch`."""
-        fetch = Fetch(page, inbox, wanted=wanted)
+        fetch = Fetch(page, inbox, wanted=wanted, wrong=wrong)
         return fetch if self._begin(fetch) else None
 
     def _begin(self, fetch: Fetch) -> bool:
@@ -57,6 +57,12 @@ class WayUp:
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
         return True
+
+    def _begin_again(self, fetch: Fetch) -> None:
+        """`_begin` of one that was under way; where there is no room whoever asked has to ask again."""
+        if not self._begin(fetch):
+            fetch.crowded = True
+            self._fail(fetch)
 
     def _check(self, fetch: Fetch, copy: TierCopy) -> None:
         self._movers.mailbox.put(Checked(fetch, self._movers.is_right(copy)))
@@ -80,8 +86,10 @@ class WayUp:
         fetch.copy = None
         fetch.go(Stage.WAITING)
         fetch.wrong += 1
-        if fetch.wrong > MAX_WRONG or not self._begin(fetch):
+        if fetch.wrong > MAX_WRONG:
             self._fail(fetch)
+        else:
+            self._begin_again(fetch)
 
     def _here(self, fetch: Fetch) -> None:
         fetch.go(Stage.HERE)
@@ -231,6 +239,5 @@ class WayUp:
         for fetch in self.waiting.pop(name, ()):
             if fetch.unwanted or not fetch.wanted():
                 self._fail(fetch)
-            elif not self._begin(fetch):
-                fetch.crowded = True
-                self._fail(fetch)
+            else:
+                self._begin_again(fetch)
