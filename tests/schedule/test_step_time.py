@@ -116,5 +116,5 @@ def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
         assert given + count <= least or time.step_s(load.plus(start, count)) <= limit
         more = min(want, tokens - given) > count
         assert not more or time.step_s(load.plus(start, count + 1)) > limit, "a token more would have fitted"
-        budget.take(start, count, prompt=True)
+        budget.take(start, count, prompt=True, ends=False)
         load, given = load.plus(start, count), given + count
