@@ -149,7 +149,9 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
         transfers.host.payload(tiers.host.get(*page.name))[0][0] ^= 1
     occupy(transfers.disk[1], free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
-    with mock.patch.object(transfers.disk[1]._pool, "_limit", 1):
+    fetch, counts = transfers.fetch, []
+    spied = mock.patch.object(transfers, "fetch", lambda *args: counts.append(args[3]) or fetch(*args))
+    with mock.patch.object(transfers.disk[1]._pool, "_limit", 1), spied:
         tiers.begin(load)
         while transfers.host_traffic.failures["corrupt"] < len(pages):
             tiers.poll()
@@ -158,3 +160,4 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
             tiers.poll()
     assert load.complete and not load.in_flight and not load.reading
     assert not transfers.disk_traffic.failures and transfers.host_traffic.failures == {"corrupt": len(pages)}
+    assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"

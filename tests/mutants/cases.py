@@ -170,8 +170,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/way_up.py",
-        "        if fetch.wrong > MAX_WRONG or not self._begin(fetch):",
-        "        if not self._begin(fetch):",
+        "        if fetch.wrong > MAX_WRONG:",
+        "        if fetch.wrong < 0:",
     ),
     Mutant(
         "kv/tiers/index.py",
@@ -243,7 +243,7 @@ MUTANTS = (
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "        budget.take(sequence.computed, count, prompt=prompt)\n",
+        "        budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)\n",
         "",
     ),
     Mutant(
