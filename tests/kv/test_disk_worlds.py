@@ -33,7 +33,7 @@ def test_no_random_world_breaks_the_promise(seeds, longest, below):
 
 @LONG
 def test_of_several_requests_at_once_few_are_slower():
-    """Whose turn it is depends on estimates that each request changes: 5 were, up to 1.26 (before 15, 1.94)."""
+    """Whose turn it is depends on estimates that each request changes: measured were 5, up to 1.26."""
     found = [judge(random_case(2000 + n, 16_384)) for n in range(200)]
     broken = [str(v) for v in found if not v.holds]
     assert len(broken) <= 6, broken

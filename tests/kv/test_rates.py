@@ -196,7 +196,7 @@ def test_a_load_that_came_during_a_long_step_was_not_late(comes, tmp_path):
     loader._clock, loader._disk_meter.overdue = lambda: now, lambda *read, **more: heard.append(read)
     poll, tiers.poll = tiers.poll, lambda: False
     schedule = scheduler.schedule()
-    assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].disk_bytes
+    assert not schedule.slices and loader._begun[scheduler.running[0].pages.load].from_disk
     while comes and tiers.loading:
         tiers.transfers.wait(0.01)
         poll()

@@ -19,6 +19,14 @@ from wicore_trt.types import GenerateRequest, SamplingParams
 THREADS = KVSettings().disk_threads
 
 
+def occupy(store, free):
+    """Every thread of the disk has something else to do until `free`."""
+    for _ in range(THREADS):
+        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
+    while store._pool._normal:
+        pass
+
+
 @pytest.fixture
 def kept(tmp_path):
     """Tiers whose pages are on disk alone, and these pages."""
@@ -76,10 +84,7 @@ def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
     store, free = tiers.transfers.disk[1], threading.Event()
-    for _ in range(THREADS):
-        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
-    while store._pool._normal:
-        pass  # until every thread has something else to do
+    occupy(store, free)
     load, reads = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, 0) for page in pages]), []
     with mock.patch.object(store, "_read", lambda *args: reads.append(args[0])):
         tiers.begin(load)
@@ -102,10 +107,7 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
         tiers.begin(given_up)
     while transfers.movers.mailbox.qsize() < len(pages):
         pass  # all of its reads were left out, which nobody knows yet
-    for _ in range(THREADS):
-        assert store._pool.submit(lambda op: Outcome.OK if free.wait(20) else Outcome.FAILED, lambda outcome: None)
-    while store._pool._normal:
-        pass  # until every thread has something else to do
+    occupy(store, free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     tiers.begin(load)
     assert load.in_flight == len(pages)
@@ -115,3 +117,47 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
         while tiers.loading or tiers.transfers.busy:
             tiers.poll()
     assert load.complete and not load.in_flight and not load.reading
+
+
+def test_two_loads_that_read_the_same_pages_keep_to_the_bound(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    store, free = tiers.transfers.disk[1], threading.Event()
+    occupy(store, free)
+    loads = [PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]) for _ in range(2)]
+    with mock.patch.object(tiers, "_in_flight", 2):
+        for load in loads:
+            tiers.begin(load)
+        assert [(load.reading, load.in_flight) for load in loads] == [(2, 2), (2, 2)]
+        assert [tiers.where(*page.name) for page in pages[:3]] == ["reading", "reading", "disk"]
+        free.set()
+        while tiers.loading or tiers.transfers.busy:
+            tiers.poll()
+            assert all(load.reading <= 2 for load in loads)
+    assert all(load.complete and not load.reading for load in loads)
+    assert {tiers.where(*page.name) for page in pages} == {"host"}
+
+
+def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    transfers, free = tiers.transfers, threading.Event()
+    tiers.begin(PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages]))
+    while tiers.loading:
+        tiers.poll()
+    for page in pages:
+        transfers.host.payload(tiers.host.get(*page.name))[0][0] ^= 1
+    occupy(transfers.disk[1], free)
+    load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
+    fetch, counts = transfers.fetch, []
+    spied = mock.patch.object(transfers, "fetch", lambda *args: counts.append(args[3]) or fetch(*args))
+    with mock.patch.object(transfers.disk[1]._pool, "_limit", 1), spied:
+        tiers.begin(load)
+        while transfers.host_traffic.failures["corrupt"] < len(pages):
+            tiers.poll()
+        free.set()
+        while tiers.loading or transfers.busy:
+            tiers.poll()
+    assert load.complete and not load.in_flight and not load.reading
+    assert not transfers.disk_traffic.failures and transfers.host_traffic.failures == {"corrupt": len(pages)}
+    assert {0, 1} == set(counts), "how often its bytes were wrong is not forgotten"

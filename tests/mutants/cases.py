@@ -170,8 +170,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/tiers.py",
-        "        if load.wrong[place] > MAX_WRONG or not self._fetch(load, item, here):",
-        "        if not self._fetch(load, item, here):",
+        "        if load.wrong[place] > MAX_WRONG:",
+        "        if load.wrong[place] < 0:",
     ),
     Mutant(
         "kv/tiers/index.py",
@@ -243,7 +243,7 @@ MUTANTS = (
     # --- scheduler
     Mutant(
         "schedule/scheduler.py",
-        "        budget.take(sequence.computed, count, prompt=prompt)\n",
+        "        budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)\n",
         "",
     ),
     Mutant(

@@ -116,5 +116,30 @@ def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
         assert given + count <= least or time.step_s(load.plus(start, count)) <= limit
         more = min(want, tokens - given) > count
         assert not more or time.step_s(load.plus(start, count + 1)) > limit, "a token more would have fitted"
-        budget.take(start, count, prompt=True)
+        budget.take(start, count, prompt=True, ends=False)
         load, given = load.plus(start, count), given + count
+
+
+def test_beside_a_load_from_disk_a_step_is_short_and_leaves_no_short_rest():
+    budget = Budget(8192)
+    budget.shorten(1024, 256)
+    assert budget.fits(0, 5000) == 1024 and budget.fits(0, 1280) == 1280 and budget.fits(0, 1281) == 1024
+    budget.take(0, 1280, prompt=True, ends=False)
+    assert budget.tokens == 0 and not budget.open
+    full = Budget(1024)
+    full.shorten(2048, 256)
+    assert full.fits(0, 1200) == 1024, "more than there were"
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("count", "left"), [(64, 192), (256, 0), (900, 0)])
+def test_a_prompt_that_ends_beside_a_load_from_disk_waits_for_a_slice_at_most(before, count, left):
+    """Whether it got its tokens before or after it was known that the step is to be short."""
+    budget = Budget(8192)
+    if before:
+        budget.take(0, count, prompt=True, ends=True)
+        assert budget.tokens == 8192 - count, "elsewhere steps are filled"
+    budget.shorten(2560, 256)
+    if not before:
+        budget.take(0, count, prompt=True, ends=True)
+    assert budget.tokens == left == budget.fits(0, 5000)

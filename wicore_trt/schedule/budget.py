@@ -14,16 +14,30 @@ from wicore_trt.schedule.step_time import StepLoad, StepTime
 class Budget:
     """`tokens` that the step may still compute. Prompts may have them all until `pace` says what time they have."""
 
-    __slots__ = ("_least", "_limit_s", "_load", "_time", "tokens")
+    __slots__ = ("_ends", "_least", "_limit_s", "_load", "_rest", "_slice", "_time", "tokens")
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._load, self._least, self._limit_s = StepLoad(), 0, math.inf
         self._time: StepTime | None = None
+        self._slice, self._rest, self._ends = 1 << 30, 0, False
 
     def pace(self, time: StepTime, decoding: StepLoad, least: int) -> None:
         """From now on prompts have the time that a step in which these decode has for them."""
         self._time, self._load, self._least, self._limit_s = time, decoding, least, time.limit_s(decoding)
+
+    def shorten(self, tokens: int, slice_tokens: int) -> None:
+        """The step is to have no more than so many tokens more. A prompt that would leave less than a slice for the
+        next step has the rest as well; and where one ends, the others have no more than what makes it a slice, as it
+        would wait for them."""
+        self._slice, before = slice_tokens, self.tokens
+        self.tokens = min(before, tokens)
+        self._rest = max(self._rest, min(slice_tokens, before - self.tokens))
+        self._end()
+
+    def _end(self) -> None:
+        if self._ends:
+            self.tokens, self._rest = min(self.tokens, max(0, self._slice - self._load.tokens)), 0
 
     @property
     def open(self) -> bool:
@@ -32,7 +46,7 @@ class Budget:
 
     def fits(self, start: int, count: int) -> int:
         """As many of `count` tokens of a prompt, from `start` on, as the step has room for."""
-        count = min(count, self.tokens)
+        count = count if count <= self.tokens + self._rest and self.tokens else min(count, self.tokens)
         if self._time is None or math.isinf(self._limit_s):
             return count
         low, high = min(count, self._least), count
@@ -44,9 +58,11 @@ class Budget:
                 high = middle - 1
         return low
 
-    def take(self, start: int, count: int, *, prompt: bool) -> None:
-        """So many tokens were given."""
-        self.tokens -= count
+    def take(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
+        """So many tokens were given, with which a prompt `ends` or goes on."""
+        self.tokens = max(0, self.tokens - count)
         if prompt:
             self._load = self._load.plus(start, count)
             self._least = max(0, self._least - count)
+            self._ends = self._ends or ends
+            self._end()

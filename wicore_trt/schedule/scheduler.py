@@ -44,8 +44,10 @@ LEAST = 8
 # some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
 PAGES_AT_ONCE = 512
-# Slices of prompts in a step beside a load from disk, whose next reads are asked for between steps.
-DISK_SLICES = 10
+# Slices of prompts in a step beside loads from disk, whose next reads are asked for between steps: the fewest, and the
+# most. Between them a step takes this part of the time for which the newest load is under way: that may end just when
+# the step has begun, whatever is expected of it.
+DISK_SLICES, DISK_SHARE = (4, 10), 0.15
 
 
 class Scheduler:
@@ -178,10 +180,12 @@ class Scheduler:
 
     def _beside_disk(self, budget: Budget) -> bool:
         """Keep a step short in which pages come from disk; whether any do."""
-        found = self.loader is not None and self.loader.reads
-        if found:
-            budget.tokens = min(budget.tokens, DISK_SLICES * self.slice_tokens)
-        return found
+        if self.loader is None or not self.loader.reads:
+            return False
+        tokens = int(DISK_SHARE * self.loader.read_s / self.prefill.rate().per_token_s)
+        fewest, most = (slices * self.slice_tokens for slices in DISK_SLICES)
+        budget.shorten(max(fewest, min(most, tokens)), self.slice_tokens)
+        return True
 
     @property
     def _least(self) -> int:
@@ -295,7 +299,7 @@ class Scheduler:
         """Put tokens of a sequence, whose pages are reserved, into the step."""
         prompt = sequence.remaining > 1
         schedule.slices.append((sequence, count))
-        budget.take(sequence.computed, count, prompt=prompt)
+        budget.take(sequence.computed, count, prompt=prompt, ends=count == sequence.remaining)
         self._rows_left -= count * sequence.scoring
         if prompt:
             self._turns.gave(sequence.request.tenant, count)

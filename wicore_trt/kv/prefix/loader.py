@@ -53,9 +53,9 @@ class _Begun:
 
     choice: LoadChoice
     since: float
-    disk_bytes: int
-    """Read from disk, until this is known to be late."""
     from_disk: int
+    """Bytes that were on disk."""
+    late: bool = False
     idle_s: float = 0.0
     waiting_since: float | None = None
     lacking: int = 0
@@ -198,9 +198,9 @@ class PrefixLoader:
         )
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expected.add(load.expected)
-        disk_bytes = self._disk_bytes(load, items)
-        now = self._clock()
-        self._begun[load] = _Begun(chosen, now, disk_bytes, disk_bytes, came_at=now)
+        read, now = self._to_read(items), self._clock()
+        load.to_read(read)
+        self._begun[load] = _Begun(chosen, now, sum(self._page_bytes[item.page.group] for item in read), came_at=now)
         self.tiers.begin(load)
         return True
 
@@ -214,19 +214,9 @@ class PrefixLoader:
         pages.known[group].update(zip(places, known, strict=True))
         return list(map(LoadItem, known, slots))
 
-    def _disk_bytes(self, load: PrefixLoad, items: list[LoadItem]) -> int:
-        """What a load reads from disk. The rest is in host memory, and the load hears of it."""
-        if self.tiers.disk is None:
-            return 0
-        count, here = 0, dict[str, list[LoadItem]]()
-        for item in items:
-            if self.tiers.where(*item.page.name) == "disk":
-                count += self._page_bytes[item.page.group]
-            else:
-                here.setdefault(item.page.group, []).append(item)
-        for found in here.values():
-            load.bring(found)
-        return count
+    def _to_read(self, items: list[LoadItem]) -> list[LoadItem]:
+        """Of these pages those that come from disk."""
+        return [i for i in items if self.tiers.where(*i.page.name) != "host"] if self.tiers.disk is not None else []
 
     @staticmethod
     def _on_device(
@@ -269,9 +259,9 @@ class PrefixLoader:
         begun, now = self._begun[load], self._clock()
         # after a failure, or when all has come, there is nothing to wait for: what lacks is to be computed
         over = load.failed or load.finished
-        if not over and begun.disk_bytes and now - begun.since > LATE * begun.choice.load_seconds:
-            self._disk_meter.overdue(begun.disk_bytes, now - begun.since, now=now)
-            begun.disk_bytes = 0
+        if not over and begun.from_disk and not begun.late and now - begun.since > LATE * begun.choice.load_seconds:
+            self._disk_meter.overdue(begun.from_disk, now - begun.since, now=now)
+            begun.late = True
         if begun.waiting_since is not None:
             begun.idle_s += now - begun.waiting_since
         load.floor = manager.pages_for(computed)
@@ -310,7 +300,8 @@ class PrefixLoader:
             here = len(missing) - bisect_left(missing, page) - pages  # in host memory, but for their copies
             count = window_bytes + pages * each.get(GLOBAL, 0)
             copied = link.seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
-            return max(least, disk.seconds(count * (1 + others)) + copied) if count else copied
+            shared = others * max(0, count - asked)  # what we have not asked for yet the others' reads come between
+            return max(least, disk.seconds(count + shared) + copied) if count else copied
 
         return arrival
 
@@ -322,6 +313,12 @@ class PrefixLoader:
     def reads(self) -> bool:
         """Whether a sequence has a load with pages from disk."""
         return any(begun.from_disk for begun in self._begun.values())
+
+    @property
+    def read_s(self) -> float:
+        """For how long the newest load with pages from disk is under way."""
+        now = self._clock()
+        return min((now - begun.since for begun in self._begun.values() if begun.from_disk), default=0.0)
 
     def meeting(self, pages: SequencePages) -> int | None:
         """Up to which token a sequence with a load from disk is expected to compute itself; None for any other."""

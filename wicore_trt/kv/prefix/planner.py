@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
-DEVICE, HOST, DISK = "device", "host", "disk"
+DEVICE, HOST, READING, DISK = "device", "host", "reading", "disk"
+"""Where a page is. READING: the disk was asked for it, so that its bytes are among those queued there."""
 
 MARGIN = 0.05
 """A load must be predicted to save this share of the recompute time; less is not worth the reads."""
@@ -58,9 +59,9 @@ class TierRate:
     latency_s: float = 0.0
     queued_bytes: int = 0
 
-    def seconds(self, count: int) -> float:
-        """Until `count` more bytes have arrived; nothing takes no time."""
-        return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count else 0.0
+    def seconds(self, count: int, *, queued: bool = False) -> float:
+        """Until `count` more bytes have arrived, and what is `queued` where that counts; nothing takes no time."""
+        return self.latency_s + (self.queued_bytes + count) / self.bytes_per_s if count or queued else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class Candidate:
     page_tokens: int
     page_bytes: int
     window_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def reads(self) -> bool:
+        """Whether any page comes from disk."""
+        return any(tier in self.global_pages or tier in self.window_bytes for tier in (READING, DISK))
 
 
 Decision = Literal["compute", "load", "split"]
@@ -164,7 +169,7 @@ def choose(
         load = _Load(candidate, start, pages, compute, tiers)
         meet = load.meeting(1.0)
         front = compute.delay_s + compute.seconds(start, meet)
-        least = (1 - SPLIT_MARGIN * (not load.disk_bytes(start))) * max(compute.delay_s, load.seconds(start))
+        least = (1 - SPLIT_MARGIN * (not load.reads(start))) * max(compute.delay_s, load.seconds(start))
         if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
             meet, front = start, compute.delay_s
         load_s, tail = CAUTION * load.seconds(meet), compute.seconds(candidate.tokens, total)
@@ -183,10 +188,10 @@ def choose(
         wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
-        wait_s += max(0.0, load_s - compute.delay_s) if load.disk_bytes(start) else load_s
+        wait_s += max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start)
     early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
-    first = start if load.disk_bytes(start) else early  # a disk may be any number of times faster than it was
+    first = start if load.reads(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
 
 
@@ -203,7 +208,7 @@ def decide(
     """`choose`, where steps take `drag` times as long beside a load from disk, and with `trials` a `trial` where that
     computes everything."""
     made = choose(total, start, candidates, compute, tiers)
-    if drag > SLOWER and made.stop and any(DISK in c.global_pages or DISK in c.window_bytes for c in candidates):
+    if drag > SLOWER and made.stop and any(map(Candidate.reads, candidates)):
         beside = choose(total, start, candidates, compute.slowed(drag), tiers)
         worth = beside.stop and beside.seconds < made.compute_seconds
         made = beside if worth else choose(total, start, [], compute, tiers)
@@ -290,15 +295,12 @@ def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
-_Sums = tuple[list[int], list[int]]
+_Sums = dict[str, list[int]]
 
 
 def _page_sums(pages: Sequence[str]) -> _Sums:
-    """Numbers of host and of disk pages among the first i, for every i."""
-    return (
-        list(accumulate(map(HOST.__eq__, pages), initial=0)),
-        list(accumulate(map(DISK.__eq__, pages), initial=0)),
-    )
+    """Numbers of pages in each tier among the first i, for every i."""
+    return {name: list(accumulate(map(name.__eq__, pages), initial=0)) for name in (HOST, READING, DISK)}
 
 
 class _Load:
@@ -322,25 +324,26 @@ class _Load:
 
     def seconds(self, begin: int) -> float:
         """Until the windows and pages from token `begin` to the end are on the device."""
-        candidate = self.candidate
-        page = (begin - self._first) // candidate.page_tokens
-        host = (self._sums[0][self._pages] - self._sums[0][page]) * candidate.page_bytes
-        host += candidate.window_bytes.get(HOST, 0)
-        disk = self.disk_bytes(begin)
-        if HOST not in self._tiers or (disk and DISK not in self._tiers):
-            return float("inf") if host or disk else 0.0
+        host, reading, disk = (self._bytes(tier, begin) for tier in (HOST, READING, DISK))
+        read = reading or disk
+        if HOST not in self._tiers or (read and DISK not in self._tiers):
+            return float("inf") if host or read else 0.0
         link = self._tiers[HOST]
-        seconds = link.seconds(host + disk)
-        if disk:  # pages pass one after the other, so the slower of disk and link counts, and one page more
-            last = link.latency_s + candidate.page_bytes / link.bytes_per_s
-            seconds = max(seconds, self._tiers[DISK].seconds(disk) + last)
+        seconds = link.seconds(host + reading + disk)
+        if read:  # pages pass one after the other, so the slower of disk and link counts, and one page more
+            last = link.latency_s + self.candidate.page_bytes / link.bytes_per_s
+            seconds = max(seconds, self._tiers[DISK].seconds(disk, queued=bool(reading)) + last)
         return seconds
 
-    def disk_bytes(self, begin: int) -> int:
-        """Of the windows and pages from token `begin` on, those on disk."""
+    def reads(self, begin: int) -> bool:
+        """Whether any of the windows and pages from token `begin` on come from disk."""
+        return bool(self._bytes(READING, begin) or self._bytes(DISK, begin))
+
+    def _bytes(self, tier: str, begin: int) -> int:
+        """Of the windows and pages from token `begin` on, those in a tier."""
         page = (begin - self._first) // self.candidate.page_tokens
-        pages = self._sums[1][self._pages] - self._sums[1][page]
-        return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(DISK, 0)
+        pages = self._sums[tier][self._pages] - self._sums[tier][page]
+        return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(tier, 0)
 
     def meeting(self, factor: float) -> int:
         """The boundary with the soonest end of computing up to it and loading from it, if loads take `factor` times

@@ -146,13 +146,13 @@ class TierMeter:
         self._fit.update((1.0, count + queued), seconds)
         self._best = max(self._best, 1.0 / self._fit.p[1])
 
-    def overdue(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
+    def overdue(self, count: int, seconds: float, *, now: float) -> None:
         """The same batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
 
         Call it once when a load passes its deadline, so that the next choices do not wait for a disk that hangs.
         """
-        if seconds > self._fit.predict((1.0, count + queued)):
-            self.observe(count, seconds, queued=queued, now=now)
+        if seconds > self._fit.predict((1.0, count)):
+            self.observe(count, seconds, now=now)
 
     def rate(self, *, queued: int = 0, now: float) -> TierRate:
         """The present estimate, with `queued` bytes of work ahead there."""

@@ -70,8 +70,7 @@ class PrefixLoad:
         pages = [item.page for item in self.todo]
         self._missing = {group: {page.index for page in pages if page.group == group} for group in self.here}
         assert len(pages) == sum(map(len, self._missing.values())), "a page is asked for twice"
-        self._unread = {group: set(indices) for group, indices in self._missing.items()}
-        """Of the missing pages those that are not in host memory, as far as it is known."""
+        self._unread: dict[str, set[int]] = {group: set() for group in self.here}
         self._order = sorted(self._missing[GLOBAL])
         """Missing global pages, and some before the last of them that are not missing any more."""
         self._failed_from = 0
@@ -99,8 +98,13 @@ class PrefixLoad:
         return self._missing[group]
 
     def unread(self, group: str) -> Collection[int]:
-        """Indices of missing pages of a layer group that were not in host memory when it was looked for them last."""
+        """Indices of missing pages of a layer group that the disk is to read, or reads, as far as it is known."""
         return self._unread[group]
+
+    def to_read(self, items: Iterable[LoadItem]) -> None:
+        """These pages are not in host memory."""
+        for item in items:
+            self._unread[item.page.group].add(item.page.index)
 
     def bring(self, items: Sequence[LoadItem]) -> None:
         """These pages of one layer group are in host memory, and go on to the device."""

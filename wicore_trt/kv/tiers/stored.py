@@ -57,6 +57,11 @@ class TierCopy:
     def ready(self) -> bool:
         return self.state is CopyState.READY
 
+    @property
+    def being_read(self) -> bool:
+        """Whether its bytes are still to come from the tier below."""
+        return self.state is CopyState.WRITING and self.origin != ""
+
     def move(self, state: CopyState) -> None:
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"

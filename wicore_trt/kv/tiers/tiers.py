@@ -56,9 +56,11 @@ class LowerTiers:
         return {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
 
     def where(self, group: str, key: bytes) -> str | None:
-        """The nearest tier that has a page: "host" (or on its way there), "disk" or None."""
-        if self.host.get(group, key) is not None:
-            return "host"
+        """The nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way there
+        from disk), "disk" or None."""
+        here = self.host.get(group, key)
+        if here is not None:
+            return "reading" if here.being_read else "host"
         return "disk" if self.disk is not None and self.disk.ready(group, key) is not None else None
 
     def identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
@@ -85,8 +87,8 @@ class LowerTiers:
         for key in keys:
             if above(key) is not None:
                 found.append("device")
-            elif host(group, key) is not None:
-                found.append("host")
+            elif (here := host(group, key)) is not None:
+                found.append("reading" if here.being_read else "host")
             elif disk is not None and disk.ready(group, key) is not None:
                 found.append("disk")
             else:
@@ -212,7 +214,7 @@ class LowerTiers:
         item = load.next_item()
         if item is None:
             return False
-        here = self.host.get(*item.page.name) is not None
+        here = self.where(*item.page.name) == "host"
         if load.reading >= self._in_flight and not here:
             load.todo.appendleft(item)
             return False
@@ -228,11 +230,15 @@ class LowerTiers:
         return True
 
     def _fetch(self, load: PrefixLoad, item: LoadItem, here: bool) -> bool:
-        """Bring a page to host memory, where it is or will be when it is `here`. False: there is no room."""
-        fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item))
+        """Bring a page to host memory, where it is or will be when it is `here`, else from disk. False: there is no
+        room just now."""
+        wrong = load.wrong[item.page.group, item.page.index]
+        fetch = self.transfers.fetch(item.page, self._inbox, partial(load.wanted, item), wrong)
         if fetch is None:
             return False
-        load.reading += not here
+        if not here:
+            load.reading += 1
+            load.to_read([item])
         self._fetching[fetch] = (load, item, not here)
         return True
 
@@ -278,9 +284,10 @@ class LowerTiers:
         """What came to the device was not the page, and the host has it no more."""
         place = (item.page.group, item.page.index)
         load.wrong[place] += 1
-        here = self.host.get(*item.page.name) is not None
-        if load.wrong[place] > MAX_WRONG or not self._fetch(load, item, here):
+        if load.wrong[place] > MAX_WRONG:
             load.fail(item)
+        elif not self._fetch(load, item, self.where(*item.page.name) == "host"):
+            load.ask_again(item)
 
     def _take_in(self) -> None:
         """Go on with what arrived in host memory."""
@@ -293,6 +300,7 @@ class LowerTiers:
                 here.setdefault((load, item.page.group), []).append((item, fetch.take()))
                 continue
             if fetch.stage is Stage.FAILED and fetch.crowded and load.wanted(item):
+                load.wrong[item.page.group, item.page.index] = fetch.wrong
                 load.ask_again(item)
             elif fetch.stage is Stage.FAILED and load.wanted(item):
                 load.fail(item)

@@ -143,10 +143,12 @@ class Transfers:
         """Have a host page written to disk when its turn comes; a page that leaves the host before is not."""
         self.down.save(copy)
 
-    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool] = lambda: True) -> Fetch | None:
+    def fetch(
+        self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool] = lambda: True, wrong: int = 0
+    ) -> Fetch | None:
         """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
-        None when the disk's queue or the host is full just now. `wanted` as in `Fetch`."""
-        return self.up.fetch(page, inbox, wanted)
+        None when the disk's queue or the host is full just now. `wanted` and `wrong` as in `Fetch`."""
+        return self.up.fetch(page, inbox, wanted, wrong)
 
     def check(self, copies: Sequence[TierCopy], over: Over) -> None:
         """Compare what host copies, which are held, have in their buffers; `over` as in `Check`. For copies that no

@@ -35,9 +35,9 @@ class WayUp:
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
         self._movers = movers
 
-    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool]) -> Fetch | None:
+    def fetch(self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool], wrong: int) -> Fetch | None:
         """See `Transfers.fetch`."""
-        fetch = Fetch(page, inbox, wanted=wanted)
+        fetch = Fetch(page, inbox, wanted=wanted, wrong=wrong)
         return fetch if self._begin(fetch) else None
 
     def _begin(self, fetch: Fetch) -> bool:
@@ -58,6 +58,12 @@ class WayUp:
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
         return True
+
+    def _begin_again(self, fetch: Fetch) -> None:
+        """`_begin` of one that was under way; where there is no room whoever asked has to ask again."""
+        if not self._begin(fetch):
+            fetch.crowded = True
+            self._fail(fetch)
 
     def _check(self, move: Fetch | Check, copies: Sequence[TierCopy]) -> None:
         self._movers.mailbox.put(Checked(move, [self._movers.is_right(copy) for copy in copies]))
@@ -82,8 +88,10 @@ class WayUp:
         move.copy = None
         move.go(Stage.WAITING)
         move.wrong += 1
-        if move.wrong > MAX_WRONG or not self._begin(move):
+        if move.wrong > MAX_WRONG:
             self._fail(move)
+        else:
+            self._begin_again(move)
 
     def _corrupt(self, copy: TierCopy) -> None:
         """The host's bytes of a page that was held are not the page's any more, or others came to the device."""
@@ -254,6 +262,5 @@ class WayUp:
         for fetch in self.waiting.pop(name, ()):
             if fetch.unwanted or not fetch.wanted():
                 self._fail(fetch)
-            elif not self._begin(fetch):
-                fetch.crowded = True
-                self._fail(fetch)
+            else:
+                self._begin_again(fetch)
