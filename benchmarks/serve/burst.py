@@ -201,8 +201,8 @@ def measure(how: str, fronts: int, given: argparse.Namespace, *, floor: bool = F
     os.environ[OPTIONS] = json.dumps({"step_s": given.step_ms / 1e3, **limits})
     server, address, url, pids = started(fronts, floor=floor)
     each = [given.requests // given.clients + (n < given.requests % given.clients) for n in range(given.clients)]
-    ask = ("--client", how, "--target", url if how in ("http", "chat") else address)
-    ask += ("--connections", str(given.connections), "--requests")
+    target = url if how in ("http", "chat") else address
+    ask = ("--client", how, "--target", target, "--connections", str(given.connections), "--requests")
     more: dict[str, Any] = {"module": __spec__.name, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     others = [child(*ask, str(share), **more) for share in each]
     try:

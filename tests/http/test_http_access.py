@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from contextlib import AsyncExitStack
+from collections import Counter
+from contextlib import AsyncExitStack, suppress
 
 import httpx
 import pytest
@@ -219,6 +220,51 @@ async def test_tls_and_certificates_of_clients(pem):
         async with httpx.AsyncClient(base_url=running.url, verify=context) as known:
             found = await known.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
             assert found.status_code == 200 and found.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_who_does_not_shake_hands_counts_as_a_connection(pem, loop):
+    """Of one address, so that others find room; and holds up no end of the server."""
+
+    async def silent() -> bool:
+        """Whether the server leaves a connection open on which nothing is sent."""
+        reader, writer = await asyncio.open_connection(*address)
+        kept.append(writer)
+        with suppress(TimeoutError, ConnectionError):
+            return bool(await asyncio.wait_for(reader.read(1), 1.5))
+        return not writer.transport.is_closing()
+
+    async def shakes(local: str) -> bool:
+        context = ssl.create_default_context(cafile=pem["ca"])
+        try:
+            reader, writer = await asyncio.open_connection(*address, ssl=context, local_addr=(local, 0))
+        except (OSError, ssl.SSLError):
+            return False
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        found = await reader.read()
+        writer.close()
+        return b" 200 " in found
+
+    async def play() -> None:
+        files = {"tls_cert": pem["cert"], "tls_key": pem["key"], "http_connections_per_address": 4}
+        async with serving(**files) as running:
+            address[:] = running.url.removeprefix("https://").split(":")
+            assert [await shakes("127.0.0.1") for _ in range(3)] == [True] * 3
+            open_ = await asyncio.gather(*(silent() for _ in range(12)))
+            assert Counter(open_) == {True: 4, False: 8}
+            assert not await shakes("127.0.0.1") and await shakes("127.0.0.2")
+            for writer in kept:
+                writer.transport.abort()
+            await until(lambda: not running.server._listener._state.shaking)
+            assert await shakes("127.0.0.1")
+            await asyncio.gather(*(silent() for _ in range(4)))
+        assert not running.server._listener._shaking and not running.server._listener._state.shaking
+
+    address: list = []
+    kept: list[asyncio.StreamWriter] = []
+    factory = pytest.importorskip("uvloop").new_event_loop if loop == "uvloop" else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(play())
 
 
 async def test_a_unix_socket(tmp_path):

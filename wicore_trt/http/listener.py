@@ -1,19 +1,23 @@
 """A listening HTTP server around an ASGI application: address, TLS, connections.
 
-Must not know what the application serves. Invariant: after `stop` no connection and no task of this server is left.
+Must not know what the application serves. Invariants: after `stop` no connection and no task of this server is left;
+who shakes hands counts as a connection of its address, as each costs some 50 KB for as long as it likes to take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
+from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
+from uvicorn.protocols.utils import get_remote_addr
 
 from wicore_trt.access.fronts import Fronts
 from wicore_trt.access.listening import address_of, check_free, read_tls
@@ -60,6 +64,7 @@ class Listener:
         self._state = Visitors(settings.http_connections_per_address, door)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
+        self._shaking: set[asyncio.Future[None]] = set()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
@@ -83,27 +88,48 @@ class Listener:
         if not self._fronts.listening:
             check_free(host, port, self._flag)
         loop = asyncio.get_running_loop()
-        context = self._tls.context if self._tls is not None else None
-        handshake = HANDSHAKE_S if context is not None else None
+        comes = self._protocol if self._tls is None else partial(Shaking, self._shake)
         try:
             if host.startswith("unix:"):
                 path = host.removeprefix("unix:")
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-                self._listener = await loop.create_unix_server(
-                    self._protocol, path, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG
-                )
+                self._listener = await loop.create_unix_server(comes, path, backlog=BACKLOG)
             else:
                 self._listener = await loop.create_server(
-                    self._protocol, host, port, ssl=context, ssl_handshake_timeout=handshake, backlog=BACKLOG,
-                    reuse_port=self._fronts.count > 1,
-                )  # fmt: skip
+                    comes, host, port, backlog=BACKLOG, reuse_port=self._fronts.count > 1
+                )
                 port = self._listener.sockets[0].getsockname()[1]
         except OSError as error:
             raise EnvironmentUnfitError(f"Cannot listen on {address_of(host, port)}: {error}.") from None
         self._tick()
-        scheme = "http" if context is None else "https"
+        scheme = "http" if self._tls is None else "https"
         return host if host.startswith("unix:") else f"{scheme}://{address_of(host, port)}"
+
+    def _shake(self, transport: asyncio.Transport) -> None:
+        """Somebody has come who has to shake hands first, and counts from now on."""
+        client = get_remote_addr(transport)
+        self._state.shaking += 1
+        if self._state.came(client):
+            shaking = asyncio.ensure_future(self._shaken(taken(transport)))
+            self._shaking.add(shaking)
+            shaking.add_done_callback(lambda _: self._shook(client, shaking))
+        else:
+            transport.abort()
+            self._shook(client)
+
+    async def _shaken(self, sock: socket.socket) -> None:
+        assert self._tls is not None
+        with suppress(OSError, TimeoutError):  # those of TLS, too
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol, sock, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+
+    def _shook(self, client: tuple[str, int] | None, shaking: asyncio.Future[None] | None = None) -> None:
+        self._state.shaking -= 1
+        self._state.left(client)
+        if shaking is not None:
+            self._shaking.discard(shaking)
 
     def _tick(self) -> None:
         """Keep the header `date`."""
@@ -121,6 +147,8 @@ class Listener:
         if idle is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(idle(), max(grace_s, POLL_S))
+        for shaking in self._shaking:
+            shaking.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()  # ends those that are idle, and WebSockets
         left_s = max(0.0, end - time.monotonic())
@@ -136,6 +164,24 @@ class Listener:
         if self._listener is not None and self._host.startswith("unix:"):
             with suppress(FileNotFoundError):
                 os.unlink(self._host.removeprefix("unix:"))
+
+
+class Shaking(asyncio.Protocol):
+    """A connection from which nothing is read here. `comes` is told of it."""
+
+    def __init__(self, comes: Callable[[asyncio.Transport], None]) -> None:
+        self._comes = comes
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._comes(transport)
+
+
+def taken(transport: asyncio.Transport) -> socket.socket:
+    """The socket of a transport that has read nothing of it, which is closed then."""
+    own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    own.setblocking(False)
+    transport.abort()
+    return own
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

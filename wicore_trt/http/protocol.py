@@ -56,13 +56,14 @@ class Visitors(ServerState):
     def __init__(self, most_of_one: int, door: Door | None = None) -> None:
         super().__init__()
         self.door = door
+        self.shaking = 0  # connections that shake hands
         self._most, self._open = most_of_one, Counter[str]()
 
     def came(self, client: tuple[str, int] | None) -> bool:
         """Whether there is room for one more connection of this client; `left` is called for it in any case."""
         host = self._host(client)
         self._open[host] += 1
-        return len(self.connections) <= MAX_CONNECTIONS and (not host or self._open[host] <= self._most)
+        return len(self.connections) + self.shaking <= MAX_CONNECTIONS and (not host or self._open[host] <= self._most)
 
     def left(self, client: tuple[str, int] | None) -> None:
         host = self._host(client)
