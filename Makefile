@@ -20,8 +20,9 @@ lint: setup  ## style, imports, types
 format: setup
 	$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
-WORKERS ?= 2
-test: setup  ## the whole suite, minutes; WORKERS: how many processes share it
+# Twice as many as the smallest machine has cores: tests wait for servers, time limits and disks.
+WORKERS ?= 4
+test: setup  ## the whole suite, minutes; WORKERS: how many processes share it, of a gigabyte each
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes

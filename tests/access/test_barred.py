@@ -237,12 +237,13 @@ async def test_of_a_burst_only_the_first_ask_the_engine(way, monkeypatch):
 async def test_a_turn_ends_however_its_request_ends(monkeypatch):
     async with crowded(monkeypatch, Limits()) as (server, _):
         for _ in range(2 * TURNS):  # faults, clients that leave, and streams that stay open
-            leaver = await server.begin("http")
+            leaver, count = await server.begin("http"), len(server.asked)
             leaver.cancel()
             await asyncio.wait((leaver,))
             assert (await server.ask("http", temperature=-1))[0] == "400"
             server.tasks += [asyncio.ensure_future(server.ask(how)) for how in WAYS]
-        await until(lambda: len(server.asked) >= 2 + 4 * 2 * TURNS)
+            await until(lambda count=count: len(server.asked) == count + len(WAYS))  # so that the next is the leaver's
+        assert len(server.asked) == 2 + 4 * 2 * TURNS
         await until(lambda: server.engine.turns.free == TURNS)
 
 

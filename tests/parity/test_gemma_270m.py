@@ -24,8 +24,8 @@ pytestmark = [
 ]  # three minutes of CPU time in the long profile, on any machine
 BUDGET = 512  # tokens of a step, as the scheduler's default
 NEW_TOKENS = 64
-# the window is 512 tokens: prompts below, around, above and, in the long profile, far above it
-FEW_PROMPT_TOKENS, FEW_NEW_TOKENS = (508, 530, 40, 5), 8
+# the window is 512 tokens: prompts below, around and, in the long profile, above and far above it; decoding passes it
+FEW_PROMPT_TOKENS, FEW_NEW_TOKENS = (508, 40, 5), 8
 PROMPT_TOKENS = (2100, 700, 530, 512, 250, 160, 120, 100, 90, 80, 70, 60, 50, 40, 30, 24, 16, 12, 8, 5)
 
 
@@ -108,7 +108,7 @@ def test_logits_of_a_long_prompt(gemma: Gemma270M, kernels: str) -> None:
 def test_greedy_tokens_are_those_of_transformers(
     gemma: Gemma270M, kernels: str, lengths: tuple[int, ...], new_tokens: int
 ) -> None:
-    """Prompts of real text, decoded together: 4 with 8 tokens each, in the long profile 20 with 64.
+    """Prompts of real text, decoded together: 3 with 8 tokens each, in the long profile 20 with 64.
 
     transformers does not generate here: one teacher-forced forward per prompt gives its most probable token after
     every prefix of ours. If all of them are our tokens, its greedy decoding is ours, by induction, at a fraction of

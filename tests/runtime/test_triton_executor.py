@@ -179,7 +179,7 @@ def test_padded_decode_steps_choose_the_same_tokens(monkeypatch: pytest.MonkeyPa
     model = small_model(8)
     monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (4,))
     limits = {"max_sequences": 3, "max_batch_tokens": 6}
-    mine, plain = executor_of(model, graphs=True, **limits), executor_of(model, **limits)
+    mine, plain = executor_of(model, graphs=True, prepares=True, **limits), executor_of(model, **limits)
     assert all(p.isnan().all() for p in mine.pools.values()), "preparing wrote to a page"
     prompts = [greedy(i, [5 + i, 6, 7], 0, [3 * i, 3 * i + 1]) for i in range(2)]
     assert all(e.execute(StepBatch(prompts)).tokens for e in (mine, plain))
@@ -245,7 +245,7 @@ def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Sampler, "sample", sampled)
     monkeypatch.setattr(CpuDevice, "unclaimed_bytes", unclaimed)
     model = small_model(12)
-    mine = executor_of(model, kv_pages=None, kv_bytes=None, **given)
+    mine = executor_of(model, prepares=True, kv_pages=None, kv_bytes=None, **given)
     assert seen[0] == 2 and isinstance(seen[1], CpuDevice) and len(seen) == 2
     slab = mine.layout.memory_bytes // (mine.layout.num_pages["local"] // mine.layout.slab_pages["local"])
     assert 90_000 - slab < mine.layout.memory_bytes <= 90_000

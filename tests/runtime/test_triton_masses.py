@@ -66,13 +66,15 @@ def graphs_run(executor: TritonExecutor) -> list[int]:
 def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> None:
     model, rng = small_model(random.randrange(1000), num_hidden_layers=4), random.Random()
     given = {**LIMITS, "batch_invariant": rng.random() < 0.5}
-    measured, plain = (executor_of(model, kv_dtype=kv_dtype, graphs=True, **given) for _ in range(2))
+    measured, plain = (executor_of(model, kv_dtype=kv_dtype, graphs=True, prepares=p, **given) for p in (True, False))
     oracle = oracle_of(model, "bfloat16", kv_dtype=kv_dtype)
     assert all(p.float().isnan().all() for p in measured.pools.values()), "preparing wrote to a page"
     run, seen = graphs_run(measured), 0
     assert len(measured.spec.layers_of("global")) == 2
     for batch in steps_of(rng):
         measured.memory.masses.fill_(torch.nan)
+        for executor in (measured, plain):
+            executor.memory.logits.fill_(torch.nan)
         mine, theirs = (e.execute(StepBatch(batch, measure_attention=True)) for e in (measured, oracle))
         other = plain.execute(StepBatch(batch))
         assert mine.tokens == other.tokens and mine.failed == other.failed and not other.attention

@@ -75,7 +75,7 @@ def test_padding_changes_no_bit(kv_dtype: str) -> None:
     its size; whatever lay in the memory between, and whichever sequences sample."""
     model, rng = small_model(random.randrange(1000), num_hidden_layers=2), random.Random()
     given = {**SETTINGS, "batch_invariant": True, "kv_dtype": kv_dtype}
-    padded, plain = executor_of(model, graphs=True, **given), executor_of(model, **given)
+    padded, plain = executor_of(model, graphs=True, prepares=True, **given), executor_of(model, **given)
     assert all(p.float().isnan().all() for p in padded.pools.values()), "preparing wrote to a page"
     drivers, ran = [Driver(e, 1) for e in (padded, plain)], counted(padded)
     sequences: list[list[PagedSequence]] = [[d.new_sequence() for _ in range(8)] for d in drivers]

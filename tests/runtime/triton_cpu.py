@@ -79,12 +79,14 @@ class CpuDevice:
 
 
 class InterpretingLauncher:
-    """`Launcher` for kernels of `interpreted.uncompiled`. Addresses lie in the device's memory or in `more`."""
+    """`Launcher` for kernels of `interpreted.uncompiled`. Addresses lie in the device's memory or in `more`. While it
+    `idles` it looks at arguments and computes nothing."""
 
     def __init__(self, device: CpuDevice, specs: Mapping[str, KernelSpec]) -> None:
         self._device, self._specs = device, specs
         self.more: list[torch.Tensor] = []
         self.launched: list[str] = []
+        self.idles = False
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
         ParameterBlock(kernel).fill(call.arguments)
@@ -96,7 +98,8 @@ class InterpretingLauncher:
         for name, type_ in kernel.arguments:
             if type_.startswith("*") and arguments[name]:
                 arguments[name] = self._at(arguments[name], POINTED[type_])
-        interpreted.launch(spec, Launch(call.grid, arguments))
+        if not self.idles:
+            interpreted.launch(spec, Launch(call.grid, arguments))
 
     def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
         for t in (*self._device.given, *self.more):
@@ -140,15 +143,18 @@ def executor_of(
     kv_dtype: str | None = None,
     target: str = "sm90",
     graphs: bool = False,
+    prepares: bool = False,
     tensors: Mapping[str, torch.Tensor] | None = None,
     **settings: Any,
 ) -> TritonExecutor:
-    """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them."""
+    """An executor of the model's weights in `dtype`, with `kv_scale`s if `tensors` has them. What it runs to prepare,
+    large steps whose results nobody takes, is computed if it `prepares`."""
     values = {"kv_pages": {"global": 24, "local": 24}, "max_batch_tokens": 40, "max_sequences": 4, **settings}
     shape = EngineShape(model.spec, dtype, fp8, kv_dtype or dtype, values.pop("page_tokens", 4))
     table, specs = specs_of(shape, target)
     device = CpuDevice(target)
     launcher = InterpretingLauncher(device, specs)
+    launcher.idles = not prepares
 
     def constants(positions: int) -> Any:
         found = placed_constants(fuse(tensors or rounded(model, dtype, fp8), model.spec), shape, positions, device)
@@ -156,7 +162,9 @@ def executor_of(
         return found
 
     plan = Loading(shape, table, 512, constants)
-    return TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
+    executor = TritonExecutor(plan, ExecutorOptions(max_context=CONTEXT, **values), device, launcher, graphs=graphs)
+    launcher.idles = False
+    return executor
 
 
 def rounded(model: TinyModel, dtype: str, fp8: bool) -> dict[str, torch.Tensor]:

@@ -2,10 +2,10 @@
 
 A template is a program from a file, and jinja2's sandbox bounds neither its time nor its memory: a loop over 10^9, a
 string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
-messages mean, or files. Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render
-and not only to compile, `values`. On stdout a length, a letter and that much UTF-8: "text", "refused" when the template
-called raise_exception, or "broken". Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or
-the process ends.
+messages mean, or files. Its owner imports it for the protocol alone, so jinja2 is imported where it is used.
+Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render and not only to compile,
+`values`. On stdout a length, a letter and that much UTF-8: "text", "refused" when the template called raise_exception,
+or "broken". Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or the process ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import struct
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+if TYPE_CHECKING:
+    import jinja2
 
 CPU_SECONDS = 2.0
 MEMORY = 1 << 30
@@ -31,7 +30,7 @@ _MESSAGE = 300  # characters of what went wrong
 _KINDS = {b"t": "text", b"r": "refused", b"b": "broken"}
 
 
-class _Refusal(jinja2.TemplateError):
+class _Refusal(Exception):
     """The template itself called raise_exception."""
 
 
@@ -72,6 +71,9 @@ def write_answer(stream: IO[bytes], answer: Mapping[str, str]) -> None:
 
 def main() -> None:
     """Answer jobs until stdin ends."""
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401 -- before there are limits: it is in no job's time
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long string operation
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -97,7 +99,7 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
             return {"broken": f"it makes more than {MAX_TEXT} bytes of text"}
         return {"text": text}
     except _Refusal as error:
-        return {"refused": str(error.message)[:_MESSAGE]}
+        return {"refused": str(error)[:_MESSAGE]}
     except MemoryError:
         return {"broken": "it takes too much memory"}
     except Exception as error:
@@ -108,6 +110,9 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
 def _compiled(source: str) -> jinja2.Template:
     """The environment is that of transformers' apply_chat_template: sandboxed, immutable, trimmed blocks, loop
     controls, the globals raise_exception and strftime_now, and a tojson filter that does not escape HTML."""
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
