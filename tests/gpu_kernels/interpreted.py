@@ -159,13 +159,18 @@ def _bfloat16() -> dict[str, Any]:
 
 
 def _float8() -> dict[str, Any]:
-    """Conversions of float32 to E4M3 (to nearest even, saturated) and fused multiplications as GPUs do them."""
+    """Conversions of float32 to E4M3 (to nearest even, saturated) and back, and fused products, as GPUs do them."""
     convert = interpreter.interpreter_builder.create_fp_to_fp
 
     def right_convert(x: Any, to: Any, rounding: Any) -> Any:
         if x.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
             value = torch.from_numpy(np.ascontiguousarray(x.data)).clamp(-448, 448)
             return TensorHandle(value.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+        if x.dtype.scalar == tl.float8e4nv and to.scalar in (tl.float16, tl.float32):  # 0x7F is NaN, not 480
+            value = torch.from_numpy(np.ascontiguousarray(x.data).view(np.uint8)).view(torch.float8_e4m3fn)
+            return TensorHandle(
+                value.to(torch.float16 if to.scalar == tl.float16 else torch.float32).numpy(), to.scalar
+            )
         return convert(x, to, rounding)
 
     def right_fma(x: Any, y: Any, z: Any) -> Any:

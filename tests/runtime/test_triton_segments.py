@@ -112,6 +112,16 @@ def test_a_library_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyP
         mine.model.segments.ready(mine.memory.q)
         assert not mine.model.segments.of([triton_segments.LongSlice(0, 128, 64, 0)])
 
+    def full_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(products, "full_attention", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_segments, "_plain", full_memory)
+        mine = executor_of(small_model(3), **SETTINGS)
+        mine.model.segments.ready(mine.memory.q)
+        assert not mine.model.segments.of([triton_segments.LongSlice(0, 128, 64, 0)])
+
     def fails(*args: Any) -> Any:
         raise RuntimeError("no engine")
 
@@ -154,6 +164,24 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
             assert relative_error(*rows) < 0.03
     launched = [d.executor.model.launcher.launched for d in drivers]
     assert [sum(name.startswith("add_splits") for name in names) for names in launched] == [4, 0]
+
+
+def test_models_with_more_heads_than_their_mlp_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel leaves is float32, and wider than all that products of bfloat16 rows give."""
+    model = small_model(3, num_attention_heads=8, intermediate_size=16)
+    given = {**SETTINGS, "max_batch_tokens": 130}
+    mine, oracle = segmented(model, monkeypatch, **given), Driver(oracle_of(model, "bfloat16", **given), 2)
+    sequences = [d.new_sequence() for d in (mine, oracle)]
+    for length in (70, 130):
+        tokens = [random.randrange(48) for _ in range(length)]
+        assert relative_error(*(d.step([(s, tokens)]) for d, s in zip((mine, oracle), sequences, strict=True))) < 0.02
+    assert parts_launched(mine) == (1, 1)
+
+
+@pytest.mark.parametrize("page_tokens", [64, 128])
+def test_pages_that_are_longer_than_segments(page_tokens: int) -> None:
+    given = {**SETTINGS, "page_tokens": page_tokens, "kv_pages": {"global": 9, "local": 9}}
+    assert (executor_of(small_model(3), **given).model.segments is None) is (page_tokens > SMALL.tokens)
 
 
 def test_short_contexts_take_no_memory_for_it() -> None:

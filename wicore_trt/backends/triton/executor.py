@@ -251,24 +251,24 @@ class TritonExecutor:
             self._page_copies.begin_step(moved)
             rows, places = self._enqueue(slices, ways, layer)
             self._rows = dict(zip([s.seq_id for s in slices], rows, strict=True))
-            self._hosts.reverse()
-            results, masses = self._hosts[0]
+            results, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
             measured = None if layer is None else self._fetch(slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
-            self._steps.append(
-                SubmittedStep(
-                    sampled,
-                    self.rows_of(sampled),
-                    [n for n, s in enumerate(sampled) if s.seq_id in left] if left else [],
-                    results,
-                    self.device.record(),
-                    measured,
-                )
+            step = SubmittedStep(
+                sampled,
+                self.rows_of(sampled),
+                [n for n, s in enumerate(sampled) if s.seq_id in left] if left else [],
+                results,
+                self.device.record(),
+                measured,
             )
             if (large := self.model.segments) and batch.num_tokens >= large.segments.least:
                 large.ready(self.memory.q)  # for this thread, beside its first large step
+        # Behind all that may raise: of a step that was not submitted nobody collects anything.
+        self._steps.append(step)
+        self._hosts.reverse()
 
     def collect(self) -> StepResult:
         """Wait for the oldest step under way. This is where the host waits for the device."""

@@ -143,10 +143,11 @@ class StepMemory:
 
 
 def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:
-    """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows."""
+    """float32 elements that hold the widest results of a layer's product in any step of up to `tokens` rows, and those
+    of attention whose keys are divided, which are float32 whatever products give."""
     most = 0  # in units of 16 bits
     narrow = max(shape.linear(role).n for role in ("qkv", "o", "down"))
-    gate_up = max(narrow, 2 * shape.spec.intermediate_size)
+    gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.spec.q_size)
     limits = (shape.crossover(target, "qkv"), shape.crossover8(target), shape.float32_results(target), ANY)
     for rows in {min(tokens, limit) for limit in limits}:  # the most rows of each kind of product
         product = KERNEL if invariant else shape.product(target, "qkv", rows)

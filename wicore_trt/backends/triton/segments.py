@@ -131,10 +131,10 @@ class SegmentAttention:
             k, v = self._dense[:, :keys].normal_()
             try:
                 part, lse = products.full_attention(rows, k, v, self._scale)
-            except RuntimeError as error:
+                want, sums = _plain(rows[:CHECKED_ROWS], k, v, self._scale)
+            except RuntimeError as error:  # out of memory, too
                 log.warning("cuDNN has no attention for long prompts here: %s", error)
                 return
-            want, sums = _plain(rows[:CHECKED_ROWS], k, v, self._scale)
             worst = float((part[:CHECKED_ROWS].float() - want).norm() / want.norm())
             off = float((lse[:, :CHECKED_ROWS] - sums).abs().max())
             if not (worst < TOLERANCE and off < TOLERANCE and lse.is_contiguous()):
@@ -146,9 +146,10 @@ class SegmentAttention:
 def segment_attention(
     shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
 ) -> SegmentAttention | None:
-    """None where a step or a sequence cannot be long enough, or the engine's kernels do not know of segments."""
+    """None where a step or a sequence cannot be long enough, a page is longer than a segment, or the engine's kernels
+    do not know of segments."""
     segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
-    if segments is None or not all(map(table.entries, SEGMENT_ROLES)):
+    if segments is None or not all(map(table.entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
         return None
     if limits.tokens < segments.least or limits.positions <= segments.tokens:
         return None
