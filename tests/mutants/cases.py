@@ -172,6 +172,7 @@ MUTANTS = (
         "kv/tiers/tiers.py",
         "        if load.wrong[place] > MAX_WRONG or not self._fetch(load, item, here):",
         "        if not self._fetch(load, item, here):",
+        "tests/kv/test_places.py",
     ),
     Mutant(
         "kv/tiers/index.py",
