@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from fakes import make_core
@@ -10,6 +11,7 @@ from test_written_pages import ask, forget_device
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.way_up import MAX_WRONG
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 PAGES = 150
@@ -115,3 +117,26 @@ def test_pages_that_were_computed_while_they_were_checked_are_passed_over(core):
         tiers.poll()
     assert sorted(placed) == list(range(100, load.stop)) and load.meeting_page() == 100
     assert not load.failed and load.finished and not held(core)
+
+
+def test_a_page_that_comes_wrong_from_every_tier_is_given_up(tmp_path):
+    """It may be the way to the device that changes it; the disk is asked for it a few times, not for ever."""
+    kv = KVSettings(host_bytes=1 << 20, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 24, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 100}, kv=kv)
+    ask(core, "fill", list(range(2, 62)))
+    tiers, asked = core.scheduler.manager.tiers, Counter[int]()
+    while core.tidy():
+        pass
+    pages = sorted((copy.page for copy in tiers.disk.copies()), key=lambda page: -page.index)
+
+    def to_device(group, slots, parts, done):
+        asked.update(slots)
+        assert asked.most_common(1)[0][1] <= 10
+        done([bytes(16)] * len(slots), 0.0)
+
+    core.executor.checks, core.executor.to_device = True, to_device
+    load = PrefixLoad(4 * len(pages), len(pages), [LoadItem(page, page.index) for page in pages])
+    run(core, load)
+    assert load.failed and not load.here[GLOBAL] and not load.in_flight and not load.reading and not held(core)
+    assert set(asked.values()) == {MAX_WRONG + 1} and len(asked) == len(pages)
+    core.close()

@@ -172,6 +172,7 @@ MUTANTS = (
         "kv/tiers/tiers.py",
         "        if load.wrong[place] > MAX_WRONG:",
         "        if load.wrong[place] < 0:",
+        "tests/kv/test_places.py",
     ),
     Mutant(
         "kv/tiers/index.py",

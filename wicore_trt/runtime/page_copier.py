@@ -438,8 +438,9 @@ class _Finisher:
                 batch.ended.synchronize()
                 sizes = [copies.count * len(copies.keys) for copies in batch.copies]
                 each = batch.ended.seconds_after(batch.begun) / sum(sizes)
-                digests: Sequence[bytes | None] = [None] * sum(len(copies.keys) for copies in batch.copies)
-                digests, told = found() if found is not None else digests, 0
+                pages, told = sum(len(copies.keys) for copies in batch.copies), 0
+                digests: Sequence[bytes | None] = found() if found is not None else [None] * pages
+                assert len(digests) == pages
                 self._over(batch)
                 for copies, size in zip(batch.copies, sizes, strict=True):
                     copies.done(digests[told : told + len(copies.keys)], each * size)

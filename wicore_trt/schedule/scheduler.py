@@ -41,7 +41,7 @@ PREFETCH_AHEAD = 4
 # Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
 LEAST = 8
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
-# some 20 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
+# some 4 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
 PAGES_AT_ONCE = 512
 # Slices of prompts in a step beside loads from disk, whose next reads are asked for between steps: the fewest, and the
