@@ -31,6 +31,22 @@ def test_no_random_world_breaks_the_promise(seeds, longest, below):
     assert sum(v.below_both for v in found) >= below
 
 
+@pytest.mark.parametrize(
+    ("seed", "longest", "requests"),
+    [
+        (40259, 16_384, 1),  # rated an eighth of what it gives: the load is there just after the first step began
+        (20048, 32_768, 1),  # one read takes 0.24 s, while steps grow
+        (20185, 32_768, 5),  # a prompt ends in a step in which another one begins beside its load
+        (20218, 32_768, 5),  # the end behind a jump shares a step with a long prompt
+        (50245, 16_384, 3),
+    ],
+)
+def test_worlds_that_broke_the_promise_once(seed, longest, requests):
+    case = random_case(seed, longest)
+    found = judge(replace(case, prompts=case.prompts[:requests]))
+    assert found.holds, str(found)
+
+
 @LONG
 def test_of_several_requests_at_once_few_are_slower():
     """Whose turn it is depends on estimates that each request changes: measured were 5, up to 1.26."""
