@@ -63,6 +63,14 @@ def raise_cost(sequence: Sequence, time: StepTime | None, loader: PrefixLoader) 
         sequence.cost_s = max(sequence.cost_s, time.prompt_s(begun, max(0, count)))
 
 
+def lower_cost(sequence: Sequence, time: StepTime | None, computed: int) -> None:
+    """After a jump from `computed`: what was loaded is no cost, and what is left does not wait for longer prompts."""
+    if time is not None:
+        begun = sequence.cached or 0
+        seconds = time.prompt_s(begun, max(0, computed - begun)) + time.prompt_s(sequence.computed, sequence.remaining)
+        sequence.cost_s = min(sequence.cost_s, seconds)
+
+
 def rate_beside(running: Seq[Sequence], prefill: PrefillMeter, max_tokens: int, slice_tokens: int) -> ComputeRate:
     """What the prefill of a sequence gets that has its turn, beside those that decode."""
     decoding = sum(s.remaining == 1 for s in running)

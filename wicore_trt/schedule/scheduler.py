@@ -22,7 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.estimates import learn, prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.estimates import learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -326,6 +326,7 @@ class Scheduler:
             if parked and sequence.pages.parked is not None:
                 return self._start_over(sequence)  # what was parked does not fit together
             if not parked and sequence.computed > computed:
+                lower_cost(sequence, self.step_time, computed)
                 if not sequence.requeued:  # later it finds what it has computed itself
                     sequence.cached = (sequence.cached or 0) + sequence.computed - computed
                 self._load_more(sequence)
