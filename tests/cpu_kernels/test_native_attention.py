@@ -134,7 +134,7 @@ def test_attention_matches_float64(
     q, out = reference(model, qkv)
     # A value next to a rounding boundary may fall on either side of it, and then moves scores a little.
     assert torch.allclose(both[:, 0].double(), q, rtol=UNIT[dtype] * 1.01 + 1e-6, atol=1e-5)
-    tolerance = 8 * UNIT[dtype] + 2 * UNIT[kv_dtype] + 2e-5
+    tolerance = 8 * UNIT[dtype] + 3 * UNIT[kv_dtype] + 2e-5
     assert torch.allclose(both[:, 1].double(), out, rtol=tolerance, atol=tolerance)
     assert (both[:, 1].double() - out).norm() <= (UNIT[dtype] + UNIT[kv_dtype] / 4 + 1e-5) * out.norm()
     assert torch.equal(both[:, 1], both[:, 1].to(dtype).float())
