@@ -308,7 +308,7 @@ class Stack:
     def counts(self) -> Counter[str]:
         """Failures and hits of this life, by tier."""
         found: Counter[str] = Counter(
-            preempted=self.core.scheduler.preemptions, parked=self.core.scheduler.loader.parked
+            preempted=self.core.scheduler.preemptions, parked=self.core.scheduler.loader.parking.parked
         )
         for tier in self.core.stats().kv.tiers:
             found[f"{tier.tier} hits"] += tier.hit_tokens

@@ -143,13 +143,13 @@ def test_a_preempted_prompt_is_parked_under_no_name_that_others_find():
     core.step()
     (sequence,) = scheduler.running
     scheduler._preempt(sequence, StepSchedule())
-    assert scheduler.loader.parked == 1
+    assert scheduler.loader.parking.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
     got = []
     while core.has_work:
         for output in core.step():
             got += output.token_ids
-    assert got == greedy(prompt, 4, ignore_eos=True) and scheduler.loader.resumed == 1
+    assert got == greedy(prompt, 4, ignore_eos=True) and scheduler.loader.parking.resumed == 1
     while core.tidy():
         manager.tiers.transfers.wait(0.01)
     keys = {copy.page.key for copy in manager.tiers.host.copies()}

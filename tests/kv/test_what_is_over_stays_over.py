@@ -94,7 +94,7 @@ def test_a_request_of_low_priority_is_parked_under_no_name():
         core.step()
     (sequence,) = scheduler.running
     scheduler._preempt(sequence, StepSchedule())
-    assert scheduler.loader.parked == 1
+    assert scheduler.loader.parking.parked == 1
     assert not {copy.page.key for copy in manager.tiers.host.copies()} & set(sequence.pages.keys)
 
 

@@ -133,8 +133,8 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "kv/prefix/loader.py",
-        " or not self.tiers.retain(parked.copies):",
+        "kv/prefix/parking.py",
+        " or not self._tiers.retain(parked.copies):",
         ":",
     ),
     Mutant(

@@ -58,7 +58,7 @@ def _kv_stats(scheduler: Scheduler, pools: tuple[PoolStats, ...], capacity_bytes
     return KVStats(
         tiers=(device, *(manager.tiers.stats() if manager.tiers is not None else ())),
         decisions=dict(loader.decisions) if loader is not None else {},
-        parked=loader.parked if loader is not None else 0,
-        resumed=loader.resumed if loader is not None else 0,
+        parked=loader.parking.parked if loader is not None else 0,
+        resumed=loader.parking.resumed if loader is not None else 0,
         event_sequence=manager.events.sequence,
     )

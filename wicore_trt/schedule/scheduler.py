@@ -146,7 +146,7 @@ class Scheduler:
                 self.manager.finished(sequence.pages, sequence.prompt_len, sequence.cached or 0)
         self._release(sequence)
         if self.loader is not None:
-            self.loader.let_go(sequence.pages)
+            self.loader.parking.let_go(sequence.pages)
         sequence.move(SequenceState.FINISHED)
 
     def _release(self, sequence: Sequence) -> None:
@@ -340,7 +340,7 @@ class Scheduler:
         """The parked pages of a sequence are lost."""
         assert self.loader is not None
         self._release(sequence)
-        self.loader.let_go(sequence.pages)
+        self.loader.parking.let_go(sequence.pages)
         self._requeue(sequence)
         return 0
 
@@ -371,7 +371,7 @@ class Scheduler:
         self.preemptions += 1
         pages = victim.pages
         if self.loader is not None and pages.load is None and victim.computed:
-            self.loader.park(pages, victim.computed)
+            self.loader.parking.park(pages, victim.computed)
         self._release(victim)
         self._requeue(victim)
         return refund
@@ -476,7 +476,7 @@ class Scheduler:
         need = {group: len(parked) + len(self.running) for group, parked in sequence.pages.parked.pages.items()}
         if self.running and not self.manager.memory.fits(need):
             return False
-        return self.loader.resume(sequence.pages)
+        return self.loader.parking.resume(sequence.pages)
 
     def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
         """What the prefill of a newcomer, or of the running `chooser`, gets."""

@@ -1,0 +1,105 @@
+"""Parking: what a sequence that is preempted had on the device waits in host memory until it has slots again.
+
+It must not know steps or queues. Invariant: the host's copies of a parked sequence are held from `park` until it is let
+go, and none that only it can use is found by others.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from wicore_trt.kv.manager import KVCacheManager
+from wicore_trt.kv.pages.page import Page
+from wicore_trt.kv.sequence_pages import ParkedPages, SequencePages
+from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
+from wicore_trt.kv.tiers.tiers import LowerTiers
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import CachePriority
+
+
+class Parking:
+    """`parked` and `resumed` count sequences."""
+
+    def __init__(self, manager: KVCacheManager, tiers: LowerTiers) -> None:
+        self.parked = self.resumed = 0
+        self._manager = manager
+        self._tiers = tiers
+
+    def park(self, pages: SequencePages, computed: int) -> bool:
+        """Keep the pages of a sequence that is to lose its slots in host memory. False, and no change, when the host
+        has no room for all of them."""
+        manager, size = self._manager, self._manager.page_tokens
+        parked = ParkedPages(computed)
+        trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
+        low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
+        for group, pool in manager.pools.items():
+            held = parked.pages[group] = {}
+            for i in range(manager.first_visible_page(computed) if group == LOCAL else 0, manager.pages_for(computed)):
+                slot = pages.tables[group][i]
+                if i < trusted and pool.page(slot) is not None and not low:
+                    held[i] = pages.page(group, i)
+                else:
+                    held[i] = Page(secret + i.to_bytes(8, "little"), group, i, None, pages.names.tag)
+                    parked.private.add((group, i))
+                copy = self._tiers.store(held[i], slot, private=(group, i) in parked.private)
+                if copy is not None:
+                    parked.copies.append(copy)
+        pages.parked = parked
+        if len(parked.copies) < sum(map(len, parked.pages.values())) or not self._tiers.retain(parked.copies):
+            parked.copies = []
+            self.let_go(pages)
+            return False
+        parked.expected = pages.keys[: computed // size]
+        manager.expected.add(parked.expected)
+        self.parked += 1
+        return True
+
+    def let_go(self, pages: SequencePages) -> None:
+        """Let go of the host copies of a parked sequence; those that only it can use leave at once."""
+        parked = pages.parked
+        if parked is None:
+            return
+        self._manager.expected.take(parked.expected)
+        self._tiers.host.release(parked.copies)
+        for group, i in parked.private:
+            self._tiers.drop_private(parked.pages[group][i])
+        pages.parked = None
+
+    def resume(self, pages: SequencePages) -> bool:
+        """Start to bring a parked sequence back to the device. False, and no change, when there is no room."""
+        parked, manager = pages.parked, self._manager
+        assert parked is not None
+        full = parked.tokens // manager.page_tokens
+        slots: dict[str, dict[int, int]] = {}
+        items: list[LoadItem] = []
+        here: dict[str, list[int]] = {}
+        for group, pool in manager.pools.items():
+            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find(pages.keys[i])) is not None}
+            pool.acquire(held.values())
+            slots[group] = held
+            here[group] = list(held)
+        lacking = {group: [i for i in parked.pages[group] if i not in held] for group, held in slots.items()}
+        fresh = manager.memory.allocate({group: len(indices) for group, indices in lacking.items()})
+        if fresh is None:
+            for name, taken in slots.items():
+                manager.pools[name].release(taken.values())
+            return False
+        for group, indices in lacking.items():
+            slots[group].update(zip(indices, fresh[group], strict=True))
+            items += [LoadItem(parked.pages[group][i], slots[group][i]) for i in indices]
+        window = [slots[LOCAL][i] for i in sorted(slots[LOCAL])] if LOCAL in slots else []
+        first = manager.first_visible_page(parked.tokens)
+        if GLOBAL in slots:
+            pages.extend(GLOBAL, (slots[GLOBAL][i] for i in sorted(slots[GLOBAL])))
+        pages.load = PrefixLoad(
+            parked.tokens,
+            manager.pages_for(parked.tokens),
+            items,
+            window_first=first,
+            window=window,
+            here=here,
+        )
+        pages.load.failures = manager.failures
+        self._tiers.begin(pages.load)
+        self.resumed += 1
+        return True
