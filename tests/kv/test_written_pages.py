@@ -287,7 +287,7 @@ def test_what_a_request_has_cached_counts_once_though_it_loses_its_pages():
     while sequence.computed < 80:
         outputs += core.step()
     assert not outputs and sequence.cached == 80
-    scheduler.loader.park = lambda pages, computed: False  # no room in the host
+    scheduler.loader.parking.park = lambda pages, computed: False  # no room in the host
     scheduler._preempt(sequence, StepSchedule())
     forget_device(core)
     while core.has_work:
