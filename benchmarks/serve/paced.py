@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ VOCAB = 97
 OPTIONS = "WICORE_PACED"
 """Environment variable of JSON: `step_s`, with `row_s` and `token_s` more for each sequence and token of a step;
 `report`, a file that gets the waits of each step in milliseconds; `sequences` that run at once, `target_ttft_s` and
-`target_itl_s`."""
+`target_itl_s`; `slice_tokens`, as executors have it; `ahead`, if the next step is to be started before one has ended,
+as on a GPU."""
 _SLEEP = """
 #include <time.h>
 long long sleep_until(long long ns) {
@@ -76,7 +79,7 @@ class PacedExecutor:
         )  # fmt: skip
         pages = MAX_SEQUENCES * MAX_CONTEXT // PAGE_TOKENS
         self.layout = KVLayout(PAGE_TOKENS, "float32", {GLOBAL: pages}, {GLOBAL: 8 * PAGE_TOKENS})
-        self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, 32
+        self.kernels, self.max_batch_tokens, self.slice_tokens = "paced", 4096, given.get("slice_tokens", 32)
         self.max_sequences: int | None = None
         self.score_rows = 0
         self.copier: Any = None
@@ -88,14 +91,21 @@ class PacedExecutor:
     def execute(self, batch: StepBatch) -> StepResult:
         begun = now = time.monotonic_ns()
         waited = 0
-        step_s = self._step_s + len(batch.slices) * self._row_s + batch.num_tokens * self._token_s
         for _ in range(PIECES):
-            woke = self._sleep(now + int(step_s * 1e9) // PIECES)
+            woke = self._sleep(now + self._ns(batch) // PIECES)
             now = time.monotonic_ns()
             waited += now - woke
         self.waits.append(((now - begun) / 1e9, waited / 1e9, len(batch.slices)))
         if self._report is not None and len(self.waits) % 100 == 0:
             Path(self._report).write_text(json.dumps(self.waits))
+        return self._result(batch)
+
+    def _ns(self, batch: StepBatch) -> int:
+        """What a step takes: reading the weights and computing hide each other in part."""
+        return int(1e9 * (math.hypot(self._step_s, batch.num_tokens * self._token_s) + len(batch.slices) * self._row_s))
+
+    @staticmethod
+    def _result(batch: StepBatch) -> StepResult:
         sampled = (piece for piece in batch.slices if piece.sample)
         return StepResult(
             [SampledToken(piece.seq_id, token_after(piece.start + len(piece.token_ids))) for piece in sampled]
@@ -106,6 +116,31 @@ class PacedExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class AheadExecutor(PacedExecutor):
+    """The device goes from one step to the next without the host."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._end_ns = 0
+        self._submitted: deque[tuple[StepBatch, int]] = deque()
+
+    def submit(self, batch: StepBatch) -> None:
+        self._end_ns = max(self._end_ns, time.monotonic_ns()) + self._ns(batch)
+        self._submitted.append((batch, self._end_ns))
+
+    def collect(self) -> StepResult:
+        batch, end = self._submitted.popleft()
+        self._sleep(end)
+        return self._result(batch)
+
+    def leads(self, batch: StepBatch) -> bool:
+        return True
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self.submit(batch)
+        return self.collect()
 
 
 class PlainTokenizer:
@@ -135,13 +170,13 @@ class PlainTokenizer:
 def load_engine(settings: Settings | None = None) -> tuple[EngineCore, ModelInfo]:
     """As `process.engine.load`."""
     given = json.loads(os.environ[OPTIONS])
-    executor = PacedExecutor(given)
+    executor = (AheadExecutor if given.get("ahead") else PacedExecutor)(given)
     manager = KVCacheManager(
         executor.layout.num_pages, 1024, KeyChain("paced", PAGE_TOKENS), options=CacheOptions(prefix_cache=False)
     )
     sequences = given.get("sequences", MAX_SEQUENCES)
     scheduler = Scheduler(
-        manager, max_batch_tokens=4096, max_sequences=sequences, slice_tokens=32,
+        manager, max_batch_tokens=4096, max_sequences=sequences, slice_tokens=executor.slice_tokens,
         step_time=StepTime(given["target_itl_s"]) if "target_itl_s" in given else None,
     )  # fmt: skip
     core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=MAX_CONTEXT)
