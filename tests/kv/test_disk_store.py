@@ -244,9 +244,10 @@ class Weak(Files):
         return super().preadv(fd, self._cut(buffers), offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        gate, gated = self.gate, self.gated_bytes in (None, len(buffers[0]))  # who sees it may have another gate then
         self.seen.append(len(buffers[0]))
-        if self.gated_bytes in (None, len(buffers[0])):
-            self.gate.wait(30)
+        if gated:
+            gate.wait(30)
         if self.error is not None and len(buffers) > 1:
             raise OSError(self.error, os.strerror(self.error))
         return super().pwritev(fd, self._cut(buffers), offset)
