@@ -1,4 +1,4 @@
-"""An engine whose steps take a fixed time on a device that is not there, and a tokenizer that costs little.
+"""An engine on a device that is not there, whose steps take the time they are told, and a tokenizer that costs little.
 
 A step sleeps without the interpreter's lock in PIECES parts, as a real one gives it back for each of some calls, and
 notes how long the thread waited for the lock when each part was over. It must not know who serves it.
@@ -35,10 +35,10 @@ PIECES = 8
 PAGE_TOKENS, MAX_CONTEXT, MAX_SEQUENCES = 32, 4096, 2048
 VOCAB = 97
 OPTIONS = "WICORE_PACED"
-"""Environment variable of JSON: `step_s`, with `row_s` and `token_s` more for each sequence and token of a step;
-`report`, a file that gets the waits of each step in milliseconds; `sequences` that run at once, `target_ttft_s` and
-`target_itl_s`; `slice_tokens`, as executors have it; `ahead`, if the next step is to be started before one has ended,
-as on a GPU."""
+"""Environment variable of JSON: `step_s`, in which computing, `token_s` for each token, hides in part, and `row_s` more
+for each sequence; `report`, a file that gets the waits of each step in milliseconds; `sequences` that run at once,
+`target_ttft_s` and `target_itl_s`; `slice_tokens`, as executors have it; `ahead`, if the next step is to be started
+before one has ended, as on a GPU."""
 _SLEEP = """
 #include <time.h>
 long long sleep_until(long long ns) {
@@ -90,9 +90,9 @@ class PacedExecutor:
 
     def execute(self, batch: StepBatch) -> StepResult:
         begun = now = time.monotonic_ns()
-        waited = 0
+        piece, waited = self._ns(batch) // PIECES, 0
         for _ in range(PIECES):
-            woke = self._sleep(now + self._ns(batch) // PIECES)
+            woke = self._sleep(now + piece)
             now = time.monotonic_ns()
             waited += now - woke
         self.waits.append(((now - begun) / 1e9, waited / 1e9, len(batch.slices)))

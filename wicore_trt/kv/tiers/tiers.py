@@ -24,10 +24,10 @@ from wicore_trt.types import TierStats
 IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
 """Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
 enough that others have their turn; more of them where it is known to read more in so many seconds."""
-AT_ONCE = 64
-"""Pages in host memory that are sent to the device with one call, and heard of with one report."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
+AT_ONCE = 64
+"""Pages in host memory that are sent to the device with one call, and heard of with one report."""
 RETAIN_S = 0.1
 """How long the engine waits for the checksums of pages to be parked; they run at memory speed."""
 RELIEVE_S = 0.05
@@ -75,24 +75,17 @@ class LowerTiers:
 
     def finder(self, group: str, above: Callable[[bytes], object]) -> Callable[[bytes], bool]:
         """Whether a tier has a page of a layer group, or `above` knows it."""
-        host, disk = self.host.get, self.disk
-        if disk is None:
-            return lambda key: above(key) is not None or host(group, key) is not None
-        on_disk = disk.ready
-        return lambda key: above(key) is not None or host(group, key) is not None or on_disk(group, key) is not None
+        where = self.where
+        return lambda key: above(key) is not None or where(group, key) is not None
 
     def reach(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
         """`where` the pages of a chain are, up to one that no tier has; "device" for those that `above` knows."""
-        found, host, disk = list[str](), self.host.get, self.disk
+        found, where = list[str](), self.where
         for key in keys:
-            if above(key) is not None:
-                found.append("device")
-            elif (here := host(group, key)) is not None:
-                found.append("reading" if here.being_read else "host")
-            elif disk is not None and disk.ready(group, key) is not None:
-                found.append("disk")
-            else:
+            tier = "device" if above(key) is not None else where(group, key)
+            if tier is None:
                 break
+            found.append(tier)
         return found
 
     def writing(self, group: str, key: bytes) -> bool:
