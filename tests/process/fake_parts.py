@@ -4,10 +4,10 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s` and `slow_s` stand for the supervisor's, `minute_s` for the seconds of a minute of
-the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th fail. With `heir` processes
-that lose their parent become children of this one, as of the first process of a container. `recipe` names a file of
-settings that the server reads, and reads again.
+process leaves its number; `fork_s`, `slow_s` and `together_s` stand for the supervisor's and its log's, `minute_s` for
+the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th
+fail. With `heir` processes that lose their parent become children of this one, as of the first process of a container.
+`recipe` names a file of settings that the server reads, and reads again.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def main(given: dict) -> int:
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     logs = LogSettings(level=given.get("level", "info"), json=given.get("json", False))
     log.configure(json_lines=logs.json, level=logs.level.upper())
+    log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
     supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})

@@ -114,7 +114,7 @@ async def answer(stub, prompt: str, count: int) -> str:
 
 @pytest.mark.parametrize("name", ["engine", "template", "front"])
 async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name):
-    async with supervised(tmp_path, dies=name) as server:
+    async with supervised(tmp_path, dies=name, together_s=0.3) as server:  # what is said last comes behind the log
         code, log = await server.end()
         what = "template of fronts" if name == "template" else name
         assert code == EngineDeadError.exit_code

@@ -95,10 +95,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal; returns the exit code: 0 when every request could finish, 1 when some were cancelled.
+        The log has been written then, so that what a caller says comes last.
 
         Raises what the engine or the front say at their first start.
         """
-        return asyncio.run(self._run())
+        try:
+            return asyncio.run(self._run())
+        finally:
+            logging.shutdown()
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
