@@ -20,6 +20,7 @@ from unittest import mock
 from benchmarks.kv.virtual_disk import (
     BATCH_TOKENS,
     DIGEST,
+    GRAPH_TOKENS,
     PAGE_BYTES,
     PAGE_TOKENS,
     SLICE_TOKENS,
@@ -65,6 +66,7 @@ class Device:
 
     spec: Any = None
     kernels, max_batch_tokens, slice_tokens, max_sequences, score_rows = "none", BATCH_TOKENS, SLICE_TOKENS, None, 0
+    graph_limits = (0, 0)
 
     def __init__(self, world: World, events: Events, copier: Link, layout: KVLayout, disk: Disk) -> None:
         self._world, self._events, self.copier, self.layout = world, events, copier, layout
@@ -74,9 +76,11 @@ class Device:
     def execute(self, batch: StepBatch) -> StepResult:
         self.copier.flush()
         slices = [(s.start, len(s.token_ids)) for s in batch.slices]
-        begun = self._events.now
-        drag = self._world.drag if self.disk.reading else 1.0
-        self._events.until(begun + drag * self._world.step_s(slices))
+        begun, seconds = self._events.now, self._world.step_s(slices)
+        if self.disk.reading:
+            launched = sum(n for _, n in slices) > GRAPH_TOKENS
+            seconds = max(self._world.drag * seconds, self._world.launch_s * launched)
+        self._events.until(begun + seconds)
         self.steps.append((begun, self._events.now, slices))
         return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
 

@@ -88,7 +88,7 @@ class _Memory:
 class Device(Blank):
     """Runs ahead, and counts what its caller spends between steps and beside them."""
 
-    score_rows = 0
+    score_rows, graph_limits = 0, (0, 0)
 
     def __init__(self, layout: KVLayout, copier: StreamPageCopier) -> None:
         super().__init__(layout, 1024, 8192)

@@ -27,6 +27,7 @@ PAGE_TOKENS, WINDOW = 32, 1024
 PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
 """Gemma 3 27B in BF16."""
 BATCH_TOKENS, SLICE_TOKENS = 8192, 256
+GRAPH_TOKENS = 256
 DIGEST = bytes(16)
 Told = Callable[[Outcome], None]
 
@@ -45,6 +46,8 @@ class World:
     threads: int = 4
     drag: float = 1.0
     """How many times as long a step takes that begins while the disk is read."""
+    launch_s: float = 0.0
+    """What such a step takes at least for which there is no graph: its launches, beside the threads that read."""
     page_s: float = 4e-5
     """Of the engine's thread for each page that it asks for."""
 

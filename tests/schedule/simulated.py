@@ -42,14 +42,21 @@ CPU = Device(0.05, 2e-3, 1e-7, 5e-3, 5e-9)
 SMALL = Device(1.5e-3, 1e-5, 1e-9, 1e-6, 3e-11, corner=1.0)
 
 
+GRAPH_TOKENS = 384
+
+
 class Simulated:
-    """An executor, and the clock of its engine. `noise` is the standard deviation of a step's logarithm."""
+    """An executor, and the clock of its engine. `noise` is the standard deviation of a step's logarithm. The host takes
+    `launch_s` for the kernels of a step that is larger than a graph, beside the step before it."""
 
     kernels, slice_tokens, max_sequences, score_rows = "simulated", 256, None, 0
     broken: BaseException | None = None
 
-    def __init__(self, device: Device, *, noise: float = 0.0, seed: int = 0) -> None:
-        self.device, self.noise, self.rng = device, noise, random.Random(seed)
+    def __init__(
+        self, device: Device, *, noise: float = 0.0, seed: int = 0, graph_limits: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.device, self.noise, self.rng, self.graph_limits = device, noise, random.Random(seed), graph_limits
+        self.launch_s, self._before = 0.0, 0.0
         self.now = 0.0
         self.copier = self
         self.steps: list[list[tuple[int, int]]] = []
@@ -57,6 +64,9 @@ class Simulated:
     def execute(self, batch: StepBatch) -> StepResult:
         self.steps.append([(s.seq_id, len(s.token_ids)) for s in batch.slices])
         seconds = self.device.step_s(load_of([(s.start, len(s.token_ids)) for s in batch.slices]))
+        if sum(len(s.token_ids) for s in batch.slices) > GRAPH_TOKENS:
+            seconds += max(0.0, self.launch_s - self._before)
+        self._before = seconds
         self.now += seconds * self.rng.lognormvariate(0, self.noise)
         return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
 
@@ -82,7 +92,7 @@ def make_simulated(
     )
     scheduler = Scheduler(
         manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
-        slice_tokens=executor.slice_tokens, step_time=StepTime(target_s),
+        slice_tokens=executor.slice_tokens, step_time=StepTime(target_s), graph_limits=executor.graph_limits,
     )  # fmt: skip
     return EngineCore(executor, scheduler, eos_ids=(1,), max_context=1 << 17, clock=lambda: executor.now)
 

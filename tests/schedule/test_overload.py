@@ -50,8 +50,10 @@ class Run:
                 self.step()
 
 
-def run_on(device, *, seed: int = 0, limits: Limits | None = None, **kwargs) -> Run:
+def run_on(device, *, seed: int = 0, limits: Limits | None = None, launches: tuple = (), **kwargs) -> Run:
     executor = Simulated(device, noise=0.03, seed=seed)
+    if launches:
+        executor.graph_limits, executor.launch_s = launches
     core = make_simulated(executor, **kwargs)
     run = Run(core, executor)
     for i in range(8):  # the model has seen prompts and tokens
@@ -147,6 +149,20 @@ def test_at_8_requests_a_second_nearly_all_are_good():
     run = run_on(H200, limits=Limits(60.0, TTFT_S), target_s=0.95 * TPOT_S)
     run.play(arrivals)
     assert good(run, len(arrivals))[0] >= 0.95
+
+
+@pytest.mark.parametrize("launch_s", [0.028, 0.04])
+def test_steps_of_few_tokens_more_than_a_graph_has_are_those_of_the_graph(launch_s):
+    """At 8 requests a second the steps before those with prompts are short, and the device would wait for the host."""
+    gaps, share = {}, {}
+    for graph in ((384, 64), (0, 0)):
+        arrivals = poisson(8.0, 30.0, 4)
+        run = run_on(H200, limits=Limits(60.0, 0.65), target_s=0.95 * TPOT_S, launches=(graph, launch_s))
+        run.play(arrivals)
+        gaps[graph] = p99([gap for name, one in run.seen.items() if name[0] == "r" for gap in one.gaps])
+        share[graph] = good(run, len(arrivals))[0]
+    assert gaps[384, 64] < 0.031 and gaps[0, 0] > 0.045, gaps
+    assert share[384, 64] >= 0.98, share
 
 
 @pytest.mark.parametrize("ttft", [None, TTFT_S])

@@ -112,7 +112,9 @@ class Executor(Protocol):
     different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
     fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
     `max_sequences` running sequences are right but slow; None is no such limit. `score_rows`: targets that the slices
-    of one step may have together, 0 where it reports none."""
+    of one step may have together, 0 where it reports none. `graph_limits`: a step with prompts of so many tokens, of
+    which so many sequences that decode have one each, is started at once; the kernels of larger ones are launched one
+    by one, for which the device may have to wait. (0, 0) where that makes no difference."""
 
     spec: Gemma3Spec
     kernels: str
@@ -121,6 +123,7 @@ class Executor(Protocol):
     slice_tokens: int
     max_sequences: int | None
     score_rows: int
+    graph_limits: tuple[int, int]
     copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:

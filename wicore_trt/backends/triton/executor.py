@@ -142,6 +142,7 @@ class TritonExecutor:
             for singles in PROMPT_SINGLES
             if graphs and 2 * singles <= tokens <= settings.max_batch_tokens and singles <= largest
         ]
+        self.graph_limits = max(((s.tokens, s.singles) for s in self._prompt_sizes), default=(0, 0))
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant
