@@ -272,6 +272,7 @@ def test_two_processes_on_one_directory(tmp_path: Path) -> None:
 def test_a_page_of_another_place_is_refused(tmp_path: Path) -> None:
     """The bytes of one host page copied over another one's, with and without its checksum."""
     stack = Stack(None, seed=SEED)
+    stack.loads_first = True
     stack.serve(8)
     stack.settle_transfers()
     copies = [copy for copy in stack.tiers.host.copies() if copy.ready and copy.page.group == GLOBAL]

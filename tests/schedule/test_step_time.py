@@ -121,17 +121,20 @@ def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "target_s", "tokens"),
-    [(4, 0.04, 96), (0, 0.04, 4096), (17, 0.04, None), (4, 0.2, None), (4, 0.005, None), (99, 0.04, None)],
-)
-def test_a_step_has_the_tokens_of_a_graph_where_its_time_allows_few_more(rows, target_s, tokens):
+    ("rows", "target_s", "tokens", "most"),
+    [
+        (4, 0.04, 96, 4096), (4, 0.04, 96, 150), (0, 0.04, None, 4096), (0, 0.04, None, 150), (17, 0.04, None, 4096),
+        (4, 0.2, None, 4096), (4, 0.005, None, 4096), (99, 0.04, None, 4096),
+    ],
+)  # fmt: skip
+def test_a_step_has_the_tokens_of_a_graph_where_its_time_allows_few_more(rows, target_s, tokens, most):
     """None: what it has without graphs, as sequences that decode fit into none, or far more or fewer tokens do."""
     time, found = StepTime(target_s), []
     for _ in range(200):
         time.observe(StepLoad(0, 0, 500, 0.0), 0.1)
         time.observe(StepLoad(4, 400), 0.005)
     for limits in ((100, 16), (0, 0)):
-        budget = Budget(4096)
+        budget = Budget(most)
         budget.pace(time, StepLoad(rows, 100 * rows), 8)
         budget.within(limits)
         found.append(budget.fits(0, 4096))

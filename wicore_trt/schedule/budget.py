@@ -35,7 +35,8 @@ class Budget:
         the graph: the step is over sooner, and nearly as many tokens a second are computed."""
         tokens, rows = graph
         most, room = tokens - self._load.rows, self.fits(0, self.tokens)
-        if self._load.rows <= rows and self._least <= most < room <= FEW_MORE * tokens:
+        fitting = self._load.rows <= rows and self._least <= most < room <= FEW_MORE * tokens
+        if fitting and not math.isinf(self._limit_s):
             self.tokens = most
 
     def shorten(self, tokens: int, slice_tokens: int) -> None:
