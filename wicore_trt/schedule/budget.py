@@ -11,8 +11,8 @@ import math
 from wicore_trt.schedule.step_time import StepLoad, StepTime
 
 FEW_MORE = 2
-"""Times the tokens of a graph. 27B on an H200: to launch the kernels of a larger step takes the host 28 ms, for which
-the device waits where the step before was short, so that steps of 38 ms took 53; those of a graph take less than 30."""
+"""Times the tokens of a graph. 27B on an H200: to launch the kernels of a larger step takes the host 28 ms and more, in
+part of which the device waits: steps that were to take 38 ms took 53 under load. Those of a graph take less than 30."""
 
 
 class Budget:
