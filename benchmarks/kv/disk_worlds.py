@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.kv.disk_simulation import Case
 from benchmarks.kv.virtual_disk import PAGE_TOKENS, World
@@ -96,8 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=131_072, help="longest prefix in tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     parser.add_argument("--worst", type=int, default=10, help="print so many")
+    parser.add_argument("--launch-ms", type=float, default=0.0, help="`World.launch_s`")
     options = parser.parse_args(arguments)
-    found = [judge(random_case(options.seed + n, options.longest)) for n in range(options.worlds)]
+    cases = [random_case(options.seed + n, options.longest) for n in range(options.worlds)]
+    launched = [replace(case, world=replace(case.world, launch_s=options.launch_ms / 1e3)) for case in cases]
+    found = [judge(case) for case in launched]
     found.sort(key=lambda verdict: -verdict.over)
     print("  seed  product compute    load   over  disk, GB/s from a second on; requests: second, tokens/in host")
     for verdict in found[: options.worst]:

@@ -52,11 +52,9 @@ class Simulated:
     kernels, slice_tokens, max_sequences, score_rows = "simulated", 256, None, 0
     broken: BaseException | None = None
 
-    def __init__(
-        self, device: Device, *, noise: float = 0.0, seed: int = 0, graph_limits: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.device, self.noise, self.rng, self.graph_limits = device, noise, random.Random(seed), graph_limits
-        self.launch_s, self._before = 0.0, 0.0
+    def __init__(self, device: Device, *, noise: float = 0.0, seed: int = 0) -> None:
+        self.device, self.noise, self.rng = device, noise, random.Random(seed)
+        self.graph_limits, self.launch_s, self._before = (0, 0), 0.0, 0.0
         self.now = 0.0
         self.copier = self
         self.steps: list[list[tuple[int, int]]] = []

@@ -34,9 +34,10 @@ class Budget:
         """Where the step's time has room for few tokens more than a graph has (`Executor.graph_limits`), take those of
         the graph: the step is over sooner, and nearly as many tokens a second are computed."""
         tokens, rows = graph
-        most, room = tokens - self._load.rows, self.fits(0, self.tokens)
-        fitting = self._load.rows <= rows and self._least <= most < room <= FEW_MORE * tokens
-        if fitting and not math.isinf(self._limit_s):
+        most, many = tokens - self._load.rows, FEW_MORE * tokens
+        if self._load.rows > rows or not self._least <= most < self.tokens or math.isinf(self._limit_s):
+            return
+        if self._in_time(0, most + 1) and not (many < self.tokens and self._in_time(0, many + 1)):
             self.tokens = most
 
     def shorten(self, tokens: int, slice_tokens: int) -> None:
@@ -65,11 +66,14 @@ class Budget:
         low, high = min(count, self._least), count
         while low < high:
             middle = (low + high + 1) // 2
-            if self._time.step_s(self._load.plus(start, middle)) <= self._limit_s:
+            if self._in_time(start, middle):
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _in_time(self, start: int, count: int) -> bool:
+        return self._time is None or self._time.step_s(self._load.plus(start, count)) <= self._limit_s
 
     def take(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
         """So many tokens were given, with which a prompt `ends` or goes on."""
