@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 from unittest import mock
 
 from benchmarks.kv.virtual_disk import (
@@ -66,7 +66,7 @@ class Device:
 
     spec: Any = None
     kernels, max_batch_tokens, slice_tokens, max_sequences, score_rows = "none", BATCH_TOKENS, SLICE_TOKENS, None, 0
-    graph_limits = (0, 0)
+    graph_sizes: ClassVar[dict[int, tuple[int, ...]]] = {}
 
     def __init__(self, world: World, events: Events, copier: Link, layout: KVLayout, disk: Disk) -> None:
         self._world, self._events, self.copier, self.layout = world, events, copier, layout

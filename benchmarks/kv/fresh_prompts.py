@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -88,7 +88,8 @@ class _Memory:
 class Device(Blank):
     """Runs ahead, and counts what its caller spends between steps and beside them."""
 
-    score_rows, graph_limits = 0, (0, 0)
+    score_rows = 0
+    graph_sizes: ClassVar[dict[int, tuple[int, ...]]] = {}
 
     def __init__(self, layout: KVLayout, copier: StreamPageCopier) -> None:
         super().__init__(layout, 1024, 8192)

@@ -51,7 +51,7 @@ class Device:
         self.kernels = "oracle"
         self.layout = layout
         self.max_batch_tokens = max_batch_tokens
-        self.slice_tokens, self.score_rows, self.graph_limits = slice_tokens, 0, (0, 0)
+        self.slice_tokens, self.score_rows, self.graph_sizes = slice_tokens, 0, {}
         self.max_sequences: int | None = None
         self.world, self.model = world, model
         self.size = layout.page_tokens

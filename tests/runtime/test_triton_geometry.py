@@ -341,7 +341,7 @@ PLACES = (
 
 def life_of(rng: random.Random, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> tuple[Life, Faults]:
     reader = Reader()
-    for name, values in {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": (9, 24), "PROMPT_SINGLES": (0, 4)}.items():
+    for name, values in {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": dict.fromkeys((0, 4), (9, 24))}.items():
         monkeypatch.setattr(triton_executor, name, values)
     monkeypatch.setattr(triton_executor, "PROMPT_CHUNKS", 2)
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), Segments(32, 32, 32, 2))

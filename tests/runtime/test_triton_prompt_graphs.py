@@ -17,10 +17,11 @@ from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # no
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
+from wicore_trt.backends.triton.table import PROMPT_BUCKETS  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
-SIZES: dict[str, Any] = {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": (9, 24), "PROMPT_SINGLES": (0, 4)}
+SIZES: dict[str, Any] = {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": dict.fromkeys((0, 4), (9, 24))}
 SETTINGS: dict[str, Any] = {"kv_pages": {"global": 90, "local": 90}, "max_batch_tokens": 40, "max_sequences": 8}
 WORKING = ("residual", "x", "q", "attended", "act", "head_in", "logits", "results", "sampled_residual")
 MEASURED = ("queries", "masses")
@@ -58,6 +59,24 @@ def poison(executor: TritonExecutor) -> None:
     for name in (*WORKING, *MEASURED):
         getattr(executor.memory, name).view(torch.uint8).fill_(0xFF)
     executor.block._block.fill_(1 << 20)
+
+
+@pytest.mark.parametrize("buckets", [{0: (9, 24), 4: (9, 24)}, PROMPT_BUCKETS], ids=["few", "real"])
+def test_the_sizes_told_are_those_that_graphs_hold(buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens of a prompt that fill a graph, beside as many sequences that decode as are told, and not one more."""
+    for name, values in {"PROMPT_BUCKETS": buckets, "DECODE_BUCKETS": (2, 4, 64)}.items():
+        monkeypatch.setattr(triton_executor, name, values)
+    given = {**SETTINGS, "max_batch_tokens": 700, "max_sequences": 40}
+    executor = executor_of(small_model(1), graphs=True, **given)
+    sizes, told = [*executor.prompt_graphs], executor.graph_sizes
+    assert [*told] == sorted(told) == [rows for rows in buckets if rows <= 64]
+    for rows, found in told.items():
+        assert list(found) == sorted(set(found))
+        for tokens in found:
+            assert any(size.holds(tokens + rows, rows, 1) for size in sizes)
+            larger = [size for size in sizes if size.holds(tokens + 1 + rows, rows, 1)]
+            assert bool(larger) == (tokens != found[-1])
+    assert max(size.tokens for size in sizes) <= 700
 
 
 def lengths_of(rng: random.Random, count: int) -> Iterator[list[int]]:

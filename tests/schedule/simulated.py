@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wicore_trt.core.engine import EngineCore
@@ -42,28 +43,31 @@ CPU = Device(0.05, 2e-3, 1e-7, 5e-3, 5e-9)
 SMALL = Device(1.5e-3, 1e-5, 1e-9, 1e-6, 3e-11, corner=1.0)
 
 
-GRAPH_TOKENS = 384
-
-
 class Simulated:
-    """An executor, and the clock of its engine. `noise` is the standard deviation of a step's logarithm. The host takes
-    `launch_s` for the kernels of a step that is larger than a graph, beside the step before it."""
+    """An executor, and the clock of its engine. `noise` is the standard deviation of a step's logarithm. Where there
+    are `graph_sizes`, steps are padded to them, and of those that no size holds the host takes `launch_s` to start the
+    kernels, beside the step before it."""
 
     kernels, slice_tokens, max_sequences, score_rows = "simulated", 256, None, 0
     broken: BaseException | None = None
 
     def __init__(self, device: Device, *, noise: float = 0.0, seed: int = 0) -> None:
         self.device, self.noise, self.rng = device, noise, random.Random(seed)
-        self.graph_limits, self.launch_s, self._before = (0, 0), 0.0, 0.0
+        self.graph_sizes: Mapping[int, Sequence[int]] = {}
+        self.launch_s, self._before = 0.0, 0.0
         self.now = 0.0
         self.copier = self
         self.steps: list[list[tuple[int, int]]] = []
 
     def execute(self, batch: StepBatch) -> StepResult:
         self.steps.append([(s.seq_id, len(s.token_ids)) for s in batch.slices])
-        seconds = self.device.step_s(load_of([(s.start, len(s.token_ids)) for s in batch.slices]))
-        if sum(len(s.token_ids) for s in batch.slices) > GRAPH_TOKENS:
-            seconds += max(0.0, self.launch_s - self._before)
+        load, launch_s = load_of([(s.start, len(s.token_ids)) for s in batch.slices]), 0.0
+        if load.tokens and self.graph_sizes:
+            sizes = next((found for rows, found in self.graph_sizes.items() if rows >= load.rows), ())
+            padded = next((tokens for tokens in sizes if tokens >= load.tokens), None)
+            load, launch_s = load._replace(tokens=padded or load.tokens), 0.0 if padded else self.launch_s
+        seconds = self.device.step_s(load)
+        seconds += max(0.0, launch_s - self._before)
         self._before = seconds
         self.now += seconds * self.rng.lognormvariate(0, self.noise)
         return StepResult([SampledToken(s.seq_id, 7) for s in batch.slices if s.sample])
@@ -90,7 +94,7 @@ def make_simulated(
     )
     scheduler = Scheduler(
         manager, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
-        slice_tokens=executor.slice_tokens, step_time=StepTime(target_s), graph_limits=executor.graph_limits,
+        slice_tokens=executor.slice_tokens, step_time=StepTime(target_s), graph_sizes=executor.graph_sizes,
     )  # fmt: skip
     return EngineCore(executor, scheduler, eos_ids=(1,), max_context=1 << 17, clock=lambda: executor.now)
 

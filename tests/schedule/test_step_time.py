@@ -123,20 +123,21 @@ def test_a_budget_gives_what_fits_and_the_least_in_any_case(seed):
 @pytest.mark.parametrize(
     ("rows", "target_s", "tokens", "most"),
     [
-        (4, 0.04, 96, 4096), (4, 0.04, 96, 150), (0, 0.04, None, 4096), (0, 0.04, None, 150), (17, 0.04, None, 4096),
-        (4, 0.2, None, 4096), (4, 0.005, None, 4096), (99, 0.04, None, 4096),
+        (4, 0.04, 96, 4096), (4, 0.04, 96, 150), (4, 0.04, 80, 90), (4, 0.018, 60, 4096), (17, 0.04, 80, 4096),
+        (0, 0.04, None, 4096), (0, 0.04, None, 150), (4, 0.2, None, 4096), (4, 0.005, None, 4096),
+        (99, 0.04, None, 4096),
     ],
 )  # fmt: skip
-def test_a_step_has_the_tokens_of_a_graph_where_its_time_allows_few_more(rows, target_s, tokens, most):
+def test_a_step_fills_a_graph_where_its_time_allows_few_tokens_more(rows, target_s, tokens, most):
     """None: what it has without graphs, as sequences that decode fit into none, or far more or fewer tokens do."""
     time, found = StepTime(target_s), []
     for _ in range(200):
         time.observe(StepLoad(0, 0, 500, 0.0), 0.1)
         time.observe(StepLoad(4, 400), 0.005)
-    for limits in ((100, 16), (0, 0)):
+    for graphs in ({16: (60, 80, 96), 32: (80,)}, {}):
         budget = Budget(most)
         budget.pace(time, StepLoad(rows, 100 * rows), 8)
-        budget.within(limits)
+        budget.within(graphs)
         found.append(budget.fits(0, 4096))
     assert found[0] == (found[1] if tokens is None else tokens), found
     assert found[0] <= found[1]

@@ -119,7 +119,7 @@ def _make_core(
         loader=loader,
         slice_tokens=executor.slice_tokens,
         score_rows=executor.score_rows,
-        graph_limits=executor.graph_limits,
+        graph_sizes=executor.graph_sizes,
         step_time=StepTime(_seconds(given.target_itl_ms)),
     )
     warm_up(executor)

@@ -112,9 +112,9 @@ class Executor(Protocol):
     different ones differ in their last bits. `copier` moves pages between its pools and host memory. With
     fewer than `slice_tokens` tokens a step gets no shorter, because the weights are read all the same. More than
     `max_sequences` running sequences are right but slow; None is no such limit. `score_rows`: targets that the slices
-    of one step may have together, 0 where it reports none. `graph_limits`: a step with prompts of so many tokens, of
-    which so many sequences that decode have one each, is started at once; the kernels of larger ones are launched one
-    by one, for which the device may have to wait. (0, 0) where that makes no difference."""
+    of one step may have together, 0 where it reports none. `graph_sizes`: by how many sequences at most decode a
+    token each, to how many tokens of prompts beside them steps are padded, both ascending, so that they start at once;
+    the kernels of all others are launched one by one, for which the device may wait. Empty where nothing is padded."""
 
     spec: Gemma3Spec
     kernels: str
@@ -123,7 +123,7 @@ class Executor(Protocol):
     slice_tokens: int
     max_sequences: int | None
     score_rows: int
-    graph_limits: tuple[int, int]
+    graph_sizes: dict[int, tuple[int, ...]]
     copier: PageCopier
 
     def execute(self, batch: StepBatch) -> StepResult:

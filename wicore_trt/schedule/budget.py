@@ -7,12 +7,13 @@ than the step's time allows, but always `least` tokens in all, so that they get 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from wicore_trt.schedule.step_time import StepLoad, StepTime
 
 FEW_MORE = 2
-"""Times the tokens of a graph. 27B on an H200: to launch the kernels of a larger step takes the host 28 ms and more, in
-part of which the device waits: steps that were to take 38 ms took 53 under load. Those of a graph take less than 30."""
+"""Times the tokens of the largest graph. 27B on an H200: to launch the kernels of a larger step takes the host 28 ms
+and more, in part of which the device waits: steps that were to take 38 ms took 53 under load."""
 
 
 class Budget:
@@ -30,15 +31,18 @@ class Budget:
         """From now on prompts have the time that a step in which these decode has for them."""
         self._time, self._load, self._least, self._limit_s = time, decoding, least, time.limit_s(decoding)
 
-    def within(self, graph: tuple[int, int]) -> None:
-        """Where the step's time has room for few tokens more than a graph has (`Executor.graph_limits`), take those of
-        the graph: the step is over sooner, and nearly as many tokens a second are computed."""
-        tokens, rows = graph
-        most, many = tokens - self._load.rows, FEW_MORE * tokens
-        if self._load.rows > rows or not self._least <= most < self.tokens or math.isinf(self._limit_s):
+    def within(self, graphs: dict[int, tuple[int, ...]]) -> None:
+        """Take all tokens of the largest graph that the step has time for (`Executor.graph_sizes`), but where it has
+        time for far more than are in any: the tokens that pad a step take as long as others, and launches longer."""
+        sizes = next((found for rows, found in graphs.items() if rows >= self._load.rows), ())
+        if not sizes or math.isinf(self._limit_s):
             return
-        if self._in_time(0, most + 1) and not (many < self.tokens and self._in_time(0, many + 1)):
-            self.tokens = most
+        many = FEW_MORE * sizes[-1]
+        if many <= self.tokens and self._in_time(0, many):
+            return
+        fitting = bisect_left(sizes, True, key=lambda tokens: tokens > self.tokens or not self._in_time(0, tokens))
+        if fitting and sizes[fitting - 1] >= self._least:
+            self.tokens = sizes[fitting - 1]
 
     def shorten(self, tokens: int, slice_tokens: int) -> None:
         """The step is to have no more than so many tokens more. A prompt that would leave less than a slice for the

@@ -58,7 +58,7 @@ class Scheduler:
     prefixes up from lower tiers; the engine tells `prefill` and `step_time` how long steps took. Without `step_time`
     steps have all their tokens whoever decodes. `slice_tokens`: with fewer tokens a step gets no shorter, because the
     device reads its weights all the same. `score_rows` bounds the tokens of a step that are of prompts whose
-    log-probabilities are wanted; those take nothing from the cache. `graph_limits`: see `Executor`.
+    log-probabilities are wanted; those take nothing from the cache. `graph_sizes`: see `Executor`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Scheduler:
         loader: PrefixLoader | None = None,
         slice_tokens: int = 256,
         score_rows: int = 0,
-        graph_limits: tuple[int, int] = (0, 0),
+        graph_sizes: dict[int, tuple[int, ...]] | None = None,
         step_time: StepTime | None = None,
     ) -> None:
         self.manager = manager
@@ -81,7 +81,7 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.slice_tokens = slice_tokens
         self.score_rows = score_rows
-        self.graph_limits = graph_limits
+        self.graph_sizes = graph_sizes or {}
         self.held_back = False
         """Whether the last step left sequences waiting that it had room for, because enough loads were begun."""
         self._rows_left, self._load_pages = 0, 0  # of score_rows and PAGES_AT_ONCE in the step that is made up
@@ -177,7 +177,7 @@ class Scheduler:
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             budget.pace(self.step_time, decode, self._least)
-            budget.within(self.graph_limits)
+            budget.within(self.graph_sizes)
         self._beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule

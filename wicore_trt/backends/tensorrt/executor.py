@@ -85,7 +85,8 @@ class TensorRTExecutor:
         self._table = SlotTable(slots, memory.groups, page_tokens=self.layout.page_tokens, max_chunk=limits.max_chunk)
         self.slots = slots
         self.max_sequences: int | None = slots
-        self.score_rows, self.graph_limits = 0, (0, 0)
+        self.score_rows = 0
+        self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self._sampler = Sampler()
         self._prepare(limits.max_chunk)
         log.info(

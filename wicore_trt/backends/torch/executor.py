@@ -58,7 +58,8 @@ class TorchExecutor:
         self.max_batch_tokens = settings.max_batch_tokens
         self.device = _device(settings.device)
         self.max_sequences: int | None = None
-        self.score_rows, self.graph_limits = SCORE_ROWS, (0, 0)
+        self.score_rows = SCORE_ROWS
+        self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
         if settings.threads:
             torch.set_num_threads(settings.threads)

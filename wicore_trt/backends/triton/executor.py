@@ -43,7 +43,6 @@ from wicore_trt.backends.triton.table import (
     PAGE_MASSES,
     PROMPT_BUCKETS,
     PROMPT_CHUNKS,
-    PROMPT_SINGLES,
     EngineShape,
     KernelTable,
 )
@@ -138,11 +137,15 @@ class TritonExecutor:
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
         self._prompt_sizes = [
             StepSizes(tokens, singles + PROMPT_CHUNKS, singles, PROMPT_CHUNKS, 0)
-            for tokens in PROMPT_BUCKETS
-            for singles in PROMPT_SINGLES
-            if graphs and 2 * singles <= tokens <= settings.max_batch_tokens and singles <= largest
+            for singles, sizes in PROMPT_BUCKETS.items()
+            for tokens in sizes
+            if graphs and tokens <= settings.max_batch_tokens and singles <= largest
         ]
-        self.graph_limits = max(((s.tokens, s.singles) for s in self._prompt_sizes), default=(0, 0))
+        self._prompt_sizes.sort(key=lambda size: (size.tokens, size.singles))
+        self.graph_sizes = {
+            rows: tuple(sorted({s.tokens - s.singles for s in self._prompt_sizes if s.singles >= rows}))
+            for rows in sorted({s.singles for s in self._prompt_sizes})
+        }
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant

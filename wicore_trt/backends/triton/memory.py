@@ -21,8 +21,9 @@ from wicore_trt.backends.triton.table import (
     LINEARS,
     MM16,
     PREFILL_SPLITS,
-    PROMPT_BUCKETS,
+    PROMPT_TOKENS,
     SCALED_MM,
+    SPLIT_TOKENS,
     X8,
     EngineShape,
     KernelTable,
@@ -90,7 +91,7 @@ class StepMemory:
         self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
         layers = len(spec.layers_of(GLOBAL))
         each = div_ceil(limits.positions, shape.page_tokens) if layers else 0
-        self.queries = empty((layers, max(limits.rows, min(tokens, PROMPT_BUCKETS[-1])), spec.q_size), dtype)
+        self.queries = empty((layers, max(limits.rows, min(tokens, PROMPT_TOKENS)), spec.q_size), dtype)
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
@@ -132,7 +133,7 @@ class StepMemory:
         self.split_stats = empty((max(sizes[1], 4),), torch.float32)
         self.split_tokens, splits = 0, 0
         for entry in () if suffix else table.entries(PREFILL_SPLITS):
-            self.split_tokens, splits = min(PROMPT_BUCKETS[-1], limits.tokens), entry.config.splits
+            self.split_tokens, splits = min(SPLIT_TOKENS, limits.tokens), entry.config.splits
         self.split_sums = empty((splits * self.split_tokens, shape.spec.q_size), torch.float32)
         self.split_lse = empty((splits * self.split_tokens, heads), torch.float32)
         self.split_arrived = empty((max(sizes[2], 4),), torch.int32).zero_()

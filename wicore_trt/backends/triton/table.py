@@ -36,9 +36,19 @@ ANY = (1 << 31) - 1
 """The bucket that holds any number of rows."""
 DECODE_BUCKETS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of a decode step, rounded up to these."""
-PROMPT_BUCKETS, PROMPT_SINGLES, PROMPT_CHUNKS = (32, 64, 96, 128, 192, 256, 320, 384), (0, 4, 16, 32, 64), 4
-"""Tokens of a step with prompts, rounded up to the first, of which so many sequences that decode take one each, rounded
-up to the second; it has so many prompts at most. With more tokens a GPU has more to do than the host that launches."""
+SPLIT_TOKENS, PROMPT_TOKENS, PROMPT_CHUNKS = 384, 768, 4
+"""The most tokens of a step whose prompts' keys are split, and of one with prompts in a graph; the most prompts in a
+graph. Larger steps take a GPU longer than the host that launches them kernel by kernel."""
+PROMPT_BUCKETS = {
+    singles: tuple(
+        tokens
+        for tokens in (32, *range(64, PROMPT_TOKENS + 1, 64))
+        if 2 * singles <= tokens and (tokens <= SPLIT_TOKENS or singles >= 16)
+    )
+    for singles in (0, 4, 16, 32, 64, 128)
+}
+"""Tokens of a step with prompts, rounded up to one of these, by the number of sequences that decode a token each of
+them, rounded up too. Without such sequences steps are as large as there are prompts for, so there are fewer here."""
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 INVARIANT, SAMPLED = ".invariant", ".sampled"
