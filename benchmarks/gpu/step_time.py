@@ -3,7 +3,8 @@
     --model gemma3-27b --dtype bfloat16 --batch 1,8,32 --context 1024 [--kv-dtype fp8] [--out FILE.json]
 
 Per batch size: milliseconds of a decode step in its CUDA graph (median by events), beside it those of a graph whose
-launches do not overlap, and whether replays of both give the same bits; the step with uploads and the host's work (wall
+launches do not overlap, and whether replays of both give the same bits; steps one after the other, by what lies
+between the graphs; the step with uploads and the host's work (wall
 clock), the bytes that the step must read over the copy bandwidth of the same run, and the time of
 each kernel role in a graph of its own. Then prefill of one prompt. `--check` first compares a small random model with
 the torch operators on the CPU and exits 1 on disagreement. Prints as it goes. Needs a GPU, Triton, torch and
@@ -28,6 +29,7 @@ import torch
 
 from benchmarks.common import say
 from benchmarks.gpu import step_overlap as gpu_step_overlap
+from benchmarks.gpu.step_between import between
 from benchmarks.gpu.step_roles import role_times
 from wicore_trt.arithmetic import div_ceil, first_visible_page
 from wicore_trt.backends.triton import products as triton_products
@@ -241,6 +243,9 @@ class Measurement:
             f"B={count}: {graph:.3f} ms in the graph, {row['ordered_ms']:.3f} ms without overlapping launches, "
             f"{row['wall_ms']:.3f} ms wall, bound {row['bound_ms']:.3f} ms"
         )
+        parts = between(executor, batch, decode_size(bucket), args.repeats, lambda work: elapsed_s(executor, work))
+        say(f"  B={count} ms a step, one after the other: {', '.join(f'{k} {v:.3f}' for k, v in parts.items())}")
+        row["between_ms"] = parts
         if result.failed:
             say(f"B={count}: {len(result.failed)} sequences have logits that are not finite")
         if not args.no_roles:
@@ -318,6 +323,18 @@ def events(executor: TritonExecutor, work: Callable[[], None], repeats: int) -> 
             end.record()
         executor.device.synchronize()
     return float(median(begin.elapsed_time(end) for begin, end in pairs))
+
+
+def elapsed_s(executor: TritonExecutor, work: Callable[[], None]) -> float:
+    """Seconds until all that `work` puts on the executor's stream is done, its beginning being there."""
+    with executor.device.active():
+        begin, end = EVENT(enable_timing=True), EVENT(enable_timing=True)
+        executor.device.synchronize()
+        begin.record()
+        work()
+        end.record()
+        executor.device.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def copy_rate() -> float:

@@ -41,7 +41,8 @@ class Device(Protocol):
         """All memory of the device."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Inside, torch's work goes to `stream`."""
+        """Inside, torch's work goes to `stream`; outside, what a thread gives torch is in order with it once the thread
+        was here."""
 
     def synchronize(self) -> None:
         """Wait until the stream has done everything."""
@@ -96,13 +97,13 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Work of the caller's stream from before comes before what is put on the stream inside, and work that the
-        caller's stream gets later comes after it, so that page copies are in order with steps."""
+        """The stream becomes the thread's own for good. To give the thread its stream back, in order, would make that
+        one wait for each step and the next step for it: two streams that take turns between any two steps."""
         caller = torch.cuda.current_stream(self.torch_device)
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            yield
-        caller.wait_stream(self._stream)
+        if caller != self._stream:
+            self._stream.wait_stream(caller)
+            torch.cuda.set_stream(self._stream)
+        yield
 
     def synchronize(self) -> None:
         self._stream.synchronize()
