@@ -20,7 +20,7 @@ from wicore_trt.backends.triton.inputs import StepSizes, decode_size
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.runtime.batch import SequenceSlice
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 
 ACTIVATIONS = ("residual", "x", "q", "queries", "attended", "act", "head_in", "logits", "results", "scales", "bytes8")
 """Of `StepMemory`: what a step writes before it reads it."""
@@ -84,6 +84,25 @@ def replay_problems(executor: TritonExecutor, slices: list[SequenceSlice], count
     if count > 1 and torch.equal(ordered[0], ordered[1]):
         problems.append("two steps of different tokens have the same logits, so they prove nothing")
     return problems
+
+
+def graph_problems(executor: TritonExecutor, slices: list[SequenceSlice], tolerance: float) -> list[str]:
+    """Take a step with prompts in its graph and launched as it is; what differs, in sentences. Each sequence has pages
+    of its own and enough of them. Kernels are chosen by a step's tokens, padding included, so bits may differ."""
+    found: dict[str, torch.Tensor] = {}
+    for name, graphs in (("in a graph", executor.prompt_graphs), ("launched", {})):
+        kept, executor.prompt_graphs = executor.prompt_graphs, graphs
+        try:
+            for activation in ACTIVATIONS:
+                getattr(executor.memory, activation).view(torch.uint8).fill_(0xFF)
+            executor.execute(StepBatch(slices))
+            found[name] = executor.memory.logits[executor.rows_of(slices)].float().clone()
+        finally:
+            executor.prompt_graphs = kept
+    got, want = found.values()
+    error = float((got - want).abs().max() / want.abs().max())
+    what = f"{[len(s.token_ids) for s in slices]} tokens"
+    return [] if error <= tolerance else [f"{what}: logits in a graph differ by {error:.3g} of the largest"]
 
 
 def _steps(executor: TritonExecutor, slices: list[SequenceSlice], count: int) -> list[list[SequenceSlice]]:

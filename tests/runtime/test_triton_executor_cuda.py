@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from benchmarks.gpu import step_check as small  # noqa: E402
+from benchmarks.gpu.step_overlap import graph_problems  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse  # noqa: E402
 from wicore_trt.backends.triton.compile import compiled_table  # noqa: E402
 from wicore_trt.backends.triton.executor import (  # noqa: E402
@@ -113,6 +114,44 @@ def test_time_of_sampling(executor: TritonExecutor) -> None:
             executor.execute(batch)
             times.append(time.perf_counter() - begun)
         print(f"\n{name}: {sorted(times)[6] * 1e6:.0f} us", end="")
+
+
+def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
+    shape, device = small.case_shape(CASE), open_device("auto")
+    weights, _ = small._weights(shape.spec, CASE)
+    settings = ExecutorOptions(
+        page_tokens=small.PAGE_TOKENS, kv_pages=dict.fromkeys(GROUPS, pages), max_batch_tokens=tokens,
+        max_sequences=rows, max_context=1024,
+    )  # fmt: skip
+    constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
+    return TritonExecutor(Loading(shape, compiled_table(shape, device.target), 1024, constants), settings, device)
+
+
+def test_steps_in_graphs_of_all_sizes_are_those_that_are_launched() -> None:
+    """Prompts beside sequences that decode, as many tokens as a graph holds and few fewer. Prints what graphs cost."""
+    rng, rows = random.Random(), 128
+    begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    executor = opened(rows * 4 + 160, 768, rows)
+    graphs = len(executor.prompt_graphs)
+    taken = (free - torch.cuda.mem_get_info()[0]) >> 20
+    print(f"\nopened in {time.perf_counter() - begun:.2f} s, {graphs} graphs of prompts, {taken:,} MiB", end="")
+    vocab, problems, size = executor.spec.vocab_size, [], executor.layout.page_tokens
+    try:
+        for graph in executor.prompt_graphs:
+            singles = rng.randint(max(0, graph.singles // 2), graph.singles)
+            most = graph.tokens - graph.singles - rng.randint(0, 20)
+            lengths = [rng.randint(2, max(2, most // 2))] if rng.random() < 0.3 else []
+            lengths.append(max(2, most - sum(lengths)))
+            slots = {group: rng.sample(range(n), n) for group, n in executor.layout.num_pages.items()}
+            slices = []
+            for i, length in enumerate([1] * singles + lengths):
+                pages = {group: [free.pop() for _ in range(-(-length // size))] for group, free in slots.items()}
+                tokens = [rng.randrange(vocab) for _ in range(length)]
+                slices.append(SequenceSlice(i, tokens, 0, pages, sample=True, params=PARAMS[0], history=tokens))
+            problems += graph_problems(executor, slices, CASE.tolerance)
+    finally:
+        executor.close()
+    assert not problems, problems
 
 
 def test_pages_move_between_steps(executor: TritonExecutor) -> None:
