@@ -246,7 +246,7 @@ def test_pools_take_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CpuDevice, "unclaimed_bytes", unclaimed)
     model = small_model(12)
     mine = executor_of(model, prepares=True, kv_pages=None, kv_bytes=None, **given)
-    assert seen[0] == 2 and isinstance(seen[1], CpuDevice) and len(seen) == 2
+    assert seen[0] == 2 and isinstance(seen[1], CpuDevice) and seen.count(2) == 1
     slab = mine.layout.memory_bytes // (mine.layout.num_pages["local"] // mine.layout.slab_pages["local"])
     assert 90_000 - slab < mine.layout.memory_bytes <= 90_000
     assert {g: len(p) for g, p in mine.pools.items()} == mine.layout.num_pages

@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
+from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.ops import StepArrays, TritonOps  # noqa: E402
 from wicore_trt.kv.pages.hashing import TenantNames  # noqa: E402
@@ -341,9 +342,9 @@ PLACES = (
 
 def life_of(rng: random.Random, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> tuple[Life, Faults]:
     reader = Reader()
-    for name, values in {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": dict.fromkeys((0, 4), (9, 24))}.items():
-        monkeypatch.setattr(triton_executor, name, values)
-    monkeypatch.setattr(triton_executor, "PROMPT_CHUNKS", 2)
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 8))
+    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
+    monkeypatch.setattr(triton_inputs, "PROMPT_CHUNKS", 2)
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), Segments(32, 32, 32, 2))
     specs_of.cache_clear()
     monkeypatch.setattr(TritonExecutor, "run", reader.run_of())

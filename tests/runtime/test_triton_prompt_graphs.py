@@ -16,12 +16,12 @@ from parity.paged import GREEDY, PagedSequence, relative_error  # noqa: E402
 from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
+from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.table import PROMPT_BUCKETS  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
-SIZES: dict[str, Any] = {"DECODE_BUCKETS": (2, 4, 8), "PROMPT_BUCKETS": dict.fromkeys((0, 4), (9, 24))}
 SETTINGS: dict[str, Any] = {"kv_pages": {"global": 90, "local": 90}, "max_batch_tokens": 40, "max_sequences": 8}
 WORKING = ("residual", "x", "q", "attended", "act", "head_in", "logits", "results", "sampled_residual")
 MEASURED = ("queries", "masses")
@@ -29,8 +29,9 @@ MEASURED = ("queries", "masses")
 
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, values in {**SIZES, "PROMPT_CHUNKS": 2}.items():
-        monkeypatch.setattr(triton_executor, name, values)
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 8))
+    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
+    monkeypatch.setattr(triton_inputs, "PROMPT_CHUNKS", 2)
 
 
 def counted(executor: TritonExecutor) -> Counter[str]:
@@ -64,8 +65,8 @@ def poison(executor: TritonExecutor) -> None:
 @pytest.mark.parametrize("buckets", [{0: (9, 24), 4: (9, 24)}, PROMPT_BUCKETS], ids=["few", "real"])
 def test_the_sizes_told_are_those_that_graphs_hold(buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens of a prompt that fill a graph, beside as many sequences that decode as are told, and not one more."""
-    for name, values in {"PROMPT_BUCKETS": buckets, "DECODE_BUCKETS": (2, 4, 64)}.items():
-        monkeypatch.setattr(triton_executor, name, values)
+    monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 64))
+    monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", buckets)
     given = {**SETTINGS, "max_batch_tokens": 700, "max_sequences": 40}
     executor = executor_of(small_model(1), graphs=True, **given)
     sizes, told = [*executor.prompt_graphs], executor.graph_sizes

@@ -18,6 +18,7 @@ half-written memory; what the host writes for a step, and reads of it, has two p
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.index import load_table
-from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size
+from wicore_trt.backends.triton.inputs import StepBlock, StepSizes, Unread, decode_size, prompt_sizes, prompts_held
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
 from wicore_trt.backends.triton.sampler import FILTERED, DeviceSampler, plain
@@ -41,7 +42,6 @@ from wicore_trt.backends.triton.table import (
     DECODE_BUCKETS,
     PAGE_DIGEST,
     PAGE_MASSES,
-    PROMPT_BUCKETS,
     PROMPT_CHUNKS,
     EngineShape,
     KernelTable,
@@ -135,17 +135,8 @@ class TritonExecutor:
         self.kernels = _name(loading, settings)
         largest = next((b for b in DECODE_BUCKETS if b >= settings.max_sequences), DECODE_BUCKETS[-1])
         self._buckets = [b for b in DECODE_BUCKETS if b <= largest] if graphs else []
-        self._prompt_sizes = [
-            StepSizes(tokens, singles + PROMPT_CHUNKS, singles, PROMPT_CHUNKS, 0)
-            for singles, sizes in PROMPT_BUCKETS.items()
-            for tokens in sizes
-            if graphs and tokens <= settings.max_batch_tokens and singles <= largest
-        ]
-        self._prompt_sizes.sort(key=lambda size: (size.tokens, size.singles))
-        self.graph_sizes = {
-            rows: tuple(sorted({s.tokens - s.singles for s in self._prompt_sizes if s.singles >= rows}))
-            for rows in sorted({s.singles for s in self._prompt_sizes})
-        }
+        self._prompt_sizes = prompt_sizes(settings.max_batch_tokens, largest) if graphs else []
+        self.graph_sizes = prompts_held(self._prompt_sizes)
         positions = min(settings.max_context or loading.max_context, loading.max_context)
         tokens, rows = max(settings.max_batch_tokens, *self._buckets, 1), max(settings.max_sequences, *self._buckets, 1)
         limits, invariant = StepLimits(tokens, rows + PROMPT_CHUNKS, positions), settings.batch_invariant
@@ -422,7 +413,10 @@ class TritonExecutor:
             for rows in self._buckets:
                 self.graphs[rows] = self._captured(decode_size(rows))
             if not sizing:  # small beside what is left free
+                begun, free = time.perf_counter(), self.device.unclaimed_bytes()
                 self.prompt_graphs = {size: self._captured(size) for size in self._prompt_sizes}
+                taken = time.perf_counter() - begun, (free - self.device.unclaimed_bytes()) >> 20
+                log.info("%d graphs of steps with prompts in %.1f s and %d MiB", len(self.prompt_graphs), *taken)
             self.device.synchronize()
 
     def _captured(self, size: StepSizes) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.memory import StepLimits
 from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.backends.triton.segments import LongSlice
+from wicore_trt.backends.triton.table import PROMPT_BUCKETS, PROMPT_CHUNKS
 from wicore_trt.backends.triton.tables import Changes, HeldTables
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
@@ -74,6 +75,25 @@ class Unread:
 def decode_size(rows: int) -> StepSizes:
     """A padded step of sequences with one token each."""
     return StepSizes(rows, rows, rows, 0, 0)
+
+
+def prompt_sizes(tokens: int, rows: int) -> list[StepSizes]:
+    """Padded steps with prompts, those of the fewest tokens first: of so many tokens at most, of which so many
+    sequences at most decode one each."""
+    found = [
+        StepSizes(count, singles + PROMPT_CHUNKS, singles, PROMPT_CHUNKS, 0)
+        for singles, counts in PROMPT_BUCKETS.items()
+        for count in counts
+        if count <= tokens and singles <= rows
+    ]
+    return sorted(found, key=lambda size: (size.tokens, size.singles))
+
+
+def prompts_held(sizes: Sequence[StepSizes]) -> dict[int, tuple[int, ...]]:
+    """Tokens of prompts that padded steps have room for, by how many sequences decode beside them
+    (`Executor.graph_sizes`)."""
+    rows = sorted({size.singles for size in sizes})
+    return {n: tuple(sorted({size.tokens - size.singles for size in sizes if size.singles >= n})) for n in rows}
 
 
 class StepBlock:
