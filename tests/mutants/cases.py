@@ -283,8 +283,8 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/budget.py",
-        "self._load.plus(start, count)) <= self._limit_s",
-        "self._load.plus(start, count)) <= 1.1 * self._limit_s",
+        "self._load.plus(start, padded)) <= self._limit_s",
+        "self._load.plus(start, padded)) <= 1.1 * self._limit_s",
         "tests/schedule/test_step_time.py",
     ),
     Mutant(

@@ -3,67 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 
 import pytest
-from schedule.simulated import CPU, H200, SMALL, Device, Seen, Simulated, ask, make_simulated, note, p99
+from schedule.load import TPOT_S, TTFT_S, good, graphs_of, poisson, run_on
+from schedule.simulated import CPU, H200, SMALL, Device, ask, p99
 
-from wicore_trt.backends.triton.table import PROMPT_BUCKETS
-from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
-from wicore_trt.errors import QueueFullError
 from wicore_trt.schedule.step_time import STRETCH, StepLoad
-from wicore_trt.types import FinishReason, GenerateRequest
-
-TTFT_S, TPOT_S = 0.45, 0.04
-
-
-@dataclass
-class Run:
-    """Requests that arrive at their times, and what became of them. `refused`: by name, after which time to retry."""
-
-    core: EngineCore
-    executor: Simulated
-    seen: dict[str, Seen] = field(default_factory=dict)
-    refused: dict[str, float] = field(default_factory=dict)
-
-    def add(self, request: GenerateRequest, at: float | None = None) -> None:
-        name = request.request_id
-        try:
-            self.core.add(request)
-        except QueueFullError as error:
-            self.refused[name] = error.retry_after_s
-        else:
-            self.seen[name] = Seen(self.executor.now if at is None else at)
-
-    def step(self) -> None:
-        note(self.seen, self.core.step(), self.executor.now)
-
-    def play(self, arrivals: list[tuple[float, GenerateRequest]]) -> None:
-        left = sorted(arrivals, key=lambda pair: pair[0])
-        while left or self.core.has_work:
-            if not self.core.has_work:
-                self.executor.now = max(self.executor.now, left[0][0])
-            while left and left[0][0] <= self.executor.now:
-                self.add(left[0][1], left[0][0])
-                left.pop(0)
-            if self.core.has_work:
-                self.step()
-
-
-def run_on(device, *, seed: int = 0, limits: Limits | None = None, launches: tuple = (), **kwargs) -> Run:
-    executor = Simulated(device, noise=0.03, seed=seed)
-    if launches:
-        executor.graph_sizes, executor.launch_s = launches
-    core = make_simulated(executor, **kwargs)
-    run = Run(core, executor)
-    for i in range(8):  # the model has seen prompts and tokens
-        run.core.add(ask(f"warm{i}", 1000, 30))
-        run.seen[f"warm{i}"] = Seen(0.0)
-    while core.has_work:
-        run.step()
-    core.limits = limits or Limits()
-    return run
+from wicore_trt.types import FinishReason
 
 
 @pytest.mark.parametrize("device", [H200, SMALL, CPU], ids=["H200", "small", "CPU"])
@@ -101,14 +49,6 @@ def test_a_short_prompt_passes_a_long_one_that_runs():
         run.step()
 
 
-def poisson(rate: float, seconds: float, seed: int) -> list[tuple[float, GenerateRequest]]:
-    """Prompts of 256 to 2,048 tokens, replies of 64 to 256."""
-    rng, at, made = random.Random(seed), 0.0, []
-    while (at := at + rng.expovariate(rate)) < seconds:
-        made.append((at, ask(f"r{len(made)}", rng.choice((256, 1024, 1024, 2048)), rng.choice((64, 128, 256)))))
-    return [(at + 10.0, request) for at, request in made]
-
-
 class KernelsOneByOne(Device):
     """With a prompt in the step kernels are started one by one, which takes a while however few its tokens are."""
 
@@ -122,13 +62,6 @@ def test_without_a_target_a_device_that_is_slower_with_any_prompt_keeps_up():
     asked = poisson(8.0, 30.0, 3)
     run.play(asked)
     assert good(run, len(asked))[0] > 0.95
-
-
-def good(run: Run, asked: int) -> tuple[float, float]:
-    """Share of the requests that were good, and of those that were begun."""
-    served = [one for name, one in run.seen.items() if name[0] == "r" and one.last.finish_reason is FinishReason.LENGTH]
-    count = sum(one.ttft <= TTFT_S and one.tpot <= TPOT_S for one in served)
-    return count / asked, count / max(1, len(served))
 
 
 def test_what_cannot_be_served_in_time_is_refused_and_most_of_the_rest_is_good():
@@ -155,9 +88,8 @@ def test_at_8_requests_a_second_nearly_all_are_good():
 @pytest.mark.parametrize("launch_s", [0.028, 0.04])
 def test_steps_that_fill_graphs_do_not_wait_for_launches(launch_s):
     """At 8 requests a second the steps before those with prompts are short, and the device would wait for the host."""
-    sizes = {rows: tuple(tokens - rows for tokens in found) for rows, found in PROMPT_BUCKETS.items() if rows >= 16}
     gaps, share = {}, {}
-    for name, graphs in {"as they are": sizes, "of a token": {64: (1,)}}.items():
+    for name, graphs in {"as they are": graphs_of(768), "of a token": graphs_of(0)}.items():
         arrivals = poisson(8.0, 30.0, 4)
         run = run_on(H200, limits=Limits(60.0, 0.65), target_s=0.95 * TPOT_S, launches=(graphs, launch_s))
         run.play(arrivals)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from wicore_trt.schedule.step_time import StepLoad, StepTime
 
@@ -19,30 +20,21 @@ and more, in part of which the device waits: steps that were to take 38 ms took 
 class Budget:
     """`tokens` that the step may still compute. Prompts may have them all until `pace` says what time they have."""
 
-    __slots__ = ("_ends", "_least", "_limit_s", "_load", "_rest", "_slice", "_time", "tokens")
+    __slots__ = ("_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_time", "tokens")
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._load, self._least, self._limit_s = StepLoad(), 0, math.inf
         self._time: StepTime | None = None
+        self._sizes: tuple[int, ...] = ()
         self._slice, self._rest, self._ends = 1 << 30, 0, False
 
-    def pace(self, time: StepTime, decoding: StepLoad, least: int) -> None:
-        """From now on prompts have the time that a step in which these decode has for them."""
-        self._time, self._load, self._least, self._limit_s = time, decoding, least, time.limit_s(decoding)
-
-    def within(self, graphs: dict[int, tuple[int, ...]]) -> None:
-        """Take all tokens of the largest graph that the step has time for (`Executor.graph_sizes`), but where it has
-        time for far more than are in any: the tokens that pad a step take as long as others, and launches longer."""
-        sizes = next((found for rows, found in graphs.items() if rows >= self._load.rows), ())
-        if not sizes or math.isinf(self._limit_s):
-            return
-        many = FEW_MORE * sizes[-1]
-        if many <= self.tokens and self._in_time(0, many):
-            return
-        fitting = bisect_left(sizes, True, key=lambda tokens: tokens > self.tokens or not self._in_time(0, tokens))
-        if fitting and sizes[fitting - 1] >= self._least:
-            self.tokens = sizes[fitting - 1]
+    def pace(self, time: StepTime, decoding: StepLoad, least: int, sizes: Sequence[int] = ()) -> None:
+        """From now on prompts have the time that a step in which these decode has for them, with the tokens that pad it
+        to one of `sizes` (`Executor.graph_sizes`). Of a larger one, launches take as long as FEW_MORE times as many."""
+        self._time, self._load, self._limit_s = time, decoding, time.limit_s(decoding)
+        self._sizes = (*sizes, FEW_MORE * sizes[-1]) if sizes else ()
+        self._least = self._padded(least)  # the step takes as long with fewer
 
     def shorten(self, tokens: int, slice_tokens: int) -> None:
         """The step is to have no more than so many tokens more. A prompt that would leave less than a slice for the
@@ -77,7 +69,14 @@ class Budget:
         return low
 
     def _in_time(self, start: int, count: int) -> bool:
-        return self._time is None or self._time.step_s(self._load.plus(start, count)) <= self._limit_s
+        assert self._time is not None, "nothing was said of time"
+        given = self._load.tokens
+        padded = self._padded(given + count) - given
+        return self._time.step_s(self._load.plus(start, padded)) <= self._limit_s
+
+    def _padded(self, tokens: int) -> int:
+        at = bisect_left(self._sizes, tokens)
+        return self._sizes[at] if at < len(self._sizes) else tokens
 
     def take(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
         """So many tokens were given, with which a prompt `ends` or goes on."""

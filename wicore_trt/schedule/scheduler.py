@@ -176,8 +176,8 @@ class Scheduler:
                 self._serve(s, schedule, budget)
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
-            budget.pace(self.step_time, decode, self._least)
-            budget.within(self.graph_sizes)
+            sizes = next((found for rows, found in self.graph_sizes.items() if rows >= decode.rows), ())
+            budget.pace(self.step_time, decode, self._least, sizes)
         self._beside_disk(budget)
         self._schedule_prompts(schedule, budget)
         return schedule
