@@ -426,6 +426,50 @@ def test_a_copy_that_cannot_begin_breaks_the_copier() -> None:
     assert not world.device.pinned
 
 
+def test_of_a_run_no_page_is_told_behind_one_that_never_came() -> None:
+    """Whoever asked takes the first that are told for the first that it asked for."""
+    count, told = 2 * BATCH, list[bytes | None]()
+    world, pool = World(1), torch.zeros((2 * BATCH, BYTES), dtype=torch.uint8)
+    copier = StreamPageCopier({"global": pool}, PAGE_TOKENS, world.device.lanes, world.device, starter=AtOnce)  # type: ignore[arg-type]
+    into, calls = world.device.lanes[2], list[int]()
+
+    def copy(pieces: Any) -> None:
+        calls.append(len(pieces))
+        if len(calls) == 1:
+            raise RuntimeError("the first half")
+        Lane.copy(into, pieces)
+
+    into.copy = copy  # type: ignore[method-assign]
+    pages = [[aligned_buffer(BYTES)[:BYTES]] for _ in range(count)]
+    copier.to_device("global", range(count), pages, lambda found, seconds: told.extend(found))
+    copier.flush()
+    world.device.run(10 * count)
+    copier.close()
+    assert str(copier.broken) == "the first half" and calls == [BATCH] and not told
+    world.copier.close()
+
+
+@pytest.mark.parametrize("what", ["event", "thread"])
+def test_a_batch_that_fails_where_a_step_begins_breaks_the_copier(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails, its sequences run again each alone, and whoever waits for the copies must hear of it."""
+    world = World(1)
+    target, name = (world.device.lanes[0], "record") if what == "event" else (world.copier._into.starter, "submit")
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("once")
+
+    world.copier.to_device("global", [1], [[aligned_buffer(BYTES)]], lambda *_: pytest.fail("it never began"))
+    again = StepBatch([piece([0, 1], PAGE_TOKENS, 1)])
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="once"):
+        patched.setattr(target, name, fail)
+        world.copier.begin_step(again)
+    assert str(world.copier.broken) == "once"
+    if what == "thread":
+        with pytest.raises(RuntimeError, match="could not begin"):
+            world.copier.begin_step(again)
+    world.copier.close()
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_copies_go_to_the_driver_in_order_until_one_is_refused(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []

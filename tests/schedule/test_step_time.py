@@ -167,6 +167,28 @@ def test_beside_a_load_from_disk_a_step_is_short_and_leaves_no_short_rest():
     assert full.fits(0, 1200) == 1024, "more than there were"
 
 
+def test_a_short_step_never_has_more_tokens_than_there_were():
+    """Prompts take what there is and are preempted; the rest that passes a short step is had once."""
+    rng, passed = random.Random(5), 0
+    for _ in range(2000):
+        whole, size = rng.randint(1, 40), rng.randint(1, 10)
+        budget, given = Budget(whole), list[int]()
+        for _ in range(12):
+            act = rng.random()
+            if act < 0.3:
+                budget.shorten(rng.randint(0, 30), size)
+            elif act < 0.8:
+                want, short = rng.randint(1, 30), budget.tokens
+                if count := budget.fits(0, want):
+                    budget.take(0, count, prompt=True, ends=count == want and rng.random() < 0.1)
+                    given.append(count)
+                    passed += count > short
+            elif given:  # as `Scheduler._preempt` does
+                budget.tokens += given.pop(rng.randrange(len(given)))
+            assert sum(given) <= whole
+    assert passed > 100, "no prompt had its rest"
+
+
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("count", "left"), [(64, 192), (256, 0), (900, 0)])
 def test_a_prompt_that_ends_beside_a_load_from_disk_waits_for_a_slice_at_most(before, count, left):

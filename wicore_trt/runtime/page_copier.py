@@ -336,18 +336,25 @@ class StreamPageCopier:
 
     def _start(self, way: _Way, asked: _Asked) -> None:
         """Have a batch put on its lane."""
-        behind = None if asked.settled else self._compute.record()
         touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
-        batch, under_way = _Batch(asked.copies, asked.pieces, touched, behind), self._under_way
-        with self._lock:
-            batch.before = {under_way[key] for key in under_way.keys() & touched}
-            for copies in batch.copies:
-                under_way.update(dict.fromkeys(copies.keys, batch))
-        way.starter.submit(partial(self._put, way, batch))
+        batch, under_way = _Batch(asked.copies, asked.pieces, touched), self._under_way
+        try:
+            batch.behind = None if asked.settled else self._compute.record()
+            with self._lock:
+                batch.before = {under_way[key] for key in under_way.keys() & touched}
+                for copies in batch.copies:
+                    under_way.update(dict.fromkeys(copies.keys, batch))
+            way.starter.submit(partial(self._put, way, batch))
+        except Exception as error:  # the caller may go on as if only its step had failed
+            self._broke(error)
+            batch.started.set()
+            raise
 
     def _put(self, way: _Way, batch: _Batch) -> None:
         lane, leaving, found = way.lane, way is self._out, None
         try:
+            if self.broken is not None:  # of a call that asked for many, pages are told in order: none behind these
+                return
             if batch.behind is not None:
                 lane.wait(batch.behind)
             for earlier in batch.before:
@@ -369,7 +376,7 @@ class StreamPageCopier:
         way.finisher.put(batch, found)
 
     def _broke(self, error: BaseException) -> None:
-        self.broken = error
+        self.broken = self.broken or error
 
     def _over(self, batch: _Batch) -> None:
         under_way = self._under_way
@@ -389,7 +396,7 @@ class _Batch:
     copies: list[_Copies]
     pieces: list[tuple[int, int, int]]
     touched: frozenset[SlotKey]
-    behind: Event | None
+    behind: Event | None = None
     before: set[_Batch] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
     begun: Event | None = None

@@ -80,6 +80,7 @@ class Budget:
 
     def take(self, start: int, count: int, *, prompt: bool, ends: bool) -> None:
         """So many tokens were given, with which a prompt `ends` or goes on."""
+        self._rest = max(0, self._rest - max(0, count - self.tokens))  # once, also when a prompt gives back what it had
         self.tokens = max(0, self.tokens - count)
         if prompt:
             self._load = self._load.plus(start, count)
