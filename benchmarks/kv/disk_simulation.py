@@ -176,7 +176,7 @@ class Engine:
             self.scheduler.observe([(0, size * 128)], self.world.step_s([(0, size * 128)]))
             self.scheduler.observe([(32_768, size * 128)], self.world.step_s([(32_768, size * 128)]))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
-            self.loader.disk_read(size << 20, 1e-3 + (size << 20) / cast(float, rated), 0)
+            self.loader.disk_probed(size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):
             self.loader._host_meter.observe(size << 20, (size << 20) / self.world.link, now=0.0)  # noqa: SLF001
 

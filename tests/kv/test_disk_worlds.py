@@ -57,6 +57,18 @@ def test_steps_beside_a_disk_hide_their_launches(tokens):
     assert found.product <= 1.10 * found.compute
 
 
+def test_a_disk_that_is_known_to_be_slow_is_left_alone_and_tried_again_later():
+    """As on an H200, where the window alone takes longer to read than 2K and 4K to compute: the first request tries
+    it, as it might be faster than it was rated. Once it is faster, that is found out."""
+    world = World(((0.0, 1.65e9), (8.0, 20e9)), launch_s=0.06, drag=1.1)
+    when = (0.0, 1.0, 2.0, 4.0, 60.0, 61.0)
+    case = Case(world, tuple((second, 4096, 0) for second in when), 1.65e9)
+    seconds = {arm: case.run(arm)[0] for arm in ("product", "compute", "load")}
+    times = [product / compute for product, compute in zip(seconds["product"], seconds["compute"], strict=True)]
+    assert times[0] < 1.2 and all(0.99 < each < 1.01 for each in times[1:4]), times
+    assert times[4] < 0.8 and times[5] < 0.8, times
+
+
 @LONG
 def test_of_several_requests_at_once_few_are_slower():
     """Whose turn it is depends on estimates that each request changes: measured were 5, up to 1.26."""

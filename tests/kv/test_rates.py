@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.prefix.planner import Candidate, TierRate, choose
-from wicore_trt.kv.prefix.rates import DISK_PRIOR, DOUBLING_S, HOST_PRIOR, PRIOR_PER_TOKEN_S, PrefillMeter, TierMeter
+from wicore_trt.kv.prefix.rates import (
+    DISK_PRIOR,
+    DOUBLING_S,
+    HOPE,
+    HOST_PRIOR,
+    KNOWN,
+    PREFILL_PRIOR,
+    PrefillMeter,
+    TierMeter,
+)
 from wicore_trt.kv.tiers.moves import Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
@@ -125,7 +134,40 @@ def test_steps_without_prefill_are_ignored():
     meter.observe([(i, 1) for i in range(64)], 3.0)
     meter.observe([(0, 8)], 3.0)
     meter.observe([(0, 512)], 0.0)
-    assert meter.observed == 0 and meter.rate().per_token_s == PRIOR_PER_TOKEN_S
+    assert meter.observed == 0 and meter.rate().per_token_s == PREFILL_PRIOR[0]
+
+
+def test_steps_as_long_as_they_would_be_with_more_tokens_teach_until_there_is_another():
+    """The 64 tokens behind a hit take as long as 256, because of the weights."""
+    meter = PrefillMeter()
+    for _ in range(5):
+        meter.observe([(4096, 64)], 0.011, 256)
+    assert meter.rate().per_token_s > 1e-4, "better than a prior"
+    meter.observe([(0, 4096)], 0.2, 256)
+    learnt = meter.rate().alone(0, 4096)
+    assert learnt == pytest.approx(0.2)
+    for _ in range(50):
+        meter.observe([(4096, 64)], 0.011, 256)
+        meter.observe([(4096, 30), (0, 225), *[(i, 1) for i in range(9)]], 0.02, 256)
+    assert meter.rate().alone(0, 4096) == learnt
+    meter.observe([(0, 256)], 0.02, 256)
+    assert meter.rate().alone(0, 4096) > learnt
+
+
+def test_a_disk_of_which_much_was_read_is_known_for_a_while():
+    meter = TierMeter(DISK_PRIOR)
+    meter.observe(1 << 30, 0.5, now=0.0)
+    assert meter.hope(0.0) == HOPE, "a probe is not what requests read"
+    meter.read(KNOWN // 2, 0.02, now=1.0)
+    assert meter.hope(1.0) == pytest.approx(HOPE**0.5)
+    meter.read(KNOWN // 2, 0.02, now=1.0)
+    assert meter.hope(1.0) == 1.0
+    for _ in range(100):
+        meter.read(KNOWN, 0.02, now=2.0)
+    meter.observe(1 << 20, 0.02, now=2.0 + DOUBLING_S)
+    assert meter.hope(2.0 + DOUBLING_S) == 1.0
+    hopes = [meter.hope(2.0 + n * DOUBLING_S) for n in range(9)]
+    assert hopes == sorted(hopes) and hopes[4] > 3.0 and hopes[8] > 0.8 * HOPE
 
 
 def test_priors_load_from_the_host_and_compute_instead_of_a_disk_that_may_be_slow():

@@ -111,7 +111,7 @@ def constants(setup: Setup) -> Iterator[None]:
         for name, value in (
             ("HOST_PRIOR", TierRate(page_bytes / (page_s * priors["link"]), page_s * priors["link"])),
             ("DISK_PRIOR", TierRate(page_bytes / (page_s * priors["disk"]), page_s * priors["disk"])),
-            ("PRIOR_PER_TOKEN_S", priors["token"]),
+            ("PREFILL_PRIOR", (priors["token"], 3e-6 * priors["token"])),
             ("MIN_TOKENS", min(32, max(2, setup.max_batch_tokens // 2))),
             ("MEASURED_BYTES", 6 * page_bytes),
             ("QUEUE_LIMIT", setup.queue_limit),

@@ -32,7 +32,7 @@ def learn(
     """A step that computed (start, count) of each sequence took so long: beside a load from disk that tells how much it
     slows steps down, once it is known what they take without."""
     if loader is None or not loader.reads or prefill.observed < LEARNT:
-        prefill.observe(slices, seconds)
+        prefill.observe(slices, seconds, slice_tokens)
     elif sum(n for _, n in slices if n > 1) >= DRAGGED * slice_tokens:
         loader.stepped(prefill.expected(slices), seconds)
 

@@ -113,7 +113,8 @@ class PrefixLoader:
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
             rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
-        return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), trials=trials)
+        hope = self._disk_meter.hope(now) if trials else 1.0
+        return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), hope=hope)
 
     def _queued_bytes(self) -> int:
         """What loads under way still want of host memory; pages that come from disk pass the link one by one."""
@@ -418,7 +419,7 @@ class PrefixLoader:
 
     def disk_read(self, count: int, seconds: float, queued: int) -> None:
         """A disk read of `count` bytes ended after `seconds` behind `queued` bytes."""
-        self._disk_meter.observe(count, seconds, queued=queued, now=self._clock())
+        self._disk_meter.read(count, seconds, queued=queued, now=self._clock())
 
     def _measure_host(self) -> None:
         """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""

@@ -15,7 +15,7 @@ load-only choice the load's own time too, which is less than what computing take
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
 out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
-where it seems too slow, `trial` has it read beside computing everything, as long as that might pay.
+where it seems too slow and was not read of late, `trial` has it read beside computing everything, if that might pay.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ BAND = 0.35
 than it expects to need."""
 CAUTION = 1.1
 """In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
-HOPE = 10.0
-"""How many times as fast as it seems a disk may turn out to be: it is never read for long while it seems slow."""
 SLOWER = 1.15
 """Where steps beside a load from disk take so many times as long as without, the load must be worth that."""
 NEVER = 1 << 30
@@ -203,18 +201,18 @@ def decide(
     tiers: Mapping[str, TierRate],
     drag: float = 1.0,
     *,
-    trials: bool = False,
+    hope: float = 1.0,
 ) -> LoadChoice:
-    """`choose`, where steps take `drag` times as long beside a load from disk, and with `trials` a `trial` where that
-    computes everything."""
+    """`choose`, where steps take `drag` times as long beside a load from disk, and a `trial` where that computes
+    everything and there is `hope`."""
     made = choose(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads, candidates)):
         beside = choose(total, start, candidates, compute.slowed(drag), tiers)
         worth = beside.stop and beside.seconds < made.compute_seconds
         made = beside if worth else choose(total, start, [], compute, tiers)
     tried = None
-    if trials and not made.stop and drag <= SLOWER:
-        tried = trial(total, start, candidates, compute, tiers)
+    if hope > 1.0 and not made.stop and drag <= SLOWER:
+        tried = trial(total, start, candidates, compute, tiers, hope)
     return tried or made
 
 
@@ -224,13 +222,15 @@ def trial(
     candidates: Sequence[Candidate],
     compute: ComputeRate,
     tiers: Mapping[str, TierRate],
+    hope: float,
 ) -> LoadChoice | None:
-    """Where `choose` would compute everything: a load that would be worth it if the disk were HOPE times as fast as it
-    seems, to be run beside computing all (`aim`). It costs reads that nobody else waits for, and no time."""
+    """Where `choose` would compute everything: a load that would be worth it if the disk were `hope` times as fast as
+    it seems, to be run beside computing all (`aim`). It costs reads that nobody else waits for, and what they slow
+    steps down by."""
     disk = tiers.get(DISK)
     if disk is None:
         return None
-    fast = replace(disk, bytes_per_s=HOPE * disk.bytes_per_s, latency_s=disk.latency_s / HOPE)
+    fast = replace(disk, bytes_per_s=hope * disk.bytes_per_s, latency_s=disk.latency_s / hope)
     made = choose(total, start, candidates, compute, {**tiers, DISK: fast})
     if not made.stop:
         return None

@@ -23,8 +23,9 @@ SHIFT = 1.5
 LIMIT = 1e5
 """Largest factor between a parameter and its prior."""
 
-PRIOR_PER_TOKEN_S = 1e-4
-"""Prefill before the first step: 10,000 tokens/s, faster than most devices, so that in doubt the engine computes."""
+PREFILL_PRIOR = (1e-4, 3e-10)
+"""Seconds a token, and a key it attends to, before the first step: 10,000 tokens/s, faster than most devices, so that
+in doubt the engine computes. Attention of Gemma 3 27B costs 3.2e-6 of a token's other work per key; 270M is near."""
 HOST_PRIOR = TierRate(10e9, 2e-4)
 """Before the first copy from the host: PCIe 4 x16 at half its rate; host hits are loaded."""
 DISK_PRIOR = TierRate(0.5e9, 5e-3)
@@ -35,6 +36,13 @@ FADING_S = 30.0
 """After so long half of what loads slowed steps down by is believed still."""
 DOUBLING_S = 10.0
 """A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
+
+HOPE = 10.0
+"""How many times as fast as it seems a disk may turn out to be of which nothing is known: it is never read for long
+while it seems slow."""
+KNOWN, KNOWN_MOST = 64 << 20, 256 << 20
+"""Bytes read for requests with which a rate is known. They fade by half each DOUBLING_S, as many at most: after 40 s
+that a disk was not worth reading it may be faster again."""
 
 
 class PositiveSum:
@@ -78,17 +86,20 @@ class PrefillMeter:
     """Seconds per prefill token and per key attended to, of this engine with whatever else its steps do."""
 
     def __init__(self) -> None:
-        # Attention of Gemma 3 27B costs 3.2e-6 of a token's other work per key; 270M is near that as well.
-        self._fit = PositiveSum((PRIOR_PER_TOKEN_S, PRIOR_PER_TOKEN_S * 3e-6))
+        self._fit, self._whole = PositiveSum(PREFILL_PRIOR), False
 
     @property
     def observed(self) -> int:
         return self._fit.observed
 
-    def observe(self, slices: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored."""
-        if sum([count for _, count in slices if count > 1]) < MIN_TOKENS or not 0 < seconds < math.inf:
+    def observe(self, slices: Sequence[tuple[int, int]], seconds: float, whole: int = 0) -> None:
+        """One step: (start, count) of each sequence in it, and its wall time. Steps without prefill are ignored, and
+        those with fewer than `whole` tokens of it, which take as long with more, as soon as there was another."""
+        prefill = sum([count for _, count in slices if count > 1])
+        if prefill < MIN_TOKENS or not 0 < seconds < math.inf or (self._whole and prefill < whole):
             return
+        if prefill >= whole and not self._whole:  # what the others taught is no rate
+            self._fit, self._whole = PositiveSum(PREFILL_PRIOR), True
         tokens = sum(count for _, count in slices)
         keys = sum(count * (start + count / 2) for start, count in slices)
         self._fit.update((tokens, keys), seconds)
@@ -133,6 +144,7 @@ class TierMeter:
         self._fit = PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))
         self._best = prior.bytes_per_s
         self._read_at = 0.0
+        self._known = 0.0, 0.0  # bytes that were read for requests, fading since then
 
     @property
     def observed(self) -> int:
@@ -145,6 +157,20 @@ class TierMeter:
         self._read_at = now
         self._fit.update((1.0, count + queued), seconds)
         self._best = max(self._best, 1.0 / self._fit.p[1])
+
+    def read(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
+        """`observe` of what was read for a request: as it was needed, not as a probe reads."""
+        self._known = min(KNOWN_MOST, self._fresh(now) + count), now
+        self.observe(count, seconds, queued=queued, now=now)
+
+    def hope(self, now: float) -> float:
+        """How many times as fast as it seems the tier may be: HOPE where nobody has read of it for long, 1 while it is
+        known."""
+        return math.pow(HOPE, 1.0 - min(1.0, self._fresh(now) / KNOWN))
+
+    def _fresh(self, now: float) -> float:
+        known, at = self._known
+        return known * math.pow(0.5, max(0.0, now - at) / DOUBLING_S)
 
     def overdue(self, count: int, seconds: float, *, now: float) -> None:
         """The same batch is not done after `seconds`, or failed then: it counts only if it is later than expected.
