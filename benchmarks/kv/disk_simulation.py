@@ -52,7 +52,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.schedule.step_time import StepTime
+from wicore_trt.schedule.step_time import StepTime, load_of
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams
 
 CHECKPOINT = 4096
@@ -173,8 +173,9 @@ class Engine:
 
     def _learn(self, rated: float | None, *, knows: bool) -> None:
         for size in (2, 8, 20, 60) if knows else ():
-            self.scheduler.observe([(0, size * 128)], self.world.step_s([(0, size * 128)]))
-            self.scheduler.observe([(32_768, size * 128)], self.world.step_s([(32_768, size * 128)]))
+            for begin in (0, 32_768):
+                slices = [(begin, size * 128)]
+                self.scheduler.observe(load_of(slices), slices, self.world.step_s(slices))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
             self.loader.disk_probed(size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):

@@ -93,14 +93,14 @@ class HostSide(TritonExecutor):
         self.graphs, self.prompt_graphs = dict.fromkeys(BUCKETS, self.run), {}
         limits = StepLimits(BATCH_TOKENS, rows, context)
         self.block = StepBlock(limits, tuple(layout.num_pages), PAGE_TOKENS, BUCKETS[-1], self)  # type: ignore[arg-type]
-        self._hosts = [(self.staging((2, rows)), self.staging((0,))) for _ in range(2)]
+        self._hosts = [(found := self.staging((2, rows)), found.numpy(), self.staging((0,))) for _ in range(2)]
         results, logits = self.staging((2, rows)) + 7, torch.randn(rows, VOCAB)
-        results[1] = 0
+        results[1], self._tokens = 0, results[0]
         self.memory = SimpleNamespace(results=results, logits=logits)  # type: ignore[assignment]
         self.model = SimpleNamespace(segments=None)  # type: ignore[assignment]
         self._sampler, self._device_sampler = Sampler(), Drawing(rows)
         self._measured_layers = cycle([0])
-        self._steps, self._rows, self._asked = deque(), {}, ([], [])
+        self._steps, self._rows, self._asked = deque(), ([], []), ([], [])
         self._page_copies = Copies(layout, WINDOW, BATCH_TOKENS)
         self.copier = self._page_copies
         self._step_s, self._end = step_s, 0.0

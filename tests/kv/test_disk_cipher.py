@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -12,6 +11,7 @@ import pytest
 from disk_campaign import tag_of
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.disk.cipher import NONCE_BYTES, AesGcmPageCipher, _TenantKey, load_key_file

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from disk_store_helpers import SLOT, SPACE, content, make_page
+from msgspec import structs
 
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
 from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, Namespace, PageCipher, SlotFormat
@@ -47,12 +48,12 @@ def test_what_was_sealed_opens(cipher: PageCipher | None) -> None:
 def test_anything_else_that_is_asked_for_does_not_open(cipher: PageCipher | None) -> None:
     block, stored = sealed(cipher)
     other_pages = [
-        dataclasses.replace(PAGE, key=b"x" * 32),
-        dataclasses.replace(PAGE, group="global"),
-        dataclasses.replace(PAGE, index=5),
-        dataclasses.replace(PAGE, parent=None),
-        dataclasses.replace(PAGE, parent=bytes(32)),
-        dataclasses.replace(PAGE, tenant=b"x" * 16),
+        structs.replace(PAGE, key=b"x" * 32),
+        structs.replace(PAGE, group="global"),
+        structs.replace(PAGE, index=5),
+        structs.replace(PAGE, parent=None),
+        structs.replace(PAGE, parent=bytes(32)),
+        structs.replace(PAGE, tenant=b"x" * 16),
     ]
     asked = [(page, 1, 3, 9, 77) for page in other_pages]
     asked += [(PAGE, 0, 3, 9, 77), (PAGE, 1, 2, 9, 77), (PAGE, 1, 3, 8, 77), (PAGE, 1, 3, 9, 78)]

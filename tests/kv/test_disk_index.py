@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import random
 from collections import defaultdict
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from disk_store_helpers import RECORD_BYTES, SPACE, make_page
+from msgspec import structs
 
 from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
@@ -59,7 +59,7 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
             if kind < 0.05:
                 part = choose.randrange(parts)
             if kind > 0.97:
-                page = dataclasses.replace(page, index=page.index + 1)
+                page = structs.replace(page, index=page.index + 1)
             records[slot] = (page, part, parts, write_id)
     data = bytearray(64 * RECORD_BYTES)
     for slot, (page, part, parts, write_id) in records.items():

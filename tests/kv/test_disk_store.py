@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, wait_for
+from msgspec import structs
 
 from wicore_trt.kv.disk.cipher import AesGcmPageCipher
 from wicore_trt.kv.disk.files import Files, aligned_buffer
@@ -46,7 +47,7 @@ def test_only_the_page_that_was_written_is_read(tmp_path: Path) -> None:
     assert put(store, page, (3, 4), PARTS) is Outcome.OK
     for other, slots in [
         (make_page(2, "global"), (3, 4)),
-        (dataclasses.replace(page, index=9), (3, 4)),
+        (structs.replace(page, index=9), (3, 4)),
         (page, (4, 3)),
         (page, (3,)),
         (page, (3, 5)),

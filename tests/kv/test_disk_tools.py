@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_campaign import SLOT, Waiter, content, make_page, namespace, open_store, part_count, tag_of
 from disk_damage import Damage, Vandal
+from msgspec.structs import replace
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
 from wicore_trt.kv.disk.cipher import TAG_FAULT, AesGcmPageCipher

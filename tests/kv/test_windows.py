@@ -29,7 +29,8 @@ def test_windows_are_those_of_the_definition() -> None:
         start = random.randint(0, 40)
         stop = random.randint(start, 50)
         assert windows.before(points) == durable
-        assert windows.at_checkpoints(start, stop) & {*range(start, stop)} == at_checkpoints & {*range(start, stop)}
+        assert windows.before(points, start, stop) == durable & {*range(start, stop)}
+        assert windows.at_checkpoints(start, stop) == at_checkpoints & {*range(start, stop)}
         gone = {page for page in range(start, first(stop)) if page not in durable | at_checkpoints}
         assert windows.passing(start, stop, points) == gone
 

@@ -383,7 +383,7 @@ def test_a_token_is_committed_the_short_way_as_it_is_the_long_way(seed):
             pages = three[which]
             assert manager.reserve(pages, end + gap)
             try:
-                if number == 0 and count == 1 and finite and manager.commit_tokens([(pages, begin + gap)])[0]:
+                if number == 0 and count == 1 and finite and manager.commit_token(pages, begin + gap):
                     short += 1
                 else:
                     manager.commit(pages, lives[which], begin + gap, end + gap, which, finite=finite)

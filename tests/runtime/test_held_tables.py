@@ -225,7 +225,7 @@ def long_tables_leave_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = HeldTables.changes
 
     def narrower(held: HeldTables, *given: Any) -> Changes:
-        held._most[:] = 0
+        held._most = [0] * len(held._most)
         return changes(held, *given)
 
     monkeypatch.setattr(HeldTables, "changes", narrower)

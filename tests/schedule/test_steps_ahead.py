@@ -159,9 +159,9 @@ def test_a_sequence_that_loads_is_not_left_behind():
     (sequence,) = core.scheduler.running
     plan = core._flight.schedule
     assert core.scheduler.follow(plan) is not None
-    sequence.pages.load = object()
+    core.scheduler.loader = sequence.pages.load = object()
     assert core.scheduler.follow(plan) is None
-    sequence.pages.load = None
+    core.scheduler.loader = sequence.pages.load = None
     run(core)
 
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from wicore_trt.core.engine_stats import engine_stats
@@ -30,6 +30,7 @@ from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.progress import computed, decoded
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
+from wicore_trt.schedule.step_time import StepLoad, load_of
 from wicore_trt.types import (
     EngineStats,
     FinishReason,
@@ -101,7 +102,7 @@ class EngineCore(Core):
         return self.kv_events.of(self.scheduler.manager.names(tenant, "").tag)
 
     def load(self) -> tuple[Counter[str], Counter[str]]:
-        running = [s.request.tenant for s in self.scheduler.running if s.finish_reason is None]
+        running = [s.tenant for s in self.scheduler.running if s.finish_reason is None]
         return Counter(running), Counter(self.scheduler.waiting.counts())
 
     def validate(self, request: GenerateRequest) -> None:
@@ -267,7 +268,10 @@ class EngineCore(Core):
         seconds, self._landed = now - max(flight.started, self._landed), now
         self._step_seconds += seconds
         if not flight.again:
-            self.scheduler.observe([(s.start, len(s.token_ids)) for s in flight.batch.slices], seconds)
+            slices = flight.batch.slices
+            prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
+            load = load_of(prompts) if prompts else StepLoad(len(slices), sum([s.start for s in slices]))
+            self.scheduler.observe(load, prompts, seconds)
         outputs = self._taken(flight, result)
         for sequence in flight.ended:
             self._release(sequence)
@@ -275,13 +279,17 @@ class EngineCore(Core):
 
     def _taken(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
         """Take what a step brings to those sequences that did not end while it ran."""
-        failed, attention = result.failed, result.attention
-        tokens = {t.seq_id: t for t in result.tokens if t.seq_id not in failed}
-        manager, matchers = self.scheduler.manager, self._matchers
-        live = [(s, count, tokens.get(s.seq_id)) for s, count in flight.schedule.slices if s.finish_reason is None]
-        outputs, plain = list[TokenOutput](), 0
-        for (sequence, count, token), recorded in zip(live, decoded(manager, live), strict=True):
-            if not recorded:
+        failed, attention, plain = result.failed, result.attention, 0
+        manager, matchers, slices = self.scheduler.manager, self._matchers, flight.schedule.slices
+        tokens: list[SampledToken | None] = [*result.tokens]
+        if failed or [t.seq_id for t in result.tokens] != [s.seq_id for s, _ in slices]:  # else each has one
+            token_of = {t.seq_id: t for t in result.tokens if t.seq_id not in failed}
+            tokens = [token_of.get(s.seq_id) for s, _ in slices]
+        outputs: list[TokenOutput] = []
+        for (sequence, count), token in zip(slices, tokens, strict=True):
+            if sequence.finish_reason is not None:
+                continue
+            if token is None or count > 1 or not decoded(manager, sequence):
                 if sequence.seq_id in failed:
                     outputs.append(self._finish(sequence, FinishReason.ERROR, error=failed[sequence.seq_id]))
                     continue
@@ -292,32 +300,26 @@ class EngineCore(Core):
                     outputs.append(self._finish(sequence, FinishReason.ERROR, error=str(unwritten)))
                     continue
             if sequence.scoring:
-                start = sequence.computed - count
-                outputs.append(self._scored(sequence, start, result.prompt_logprobs.get(sequence.seq_id, [])))
+                found = result.prompt_logprobs.get(sequence.seq_id, [])
+                outputs.append(self._scored(sequence, sequence.computed - count, found))
             if token is not None:
-                found, known, prompt_len = token.token_id, sequence.tokens, sequence.prompt_len
+                new, known, prompt_len = token.token_id, sequence.tokens, sequence.prompt_len
                 length = len(known) + 1
-                ends = length >= sequence.longest or found in sequence.stop_ids
+                ends = length >= sequence.longest or new in sequence.stop_ids
                 if ends or length <= prompt_len + 1 or token.logprob is not None or matchers:
                     outputs.append(self._append(sequence, token))
                 else:  # nearly always; `_append` does all the rest
-                    known.append(found)
+                    known.append(new)
                     plain += 1
                     usage = Usage(prompt_len, length - prompt_len, sequence.cached or 0)
-                    name = sequence.request.request_id
-                    outputs.append(TokenOutput(name, sequence.index, (found,), (), None, None, usage))
+                    outputs.append(TokenOutput(sequence.request_id, sequence.index, (new,), (), None, None, usage))
             if attention and manager.attention is not None and sequence.seq_id in attention:
                 manager.attention.measured(sequence.pages.keys, attention[sequence.seq_id])
         self._counts["generated"] += plain
         return outputs
 
     def outlook(self) -> Outlook:
-        outlook = self.scheduler.outlook()
-        places = len(self.scheduler.running) + max(0, outlook.free)
-        begun = tuple(self._begun.values())
-        return replace(
-            outlook, turnover_s=self._turnover_s(places), begun=begun, now=self._clock(), hold_s=self._hold_s
-        )
+        return self.scheduler.outlook(tuple(self._begun.values()), self._hold_s, self._clock())
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.state is SequenceState.WAITING and sequence.cached is None
@@ -362,7 +364,7 @@ class EngineCore(Core):
         """`ahead`: the token to compute is the one after all that are known."""
         slices, matchers, unread = [], self._matchers, [UNREAD]
         for sequence, count in schedule.slices:
-            tokens, params = sequence.tokens, sequence.params
+            tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
             if sequence.begun is None:
                 self._begin(sequence)
             length, prompt_len = len(tokens), sequence.prompt_len
@@ -370,8 +372,8 @@ class EngineCore(Core):
             ids = unread if ahead else tokens[start : start + count]
             sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
-                sequence.seq_id, ids, start, sequence.pages.tables, sample, params, tokens, prompt_len, sequence.seed,
-                suppress_eos, sequence.stop_ids, None, (), sequence.pages.stamp,
+                sequence.seq_id, ids, start, pages.tables, sample, params, tokens, prompt_len, sequence.seed,
+                suppress_eos, sequence.stop_ids, None, (), pages.stamp,
             )  # fmt: skip
             if sequence.scoring:
                 piece.targets = tokens[start + 1 : min(start + count + 1, prompt_len)]
@@ -485,12 +487,9 @@ class EngineCore(Core):
                 self.executor.close()
 
     def stats(self) -> EngineStats:
-        return engine_stats(
-            self.scheduler,
-            self.executor.layout,
-            self._counts,
-            dict(self._finished),
-            uptime_s=self._clock() - self._started,
-            step_seconds=self._step_seconds,
-            running=len([s for s in self.scheduler.running if s.finish_reason is None]),
-        )
+        return self.told()()
+
+    def told(self) -> Callable[[], EngineStats]:
+        scheduler, times = self.scheduler, (self._clock() - self._started, self._step_seconds)
+        running = len([s for s in scheduler.running if s.finish_reason is None])
+        return engine_stats(scheduler, self.executor.layout, self._counts, self._finished, times, running)

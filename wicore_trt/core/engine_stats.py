@@ -6,7 +6,7 @@ tier.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
@@ -17,48 +17,44 @@ def engine_stats(
     scheduler: Scheduler,
     layout: KVLayout,
     counts: Mapping[str, int],
-    finished: dict[str, int],
-    *,
-    uptime_s: float,
-    step_seconds: float,
+    finished: Mapping[str, int],
+    times: tuple[float, float],
     running: int,
-) -> EngineStats:
-    """`counts` has "prompt", "cached" and "generated" tokens and "steps"; `finished` requests by reason."""
-    pools = tuple(
-        PoolStats(group, pool.num_pages, pool.used, pool.cached, layout.page_bytes[group])
-        for group, pool in scheduler.manager.pools.items()
-    )
-    return EngineStats(
-        uptime_s=uptime_s,
-        requests_running=running,
-        requests_waiting=len(scheduler.waiting),
-        requests_finished=finished,
-        prompt_tokens=counts["prompt"],
-        cached_prompt_tokens=counts["cached"],
-        generated_tokens=counts["generated"],
-        steps=counts["steps"],
-        step_seconds=step_seconds,
-        preemptions=scheduler.preemptions,
-        pools=pools,
-        kv=_kv_stats(scheduler, pools, layout.memory_bytes),
-    )
+) -> Callable[[], EngineStats]:
+    """`counts` has "prompt", "cached" and "generated" tokens and "steps"; `finished` requests by reason; `times` are
+    seconds, of which the latter were in steps. All is read now; what comes back puts it together, on any thread."""
+    manager, loader, counts, finished = scheduler.manager, scheduler.loader, dict(counts), dict(finished)
+    pools = [(name, pool.num_pages, pool.used, pool.cached, pool.evictions) for name, pool in manager.pools.items()]
+    waiting, preemptions, hit_tokens = len(scheduler.waiting), scheduler.preemptions, manager.hit_tokens
+    tiers = manager.tiers.stats() if manager.tiers is not None else ()
+    decisions = dict(loader.decisions) if loader is not None else {}
+    parked, resumed = (loader.parking.parked, loader.parking.resumed) if loader is not None else (0, 0)
+    events = manager.events.sequence
 
+    def made() -> EngineStats:
+        held = [(used + cached, used, layout.page_bytes[name]) for name, _, used, cached, _ in pools]
+        device = TierStats(
+            tier="device",
+            capacity_bytes=layout.memory_bytes,
+            used_bytes=sum(pages * size for pages, _, size in held),
+            pinned_bytes=sum(used * size for _, used, size in held),
+            pages={name: used + cached for name, _, used, cached, _ in pools},
+            hit_tokens=hit_tokens,
+            evictions={"capacity": sum(evictions for *_, evictions in pools)},
+        )
+        return EngineStats(
+            uptime_s=times[0],
+            requests_running=running,
+            requests_waiting=waiting,
+            requests_finished=finished,
+            prompt_tokens=counts.get("prompt", 0),
+            cached_prompt_tokens=counts.get("cached", 0),
+            generated_tokens=counts.get("generated", 0),
+            steps=counts.get("steps", 0),
+            step_seconds=times[1],
+            preemptions=preemptions,
+            pools=tuple(PoolStats(*pool[:4], layout.page_bytes[pool[0]]) for pool in pools),
+            kv=KVStats((device, *tiers), decisions, parked, resumed, events),
+        )
 
-def _kv_stats(scheduler: Scheduler, pools: tuple[PoolStats, ...], capacity_bytes: int) -> KVStats:
-    manager, loader = scheduler.manager, scheduler.loader
-    device = TierStats(
-        tier="device",
-        capacity_bytes=capacity_bytes,
-        used_bytes=sum((pool.used_pages + pool.cached_pages) * pool.page_bytes for pool in pools),
-        pinned_bytes=sum(pool.used_pages * pool.page_bytes for pool in pools),
-        pages={pool.group: pool.used_pages + pool.cached_pages for pool in pools},
-        hit_tokens=manager.hit_tokens,
-        evictions={"capacity": sum(pool.evictions for pool in manager.pools.values())},
-    )
-    return KVStats(
-        tiers=(device, *(manager.tiers.stats() if manager.tiers is not None else ())),
-        decisions=dict(loader.decisions) if loader is not None else {},
-        parked=loader.parking.parked if loader is not None else 0,
-        resumed=loader.parking.resumed if loader is not None else 0,
-        event_sequence=manager.events.sequence,
-    )
+    return made

@@ -62,8 +62,7 @@ class Core(ABC):
         self._begun: dict[int, float] = {}  # when sequences had their first step, by identity, in order
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
+        self._counts, self._finished = Counter[str](), Counter[str]()
 
     @property
     @abstractmethod
@@ -133,6 +132,11 @@ class Core(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
+
+    def told(self) -> Callable[[], EngineStats]:
+        """The same, put together when somebody asks, on any thread."""
+        stats = self.stats()
+        return lambda: stats
 
     @abstractmethod
     def close(self) -> None:
@@ -229,20 +233,18 @@ class EngineLoop:
         self._looked, self.looks = looked, 0
         self._sink = sink
         self._max_waiting = max_waiting
-        self._wake = threading.Condition()
+        self._wake, self._ended = threading.Condition(), threading.Event()
         self._inbox: list[GenerateRequest | TokenOutput | Abort] = []  # in order: an abort follows its request
         self._newcomers, self._taken = Newcomers(), Newcomers()  # in the inbox, and taken from it since the last look
         self._preparing: dict[str, tuple[GenerateRequest, list[Abort]]] = {}  # and the aborts that came meanwhile
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
         self._live: set[str] = set()
-        self._waiting: Counter[str] = Counter()  # sequences in the engine's queue, by tenant
-        self._running: Counter[str] = Counter()
+        self._waiting, self._running = Counter[str](), Counter[str]()  # sequences in the engine's queue, by tenant
         self._open = True
         self._dead: str | None = None
-        self._ended = threading.Event()
         self._turns, self._rests = 0, True
-        self._stats, self._stats_time = core.stats(), time.monotonic()
+        self._stats, self._stats_time = core.told(), time.monotonic()
         self._outlook = core.outlook()
         self._thread = _DeepThread(target=self._run, name="wicore-engine", daemon=True)
 
@@ -380,10 +382,10 @@ class EngineLoop:
         """Counters as of the last step; uptime and the number of waiting sequences as of now. Of one tenant: the
         uptime, and its sequences that run and that wait."""
         with self._wake:
-            uptime_s = self._stats.uptime_s + time.monotonic() - self._stats_time
+            stats = self._stats()
+            uptime_s = stats.uptime_s + time.monotonic() - self._stats_time
             if tenant is None:
-                waiting = self._queued().total()
-                return replace(self._stats, uptime_s=uptime_s, requests_waiting=waiting)
+                return replace(stats, uptime_s=uptime_s, requests_waiting=self._queued().total())
             waiting = self._queued()[tenant]
             return EngineStats(uptime_s, self._running[tenant], waiting, {}, 0, 0, 0)
 
@@ -414,9 +416,7 @@ class EngineLoop:
         with self._wake:
             preparing, self._preparing = self._preparing, {}
         return [
-            TokenOutput(
-                name, i, (), finish_reason=FinishReason.CANCELLED, usage=Usage(len(request.prompt_token_ids), 0)
-            )
+            TokenOutput(name, i, (), (), FinishReason.CANCELLED, None, Usage(len(request.prompt_token_ids), 0))
             for name, (request, _) in preparing.items()
             for i in range(request.params.n)
         ]
@@ -430,10 +430,11 @@ class EngineLoop:
                 self._wake.wait(timeout_s)
                 self._turns, self._rests = self._turns + 1, False
                 self._look()
-            inbox, self._inbox = self._inbox, []
-            self._waiting += self._newcomers.counts()
-            self._newcomers, self._taken = self._taken, self._newcomers
-            keep_on = self._open
+            keep_on, inbox = self._open, self._inbox
+            if inbox:  # else there are no newcomers
+                self._inbox = []
+                self._waiting += self._newcomers.counts()
+                self._newcomers, self._taken = self._taken, self._newcomers
         outputs = []
         for item in inbox:
             if isinstance(item, GenerateRequest):
@@ -457,7 +458,7 @@ class EngineLoop:
     def _look(self) -> None:
         """Note the engine's present state for other threads; with the lock held."""
         self._running, self._waiting = self._core.load()
-        self._stats, self._stats_time = self._core.stats(), time.monotonic()
+        self._stats, self._stats_time = self._core.told(), time.monotonic()
         self._outlook = self._core.outlook()
         self._taken.clear()
         self.looks += 1
@@ -465,8 +466,8 @@ class EngineLoop:
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         with self._wake:
-            for output in outputs:
-                if output.finish_reason is not None and not self._core.is_live(output.request_id):
+            for output in [output for output in outputs if output.finish_reason is not None]:
+                if not self._core.is_live(output.request_id):
                     self._live.discard(output.request_id)
             self._look()
         if outputs:

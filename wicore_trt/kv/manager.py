@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 from wicore_trt.arithmetic import div_ceil, first_visible_page
@@ -87,14 +87,13 @@ class KVCacheManager:
         self.page_tokens = chain.page_tokens
         self._window_pages = div_ceil(window - 1, chain.page_tokens)
         self._chain = chain
+        first_of_window = cache(lambda n: self.first_visible_page(n * self.page_tokens))
         self.memory = Memory(self.pools)
         if slabs is not None and policy is not None:
-            self.memory = SharedMemory(
-                slabs, self.pools, policy, lambda n: self.first_visible_page(n * self.page_tokens)
-            )
+            self.memory = SharedMemory(slabs, self.pools, policy, first_of_window)
         self._prefix_cache = options.prefix_cache
         checkpoint = max(1, options.checkpoint_tokens // chain.page_tokens)
-        self._windows = Windows(lambda n: self.first_visible_page(n * self.page_tokens), checkpoint)
+        self._windows = Windows(first_of_window, checkpoint)
         self._computing: dict[bytes, int] = {}
         self.expected = Expected()
         self.failures = 0
@@ -238,16 +237,12 @@ class KVCacheManager:
 
     def reserve_all(self, wanted: Iterable[tuple[SequencePages, int]]) -> bool:
         """`reserve` of (pages, tokens) of several sequences at once. False, and no change, when not all have room."""
-        lacking: dict[str, list[tuple[SequencePages, int]]] = {group: [] for group in self.pools}
-        for pages, tokens in wanted:
-            for group, short in lacking.items():
-                short.append((pages, max(0, self.pages_for(tokens) - len(pages.tables[group]))))
-        return self._extend(lacking)
+        counts = [(pages, self.pages_for(tokens)) for pages, tokens in wanted]
+        return self._extend({g: [(p, max(0, count - len(p.tables[g]))) for p, count in counts] for g in self.pools})
 
     def _extend(self, lacking: dict[str, list[tuple[SequencePages, int]]], spare: int = 0) -> bool:
         """Put so many slots more at the end of each one's table of a group, or of none: False."""
-        need = {group: sum(count for _, count in short) for group, short in lacking.items()}
-        need = {group: count for group, count in need.items() if count}
+        need = {group: count for group, short in lacking.items() if (count := sum([count for _, count in short]))}
         if spare and not self.memory.fits({group: count + spare for group, count in need.items()}):
             return False
         found = self.memory.allocate(need)
@@ -282,18 +277,21 @@ class KVCacheManager:
         # what a request that starts at the last full page looks at stays, not only what the next token does
         self.slide(pages, full * self.page_tokens)
 
-    def commit_tokens(self, rows: Iterable[tuple[SequencePages, int]]) -> list[bool]:
-        """`commit` of one position of each of these by a step with finite logits, where nearly nothing is to be done:
-        the token fills no page, and what came before it is published and trusted. False where `commit` is to be
-        called, and for a position of -1."""
-        size, failures, wrote, done = self.page_tokens, self.failures, self.memory.wrote_token, []
-        for pages, position in rows:
-            index, place = position // size, position % size
-            plain = index == pages.published == pages.trusted and place + 1 < size and not pages.left
-            if plain := plain and pages.load is None and wrote(pages.tables, index, place):
-                pages.failures = failures
-            done.append(plain)
-        return done
+    def commit_token(self, pages: SequencePages, position: int) -> bool:
+        """`commit` of one position by a step with finite logits, where nearly nothing is to be done: the token fills no
+        page, and what came before it is published and trusted. False where `commit` is to be called."""
+        size = self.page_tokens
+        index, place = position // size, position % size
+        if not index == pages.published == pages.trusted or place + 1 == size or pages.left or pages.load is not None:
+            return False
+        tables = pages.tables
+        for group, written in self.memory.written:
+            slot = tables[group][index]
+            if slot < 0 or written[slot] != place:
+                return False
+            written[slot] = place + 1
+        pages.failures = self.failures
+        return True
 
     def _publish_computed(self, pages: SequencePages, full: int) -> None:
         """Make the first `full` pages findable but for local ones that slide out now, before anybody could find them.
@@ -325,10 +323,7 @@ class KVCacheManager:
             table = pages.tables[group]
             for i in range(pages.trusted, pages.published):
                 slot = table[i]
-                if slot < 0 or pool.page(slot) is None:
-                    continue
-                pool.trust(slot)
-                if low:
+                if slot < 0 or not pool.trust(slot) or low:
                     continue
                 if i < pages.attached:
                     self._copies.used_again(group, slot)
@@ -359,8 +354,8 @@ class KVCacheManager:
 
     def _leave(self, pages: SequencePages, start: int, stop: int) -> None:
         """Take the local pages [start, stop) out of the table, last one first."""
-        table, pool = pages.tables[LOCAL], self.pools[LOCAL]
-        durable, checkpoints = self._windows.before(pages.resume_points), self._windows.at_checkpoints(start, stop)
+        table, pool, windows = pages.tables[LOCAL], self.pools[LOCAL], self._windows
+        durable, checkpoints = windows.before(pages.resume_points, start, stop), windows.at_checkpoints(start, stop)
         gone: dict[int, int] = {}
         for i in range(stop - 1, start - 1, -1):
             if table[i] < 0:

@@ -18,7 +18,8 @@ class Memory:
 
     def __init__(self, pools: Mapping[str, PagePool]) -> None:
         self._pools, self._page_tokens = pools, next(iter(pools.values())).page_tokens
-        self._written = [(group, pool.written) for group, pool in pools.items()]
+        self.written = [(group, pool.written) for group, pool in pools.items()]
+        """How many tokens of the page in a slot are written, by group and slot."""
 
     @property
     def room(self) -> list[int]:
@@ -49,15 +50,6 @@ class Memory:
             for group, pool in self._pools.items():
                 if (slot := tables[group][i]) >= 0:
                     pool.wrote(slot, start, stop)
-
-    def wrote_token(self, tables: Mapping[str, array[int]], index: int, place: int) -> bool:
-        """`wrote` of one token of page `index`, where it is the next one in each group: False, and `wrote` decides."""
-        for group, written in self._written:
-            slot = tables[group][index]
-            if slot < 0 or written[slot] != place:
-                return False
-            written[slot] = place + 1
-        return True
 
     def start_afresh(self) -> bool:
         """Have all cached pages leave, when a sequence that has the memory alone gets no slots because the pages that

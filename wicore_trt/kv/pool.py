@@ -143,9 +143,12 @@ class PagePool:
         if not self.full(slot):
             raise UnwrittenPageError(f"Page {index} was to be published with {self.written[slot]} tokens written.")
 
-    def trust(self, slot: int) -> None:
-        """A step that read this page had finite logits."""
+    def trust(self, slot: int) -> bool:
+        """A step that read this page had finite logits. Whether it is published, without which nothing changes."""
+        if self._page_of[slot] is None:
+            return False
         self._trusted[slot] = 1
+        return True
 
     def trusted(self, slot: int) -> bool:
         """Whether any step that read this page had finite logits, since it came into its slot."""
@@ -172,7 +175,7 @@ class PagePool:
             assert references[slot] > 0, "only a used page can be published"
             if written[slot] != full:
                 self.check_full(slot, page.index)
-        found = dict[int, Page]()
+        found: dict[int, Page] = {}
         for slot, page in zip(slots, pages, strict=True):
             if page.key in self._slot_of or self._page_of[slot] is not None:
                 continue
@@ -185,9 +188,9 @@ class PagePool:
     @staticmethod
     def _enter(policy: ChainPolicy, pages: Sequence[Page]) -> None:
         """Tell the policy of pages that came in and are used, run by run of a chain."""
-        begun, keys = 0, [page.key for page in pages]
-        for i, page in enumerate(pages):
-            if i + 1 == len(pages) or pages[i + 1].parent != page.key:
+        begun, keys, last = 0, [page.key for page in pages], len(pages) - 1
+        for i, key in enumerate(keys):
+            if i == last or pages[i + 1].parent != key:
                 policy.add(keys[begun : i + 1], pages[begun].parent)
                 begun = i + 1
         policy.pin(keys)
@@ -195,7 +198,7 @@ class PagePool:
     def release(self, slots: Iterable[int], *, keep: bool = True, spare: bool = False) -> None:
         """Drop one reference of each slot, in order. A slot nobody uses becomes cached if it was published and
         `keep` is set, else free; a `spare` one leaves first. Callers pass a chain's tail first."""
-        cached, unpinned = self._spare if spare else self._cached, list[bytes]()
+        cached, unpinned = self._spare if spare else self._cached, []
         for slot in slots:
             assert self._references[slot] > 0, f"slot {slot} released twice"
             self._references[slot] -= 1

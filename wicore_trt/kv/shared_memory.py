@@ -99,7 +99,7 @@ class SharedMemory(Memory):
         while self.slabs.free(group) < count:
             if not self._evict_next():
                 raise AssertionError("slots were promised that are not there")
-        room = self.slabs.room.slabs - leave
+        room = self.slabs.unused - leave
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)
 

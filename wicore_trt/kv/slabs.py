@@ -71,9 +71,14 @@ class Slabs:
         return self._beside[group]
 
     @property
+    def unused(self) -> int:
+        """Slabs without a used page."""
+        return self.count - sum(self._pinned.values())
+
+    @property
     def room(self) -> Room:
         beside = tuple(self.pages[g] * self._pinned[g] - self._slots_used[g] for g in self.pages)
-        return Room(self.count - sum(self._pinned.values()), beside)
+        return Room(self.unused, beside)
 
     def available(self, group: str) -> int:
         """Slots that a group could have alone, when all that is cached leaves."""
@@ -87,7 +92,7 @@ class Slabs:
 
     def fits(self, need: Mapping[str, int]) -> bool:
         """Whether all groups can have so many slots more at the same time."""
-        return sum(self.needed(group, count) for group, count in need.items()) <= self.room.slabs
+        return sum([self.needed(group, count) for group, count in need.items()]) <= self.unused
 
     def would_pin(self, group: str, count: int) -> int:
         """Slabs without a used page that `take` would use."""

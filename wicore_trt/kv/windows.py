@@ -18,15 +18,17 @@ class Windows:
     def __init__(self, first_visible: Callable[[int], int], checkpoint: int) -> None:
         self._first_visible, self._checkpoint = first_visible, checkpoint
 
-    def before(self, points: Iterable[int]) -> set[int]:
-        """Pages in the windows before these points."""
-        return {i for n in points for i in range(self._first_visible(n), n)}
+    def before(self, points: Iterable[int], start: int = 0, stop: int | None = None) -> set[int]:
+        """Pages in the windows before these points, of [start, stop) where that is given."""
+        ends = [(n, n if stop is None else min(n, stop)) for n in points if n > start]
+        return {i for n, end in ends for i in range(max(start, self._first_visible(n)), end)}
 
     def at_checkpoints(self, start: int, stop: int) -> set[int]:
-        """Of the pages [start, stop), and perhaps of others, those in the window before their next checkpoint."""
-        size, found = self._checkpoint, set[int]()
+        """Of the pages [start, stop) those in the window before their next checkpoint."""
+        size = self._checkpoint
+        found: set[int] = set()
         for end in range(div_ceil(start + 1, size) * size, stop + size, size):
-            found.update(range(max(self._first_visible(end), end - size), end))
+            found.update(range(max(self._first_visible(end), end - size, start), min(end, stop)))
         return found
 
     def passing(self, start: int, count: int, points: Iterable[int]) -> set[int]:
@@ -34,4 +36,4 @@ class Windows:
         stop = self._first_visible(count)
         if stop <= start:
             return set()
-        return set(range(start, stop)) - self.before(points) - self.at_checkpoints(start, stop)
+        return set(range(start, stop)) - self.before(points, start, stop) - self.at_checkpoints(start, stop)

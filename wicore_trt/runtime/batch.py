@@ -60,10 +60,10 @@ class StepBatch:
 
     slices: list[SequenceSlice]
     measure_attention: bool = False
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum([len(s.token_ids) for s in self.slices])
+    def __post_init__(self) -> None:
+        self.num_tokens = sum([len(s.token_ids) for s in self.slices])
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

@@ -5,8 +5,6 @@ It must not know what was sampled. Invariant: `Sequence.computed` tokens are in 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.schedule.sequence import Sequence
 
@@ -19,13 +17,11 @@ def computed(manager: KVCacheManager, sequence: Sequence, count: int, *, finite:
     manager.commit(sequence.pages, sequence.tokens, begin, end, sequence.seq_id, finite=finite)
 
 
-def decoded(manager: KVCacheManager, slices: Collection[tuple[Sequence, int, object]]) -> list[bool]:
-    """`computed` of those of a step's slices where nearly nothing is to be done, which are nearly all: of one token,
-    and with what was sampled from finite logits (else None). Whether it was done, for each."""
-    rows = [(s.pages, s.computed if count == 1 and token is not None else -1) for s, count, token in slices]
-    done = manager.commit_tokens(rows)
-    for (sequence, _, _), recorded in zip(slices, done, strict=True):
-        if recorded:
-            sequence.computed += 1
-            sequence.ran += 1
-    return done
+def decoded(manager: KVCacheManager, sequence: Sequence) -> bool:
+    """`computed` of one token with finite logits, where nearly nothing is to be done. False where `computed` is to be
+    called."""
+    if not manager.commit_token(sequence.pages, sequence.computed):
+        return False
+    sequence.computed += 1
+    sequence.ran += 1
+    return True

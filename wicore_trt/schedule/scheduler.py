@@ -26,7 +26,7 @@ from wicore_trt.schedule.estimates import learn, lower_cost, prompt_cost, raise_
 from wicore_trt.schedule.outlook import Outlook
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
-from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
+from wicore_trt.schedule.step_time import StepLoad, StepTime
 from wicore_trt.schedule.turns import Turns
 from wicore_trt.types import FinishReason
 
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def loading(self) -> bool:
         """Whether a running sequence waits for pages from lower tiers."""
-        return len([s for s in self.running if s.pages.load is not None]) > 0
+        return self.loader is not None and len([s for s in self.running if s.pages.load is not None]) > 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
@@ -113,24 +113,26 @@ class Scheduler:
         rate = self.prefill.rate(slice_tokens=self.slice_tokens)
         return prompt_cost(sequence, self.step_time, self.manager, self.loader, rate)
 
-    def observe(self, slices: list[tuple[int, int]], seconds: float) -> None:
-        """A step that computed (start, count) tokens of each sequence took so long."""
-        learn(self.prefill, self.loader, slices, seconds, self.slice_tokens)
+    def observe(self, load: StepLoad, slices: list[tuple[int, int]], seconds: float) -> None:
+        """A step took so long that computed (start, count) tokens of each sequence; [] where all counts are one."""
+        if slices:
+            learn(self.prefill, self.loader, slices, seconds, self.slice_tokens)
         if self.step_time is not None:
-            self.step_time.observe(load_of(slices), seconds)
+            self.step_time.observe(load, seconds)
 
-    def outlook(self) -> Outlook:
-        """What a newcomer finds before it."""
+    def outlook(self, begun: tuple[float, ...] = (), hold_s: float = 0.0, now: float = 0.0) -> Outlook:
+        """What a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
         blocked, queued, time = bool(self.running) and self._blocked(), self.waiting.waiting(), self.step_time
         free = 0 if blocked else self.max_sequences - len(self.running)
+        places = hold_s / max(1, len(self.running) + max(0, free)), begun, hold_s, now
         if time is None:
-            return Outlook(queued=queued, free=free)
+            return Outlook((), queued, 1.0, 0.0, free, *places)
         prompts = [
             (s.request.tenant, order_key(s)[0], time.prompt_s(s.computed, s.remaining))
             for s in self.running
             if len(s.tokens) - s.computed > 1 and s.pages.load is None
         ]
-        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free)
+        return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *places)
 
     def _prefetch(self, sequence: Sequence) -> None:
         if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
@@ -229,13 +231,11 @@ class Scheduler:
         self.manager.before_step()
         decoding = [s for s, n in schedule.slices if s.finish_reason is None and n == len(s.tokens) - s.computed]
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
-        if len(decoding) < len([s for s in self.running if s.finish_reason is None]):
+        live = len([s for s in self.running if s.finish_reason is None])
+        if len(decoding) < live or not 0 < len(following) <= self.max_batch_tokens:
             return None
-        if len(self.waiting) and not (len(following) == len(self.running) and self._blocked()):
-            return None
-        if self._in_the_way() is not None:
-            return None
-        if not following or len(following) > self.max_batch_tokens:
+        everybody = len(following) == len(self.running)
+        if len(self.waiting) and not (everybody and self._blocked() and self._in_the_way() is None):
             return None
         size = self.manager.page_tokens  # the next token of those whose last page is full has no page yet
         short = [(s.pages, len(s.tokens) + 1) for s in following if not len(s.tokens) % size]

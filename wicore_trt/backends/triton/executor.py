@@ -105,7 +105,7 @@ class SubmittedStep:
     slices: list[SequenceSlice]
     rows: list[int]
     left: list[int]
-    results: torch.Tensor
+    results: np.ndarray
     wait: Callable[[], None]
     measured: Measured | None
 
@@ -155,10 +155,10 @@ class TritonExecutor:
             self.memory = StepMemory(shape, table, limits, device.empty, invariant=invariant, spare_queries=spare)
             groups, padded = tuple(self.layout.num_pages), limits.rows if graphs else 0
             self.block = StepBlock(limits, groups, self.layout.page_tokens, padded, device)
-            # Of each step under way: results, and masses.
-            self._hosts = [
-                (device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)
-            ]
+            # Of each step under way: results, as they come and as they are read, and masses.
+            hosts = [(device.staging((2, limits.rows)), device.staging(self.memory.masses.shape)) for _ in range(2)]
+            self._hosts = [(results, results.numpy(), masses) for results, masses in hosts]
+            self._tokens = self.memory.results[0]
             self.model = TritonModel(
                 loading.shape,
                 loading.table,
@@ -177,8 +177,8 @@ class TritonExecutor:
         self._measurable = self.spec.layers_of(GLOBAL) if loading.table.entries(PAGE_MASSES) else ()
         self._measured_layers = cycle(self._measurable)
         self._steps: deque[SubmittedStep] = deque()
-        self._rows: dict[int, int] = {}
-        """Of the last step: row of the logits by seq_id."""
+        self._rows: tuple[list[int], list[int]] = ([], [])
+        """Of the last step: seq_ids, and the row of the logits of each."""
         self._asked: tuple[list[SamplingParams | None], list[str]] = ([], [])
         """Of the last step: parameters, and who chooses by them."""
         if measured:
@@ -240,25 +240,20 @@ class TritonExecutor:
     def _begin(self, batch: StepBatch) -> None:
         """Put all of a step on the stream."""
         slices = [batch.slices[i] for i in self.block.order(batch.slices)]
-        moved, ways = StepBatch(slices), self._ways(slices)
+        ways = self._ways(slices)
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
-            self._page_copies.begin_step(moved)
+            self._page_copies.begin_step(batch)
             rows, places = self._enqueue(slices, ways, layer)
-            self._rows = dict(zip([s.seq_id for s in slices], rows, strict=True))
-            results, masses = self._hosts[1]  # not those of the last step, which may be under way
+            self._rows = [s.seq_id for s in slices], rows
+            results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
             measured = None if layer is None else self._fetch(slices, places, masses)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
-            step = SubmittedStep(
-                sampled,
-                self.rows_of(sampled),
-                [n for n, s in enumerate(sampled) if s.seq_id in left] if left else [],
-                results,
-                self.device.record(),
-                measured,
-            )
+            hosts = [n for n, s in enumerate(sampled) if s.seq_id in left] if left else []
+            rows = rows if sampled == slices else self.rows_of(sampled)
+            step = SubmittedStep(sampled, rows, hosts, found, self.device.record(), measured)
             if (large := self.model.segments) and batch.num_tokens >= large.segments.least:
                 large.ready(self.memory.q)  # for this thread, beside its first large step
         # Behind all that may raise: of a step that was not submitted nobody collects anything.
@@ -269,8 +264,7 @@ class TritonExecutor:
         """Wait for the oldest step under way. This is where the host waits for the device."""
         step = self._steps.popleft()
         step.wait()
-        with self.device.active(), torch.inference_mode():
-            result = self._chosen(step)
+        result = self._chosen(step)
         return result if step.measured is None else replace(result, attention=step.measured.finite())
 
     def leads(self, batch: StepBatch) -> bool:
@@ -279,7 +273,10 @@ class TritonExecutor:
 
     def rows_of(self, slices: Sequence[SequenceSlice]) -> list[int]:
         """Rows of `memory.logits` that the last step has for sampled slices of it."""
-        return [self._rows[s.seq_id] for s in slices]
+        (seq_ids, rows), wanted = self._rows, [s.seq_id for s in slices]
+        if wanted == seq_ids:  # nearly always
+            return rows
+        return [*map(dict(zip(seq_ids, rows, strict=True)).__getitem__, wanted)]
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -305,7 +302,7 @@ class TritonExecutor:
         singles = waiting = tokens.count([UNREAD])
         if waiting:
             assert waiting == len(slices), "tokens are read, or they are not"
-            unread = Unread(self.memory.results[0], self.rows_of(slices))
+            unread = Unread(self._tokens, self.rows_of(slices))
         else:
             singles = [*map(len, tokens)].count(1)
         padded = self._graph(slices, singles)
@@ -376,7 +373,9 @@ class TritonExecutor:
         """The tokens of a step that is over."""
         slices, rows, left = step.slices, step.rows, step.left
         assert not (left and self._steps), "a step was started whose tokens the host has yet to choose"
-        tokens, status = step.results.numpy().take(rows, axis=1).tolist()
+        tokens, status = step.results.tolist()
+        if rows != [*range(len(tokens))]:
+            tokens, status = [tokens[row] for row in rows], [status[row] for row in rows]
         if not left and not any(status):
             return StepResult([SampledToken(s.seq_id, token) for s, token in zip(slices, tokens, strict=True)])
         hosts = self._on_host([slices[n] for n in left], [rows[n] for n in left]) if left else StepResult([])
@@ -392,10 +391,11 @@ class TritonExecutor:
     def _on_host(self, slices: Sequence[SequenceSlice], rows: Sequence[int]) -> StepResult:
         """Sample what the device did not."""
         logits, cap = self.memory.logits, self.spec.final_logit_softcapping
-        logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
-        if cap is not None:  # it must not hide an infinite logit
-            logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
-        return self._sampler.sample(logits, slices)
+        with self.device.active(), torch.inference_mode():
+            logits = logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
+            if cap is not None:  # it must not hide an infinite logit
+                logits = torch.where(logits.isposinf(), torch.nan, torch.tanh(logits / cap) * cap)
+            return self._sampler.sample(logits, slices)
 
     def _prepare(self, *, sizing: bool = False) -> None:
         """Run the largest steps once, so that every library has its workspace and every kernel is loaded, and record

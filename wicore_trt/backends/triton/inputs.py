@@ -7,8 +7,11 @@ nobody, token -1, position -1, length 0, pages -1, and chunks of no tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import lt
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,16 @@ from wicore_trt.backends.triton.ops import StepArrays
 from wicore_trt.backends.triton.segments import LongSlice
 from wicore_trt.backends.triton.table import PROMPT_BUCKETS, PROMPT_CHUNKS
 from wicore_trt.backends.triton.tables import Changes, HeldTables
-from wicore_trt.runtime.batch import UNREAD, SequenceSlice
+from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
 from wicore_trt.runtime.step_inputs import StepInputs
 
 ALIGNMENT = 4  # int32s: 16 bytes
+SENT = 1024
+"""The block is sent in parts of so many int32s, so that there are few tensors that stand for what is sent."""
+
+CHANGED = 64
+"""So many tensors that stand for changes of tables are kept."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,18 @@ class Unread:
     rows: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Of padded steps of one size: a `blank` block, all of whose rows are of nobody, the arrays in each of the host's
+    two blocks, and where they begin and end."""
+
+    blank: np.ndarray
+    arrays: Sequence[Mapping[str, np.ndarray]]
+    offsets: Mapping[str, int]
+    end: int
+
+
+@cache
 def decode_size(rows: int) -> StepSizes:
     """A padded step of sequences with one token each."""
     return StepSizes(rows, rows, rows, 0, 0)
@@ -111,15 +131,22 @@ class StepBlock:
         largest = StepSizes(tokens, max(limits.rows, padded), tokens, tokens, 0)
         tables = max(limits.rows, padded) * (len(groups) * pages + 2) + len(groups) * ALIGNMENT + ALIGNMENT
         self._hosts = [device.staging((largest.offsets(groups)[1] + tables,)) for _ in range(2)]
+        self._turn, self._host = 0, [host.numpy() for host in self._hosts]
         self._block = device.empty(tuple(self._hosts[0].shape), torch.int32)
-        self._held = HeldTables(self._groups, padded, pages, device)
+        self._held = HeldTables(self._groups, padded, pages, page_tokens, device)
+        self._paddings: dict[StepSizes, Padding] = {}
+        self._sent: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        self._reads: tuple[tuple[int, int, int], Sequence[torch.Tensor]] | None = None
+        self._changed: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def upload(self, inputs: StepInputs, singles: int, unread: Unread | None = None) -> StepArrays:
         """A step as it is; its first `singles` slices have one token. Nothing waits."""
         lengths = inputs.cu_seqlens.diff().numpy()
         pages = next(iter(inputs.page_tables.values())).shape[1]
         shape = StepSizes(len(inputs.token_ids), len(inputs.sample_rows), singles, len(lengths) - singles, pages)
-        arrays, offsets = self._fill(shape)
+        offsets, end = shape.offsets(self._groups)
+        assert end <= len(self._block), "the step is larger than the executor's limits"
+        arrays = self._views(self._next_host(), shape, offsets)
         starts = inputs.cu_seqlens.numpy()
         arrays["token_ids"][:] = inputs.token_ids.numpy()
         arrays["positions"][:] = inputs.positions.numpy()
@@ -131,10 +158,10 @@ class StepBlock:
         for group in self._groups:
             arrays[group][:] = inputs.page_tables[group].numpy().ravel()
         arrays["sources"][:] = 0 if unread is None else unread.rows
-        self._send(offsets[1])
-        self._read(unread, offsets[0])
-        base, at = self._block.data_ptr(), offsets[0]
-        step = self._arrays(shape, at, {g: (base + 4 * at[g], shape.pages) for g in self._groups})
+        self._send(end)
+        self._read(unread, offsets)
+        base = self._block.data_ptr()
+        step = self._arrays(shape, offsets, {g: (base + 4 * offsets[g], shape.pages) for g in self._groups})
         rows = starts[singles:-1] - starts[singles]
         places = zip(rows, lengths[singles:], arrays["first_positions"], range(shape.chunks), strict=True)
         return replace(step, slices=tuple(LongSlice(*map(int, place)) for place in places))
@@ -149,50 +176,48 @@ class StepBlock:
         """A step whose first slices have one token, padded for the graph of `padded(size)`: behind those, and behind
         the tokens of the others. Rows of logits are those of the singles, then of the chunks; a chunk's are its last
         token's. The pools have `num_pages`."""
-        arrays, (offsets, end) = self._fill(size)
-        singles, begin = len(slices) if not size.chunks else [len(s.token_ids) for s in slices].count(1), size.singles
-        alone, chunks, starts = slices[:singles], slices[singles:], np.array([s.start for s in slices], np.int32)
-        assert starts.min() >= 0, "a step has slices"
-        tokens, positions = arrays["token_ids"], arrays["positions"]
-        tokens[singles:] = positions[singles:] = -1
-        tokens[:singles] = UNREAD if unread is not None else [s.token_ids[0] for s in alone]
-        positions[:singles] = starts[:singles]
-        arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin, dtype=np.int32)
-        arrays["kv_lengths"][:] = positions[:begin] + 1
-        arrays["sources"][:singles] = 0 if unread is None else unread.rows
-        arrays["cu_seqlens"][:] = 0
+        host, padding = self._next_host(), self._padding(size)
+        arrays, begin = padding.arrays[self._turn], size.singles
+        singles = [len(s.token_ids) for s in slices].count(1) if size.chunks else len(slices)
+        alone, chunks, positions = slices[:singles], slices[singles:], arrays["positions"]
+        host[: padding.end] = padding.blank
+        if unread is None:
+            arrays["token_ids"][:singles] = [s.token_ids[0] for s in alone]
+        else:
+            arrays["sources"][:singles] = array("i", unread.rows)
+        starts = [s.start for s in alone]
+        positions[:singles], arrays["kv_lengths"][:singles] = array("i", starts), array("i", [n + 1 for n in starts])
+        owners: list[SequenceSlice | None] = [*alone, *[None] * (begin - singles)]
+        lasts = starts + [-1] * (begin - singles)
         if size.chunks:
-            self._fill_chunks(arrays, chunks, starts[singles:], size)
-        owners = [*alone, *[None] * (begin - singles), *chunks, *[None] * (size.chunks - len(chunks))]
+            self._fill_chunks(arrays, chunks, size)
+            owners += [*chunks, *[None] * (size.chunks - len(chunks))]
+            lasts += [s.start + len(s.token_ids) - 1 for s in chunks]
         changes = self._held.changes(owners, num_pages)
-        lasts = np.append(positions[:begin], [s.start + len(s.token_ids) - 1 for s in chunks]).astype(np.int32)
-        assert (self._held.lengths(len(lasts)) > lasts // self._page_tokens).all(), "a page is missing"
-        tables, last = self._put(changes, end)
+        assert all(map(lt, lasts, self._held.tokens)), "a page is missing"
+        tables, last = self._put(host, changes, padding.end)
         self._send(last)
-        self._read(unread, offsets)
-        self._take(changes, end, tables)
+        self._read(unread, padding.offsets)
+        self._take(changes, padding.end, tables)
 
-    def _fill_chunks(
-        self, arrays: dict[str, np.ndarray], chunks: Sequence[SequenceSlice], starts: np.ndarray, size: StepSizes
-    ) -> None:
+    def _fill_chunks(self, arrays: Mapping[str, np.ndarray], chunks: Sequence[SequenceSlice], size: StepSizes) -> None:
         """What a padded step has of sequences with several tokens."""
         begin, count, bounds = size.singles, len(chunks), np.cumsum([0, *(len(s.token_ids) for s in chunks)])
-        lengths, end = np.diff(bounds), begin + bounds[-1]
+        lengths, end, starts = np.diff(bounds), begin + bounds[-1], np.array([s.start for s in chunks], np.int32)
         if count:
             arrays["token_ids"][begin:end] = [token for s in chunks for token in s.token_ids]
             arrays["positions"][begin:end] = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
             arrays["sequences"][begin:end] = begin + np.repeat(np.arange(count), lengths)
             arrays["sample_rows"][begin : begin + count] = begin + bounds[1:] - 1
             arrays["first_positions"][:count] = starts
-        arrays["sequences"][end:] = -1
-        arrays["sample_rows"][begin + count :] = 0  # anyone's: nobody reads what is sampled there
-        arrays["first_positions"][count:] = 0
         arrays["cu_seqlens"][: count + 1] = bounds
         arrays["cu_seqlens"][count + 1 :] = bounds[-1]
 
-    def _put(self, changes: Changes, at: int) -> tuple[int, int]:
+    def _put(self, host: np.ndarray, changes: Changes, at: int) -> tuple[int, int]:
         """Write changes to the host's block from `at` on, their rows as int64: where the tables lie, and the end."""
-        host, rows, values = self._hosts[0].numpy(), np.array(changes.rows, np.int64), changes.tables.ravel()
+        if not changes.rows:
+            return at, at
+        rows, values = np.array(changes.rows, np.int64), changes.tables.ravel()
         tables = at + div_ceil(2 * len(rows), ALIGNMENT) * ALIGNMENT
         end = tables + div_ceil(values.size, ALIGNMENT) * ALIGNMENT
         assert end <= len(host), "the step is larger than the executor's limits"
@@ -201,10 +226,17 @@ class StepBlock:
 
     def _take(self, changes: Changes, at: int, tables: int) -> None:
         """Put changes from the device's block where the kernels read them."""
-        if changes.rows:
-            rows = self._block[at:][: 2 * len(changes.rows)].view(torch.int64)
-            new = self._block[tables:][: changes.tables.size].view(changes.tables.shape)
-            self._held.on_device[:, :, : new.shape[2]].index_copy_(1, rows, new)
+        if not changes.rows:
+            return
+        where = at, changes.tables.shape
+        if where not in self._changed:  # to make tensors takes longer than to use them
+            rows = self._block[at : at + 2 * len(changes.rows)].view(torch.int64)
+            new = self._block[tables : tables + changes.tables.size].view(changes.tables.shape)
+            if len(self._changed) >= CHANGED:
+                self._changed.clear()
+            self._changed[where] = self._held.on_device.narrow(2, 0, new.shape[2]), rows, new
+        table, rows, new = self._changed[where]
+        table.index_copy_(1, rows, new)
 
     def forget(self) -> None:
         """A step did not get on the stream as a whole: the device may lack tables that it was to be sent."""
@@ -225,17 +257,34 @@ class StepBlock:
         tables = {group: (table.data_ptr(), self._held.pages) for group, table in held}
         return self._arrays(size, size.offsets(self._groups)[0], tables)
 
-    def _fill(self, shape: StepSizes) -> tuple[dict[str, np.ndarray], tuple[dict[str, int], int]]:
-        """The host's arrays by name, as views, and the offsets."""
-        offsets, end = shape.offsets(self._groups)
-        assert end <= len(self._block), "the step is larger than the executor's limits"
-        self._hosts.reverse()
-        host = self._hosts[0].numpy()
-        sizes = shape.sizes(self._groups)
-        return {name: host[offsets[name] : offsets[name] + size] for name, size in sizes.items()}, (offsets, end)
+    def _next_host(self) -> np.ndarray:
+        """The host's block whose turn it is."""
+        self._turn ^= 1
+        return self._host[self._turn]
+
+    def _views(self, host: np.ndarray, shape: StepSizes, offsets: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """The arrays of a step in a block."""
+        return {n: host[offsets[n] : offsets[n] + size] for n, size in shape.sizes(self._groups).items()}
+
+    def _padding(self, size: StepSizes) -> Padding:
+        found = self._paddings.get(size)
+        if found is None:
+            offsets, end = size.offsets(self._groups)
+            assert end <= len(self._block), "the step is larger than the executor's limits"
+            blank, begin = np.zeros(end, np.int32), size.singles
+            arrays = self._views(blank, size, offsets)
+            arrays["token_ids"][:] = arrays["positions"][:] = arrays["sequences"][:] = -1
+            arrays["sequences"][:begin] = arrays["sample_rows"][:begin] = np.arange(begin)
+            views = [self._views(host, size, offsets) for host in self._host]
+            found = self._paddings[size] = Padding(blank, views, offsets, end)
+        return found
 
     def _send(self, end: int) -> None:
-        self._block[:end].copy_(self._hosts[0][:end], non_blocking=True)
+        """Send the block up to `end`, and what lies behind it up to the end of a part."""
+        end = min(div_ceil(end, SENT) * SENT, len(self._host[0]))
+        if (parts := self._sent.get(end)) is None:
+            parts = self._sent[end] = self._block[:end], [host[:end] for host in self._hosts]
+        parts[0].copy_(parts[1][self._turn], non_blocking=True)
 
     def _arrays(
         self, shape: StepSizes, offsets: Mapping[str, int], tables: Mapping[str, tuple[int, int]]
@@ -248,6 +297,14 @@ class StepBlock:
 
     def _read(self, unread: Unread | None, offsets: Mapping[str, int]) -> None:
         """Put the tokens that the step before sampled where this one takes its token ids from."""
-        if unread is not None:
-            count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]
-            torch.index_select(unread.tokens, 0, self._block[at : at + count], out=self._block[to : to + count])
+        if unread is None:
+            return
+        count, at, to = len(unread.rows), offsets["sources"], offsets["token_ids"]
+        if self._reads is None or self._reads[0] != (count, at, to) or self._reads[1][0] is not unread.tokens:
+            parts = self._block[at : at + count], self._block[to : to + count], unread.tokens[:count]
+            self._reads = (count, at, to), (unread.tokens, *parts)
+        tokens, sources, token_ids, first = self._reads[1]
+        if unread.rows == [*range(count)]:  # nearly always
+            token_ids.copy_(first)
+        else:
+            torch.index_select(tokens, 0, sources, out=token_ids)

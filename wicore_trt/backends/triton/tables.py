@@ -11,13 +11,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not, le
 
 import numpy as np
 import torch
 
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.cuda_device import Device
-from wicore_trt.runtime.step_inputs import ABSENT, page_table
+from wicore_trt.runtime.step_inputs import ABSENT
 
 NOBODY, EMPTY = object(), array("i")
 """Of a row of nobody: the stamp, and the table."""
@@ -32,20 +34,22 @@ class Changes:
 
 
 class HeldTables:
-    """`on_device` int32 [groups, rows, pages]. Who takes `changes` is to write them there before a step reads it."""
+    """`on_device` int32 [groups, rows, pages]. Who takes `changes` is to write them there before a step reads it.
+    `tokens`: for how many each row has pages, at least."""
 
-    def __init__(self, groups: Sequence[str], rows: int, pages: int, device: Device) -> None:
+    def __init__(self, groups: Sequence[str], rows: int, pages: int, page_tokens: int, device: Device) -> None:
         self.on_device = device.empty((len(groups), rows, pages), torch.int32).fill_(ABSENT)
-        self.pages, self._groups = pages, tuple(groups)
+        self.tokens = [0] * rows
+        self.pages, self._page_tokens, self._groups = pages, page_tokens, tuple(groups)
         self._stamps: list[object] = [NOBODY] * rows
-        self._least, self._most = np.zeros(rows, np.int32), np.zeros(rows, np.int32)  # pages of a row's tables
+        self._most = [0] * rows  # pages of a row's tables
         self._seq_ids: list[int] = []
         self._order: list[int] = []
 
     def forget(self) -> None:
         """What the device holds is not known."""
-        self._stamps = [None] * len(self._stamps)
-        self._most[:] = self.pages
+        self._stamps = [object()] * len(self._stamps)
+        self._most = [self.pages] * len(self._most)
 
     def places(self, seq_ids: list[int]) -> list[int]:
         """Which of these sequences each row is for, from the first row on: those that have a row keep it, but for the
@@ -67,23 +71,32 @@ class HeldTables:
     def changes(self, owners: Sequence[SequenceSlice | None], num_pages: Mapping[str, int]) -> Changes:
         """What is to be written so that the first rows are those of `owners`, None is nobody. The pools have
         `num_pages`."""
-        held, wanted = self._stamps, [NOBODY if piece is None else piece.stamp for piece in owners]
-        changed = [row for row, stamp in enumerate(wanted) if stamp is not held[row] or stamp is None]
+        wanted = [NOBODY if piece is None else piece.stamp or object() for piece in owners]
+        changed = [*compress(range(len(wanted)), map(is_not, wanted, self._stamps))]
         if not changed:
-            return Changes([], np.zeros((len(self._groups), 0, 0), np.int32))
-        pieces, count = [owners[row] for row in changed], len(changed)
-        tables = [EMPTY if piece is None else piece.pages[g] for g in self._groups for piece in pieces]
-        lengths = np.minimum([*map(len, tables)], self.pages)
-        each = lengths.reshape(-1, count)
-        most = each.max(0)
-        inside = np.arange(max(most.max(), self._most[changed].max())) < lengths[:, None]
-        found = page_table(tables, lengths, inside, max(num_pages.values())).reshape(len(self._groups), count, -1)
-        for group, part in zip(self._groups, found, strict=True):
-            assert not part.size or part.max() < num_pages[group], "a page is outside its pool"
-        held[: len(wanted)] = wanted
-        self._least[changed], self._most[changed] = each.min(0), most
+            return NO_CHANGES
+        width = 0
+        tables: list[list[Sequence[int]]] = []
+        for row in changed:
+            piece = owners[row]
+            tables.append([EMPTY if piece is None else piece.pages[g] for g in self._groups])
+            lengths = [min(len(table), self.pages) for table in tables[-1]]
+            width = max(width, self._most[row], *lengths)
+            self.tokens[row], self._most[row] = min(lengths) * self._page_tokens, max(lengths)
+        by_group = [table for some in zip(*tables, strict=True) for table in some]
+        found = np.frombuffer(b"".join([_row(table, width) for table in by_group]), np.int32)
+        found = found.reshape(len(self._groups), len(changed), width)
+        if width:  # kernels index the pools with these unchecked, so a bad page must stop here
+            most = (found - ABSENT).view(np.uint32).reshape(len(self._groups), -1).max(1).tolist()
+            assert all(map(le, most, [num_pages[g] for g in self._groups])), "a page is outside its pool"
+        self._stamps[: len(wanted)] = wanted
         return Changes(changed, found)
 
-    def lengths(self, count: int) -> np.ndarray:
-        """How many pages each of the first rows has, at least."""
-        return self._least[:count]
+
+NO_CHANGES = Changes([], np.zeros((0, 0, 0), np.int32))
+
+
+def _row(table: Sequence[int], width: int) -> bytes:
+    """The first `width` pages of a table, and ABSENT behind it."""
+    pages = table if isinstance(table, array) else array("i", table)
+    return pages.tobytes()[: 4 * width].ljust(4 * width, b"\xff")

@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer, read_buffers, write_buffers
@@ -112,7 +112,7 @@ class FoundPages:
             page = Page(key, groups[group], index, parent if flags & FLAG_PARENT else None, tenant)
             if self._format is not None and flags & FLAG_TOKENS:
                 tokens = self._format.tokens(page, count, write_id, self._records["tokens"][head].tobytes())
-                page = replace(page, tokens=tokens)
+                page = structs.replace(page, tokens=tokens)
             yield page, tuple(slots[first : first + count])
 
 

@@ -14,8 +14,9 @@ import secrets
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from wicore_trt.kv.pages.page import TENANT_BYTES
 
@@ -36,13 +37,19 @@ class TenantNames:
     scope: bytes
     page_tokens: int
     _key: bytes
+    _keyed: Any = field(init=False, repr=False, compare=False)
+    """The hash of no page, to be copied."""
+
+    def __post_init__(self) -> None:
+        keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
+        object.__setattr__(self, "_keyed", keyed)
 
     def extend(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
         """Append to `keys` the names of all full pages of `tokens` that it lacks; keys[i] names page i. Returns the
         tokens of those pages (`Page.tokens`)."""
-        size, blocks, begun = self.page_tokens, list[bytes](), len(keys)
-        parent = keys[-1] if keys else _FIRST
-        keyed = blake2b(digest_size=KEY_BYTES, key=self._key, person=b"wicore-kv-page")
+        size, begun = self.page_tokens, len(keys)
+        blocks: list[bytes] = []
+        parent, keyed = keys[-1] if keys else _FIRST, self._keyed
         words = array("I", tokens[begun * size : len(tokens) // size * size])
         content, step = words.tobytes(), size * words.itemsize
         for at in range(0, len(content), step):

@@ -6,24 +6,33 @@ Plain data; it must not know where pages are kept. Invariant: two pages with equ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 TENANT_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(Struct, frozen=True, eq=False, gc=False):
     """`key` is the 32-byte chain key, `group` the layer group, `index` the page's place in its chain (it holds
     positions [index * page_tokens, (index + 1) * page_tokens)), `parent` the key of the page before it (None for the
     first), `tenant` the tag of whom it was made for (`hashing.tenant_tag`). `tokens` are its own token ids, for routers
-    that match prompts by them: little-endian, 4 bytes each, or nothing where they are not known."""
+    that match prompts by them: little-endian, 4 bytes each, or nothing where they are not known; equal pages may differ
+    in them. Each page that fills makes one, so it is what is made fastest."""
 
     key: bytes
     group: str
     index: int
     parent: bytes | None
     tenant: bytes
-    tokens: bytes = field(default=b"", compare=False, repr=False)
+    tokens: bytes = b""
+
+    def _identity(self) -> tuple[bytes, str, int, bytes | None, bytes]:
+        return (self.key, self.group, self.index, self.parent, self.tenant)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Page) and self._identity() == other._identity())
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     @property
     def token_ids(self) -> memoryview:

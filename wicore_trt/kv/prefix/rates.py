@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 from wicore_trt.kv.prefix.planner import ComputeRate, TierRate
 
@@ -45,6 +46,9 @@ KNOWN, KNOWN_MOST = 64 << 20, 256 << 20
 that a disk was not worth reading it may be faster again."""
 
 
+_SHIFT, _LIMIT = math.log(SHIFT), math.log(LIMIT)
+
+
 class PositiveSum:
     """seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
 
@@ -53,14 +57,14 @@ class PositiveSum:
     """
 
     def __init__(self, prior: Sequence[float], *, rate: float = RATE, clip: float = CLIP) -> None:
-        self._prior = tuple(prior)
+        self._bounds = [(a / LIMIT, a * LIMIT) for a in prior]
         self._rate, self._clip = rate, math.log(clip)
         self.p = list(prior)
         self.observed = 0
         self._last_error = 0.0
 
     def predict(self, x: Sequence[float]) -> float:
-        return sum(p * v for p, v in zip(self.p, x, strict=True))
+        return float(sum(map(mul, self.p, x)))
 
     def update(self, x: Sequence[float], seconds: float) -> None:
         expected = self.predict(x)
@@ -70,16 +74,17 @@ class PositiveSum:
             self._scale([error] * len(self.p))
             return
         error = max(-self._clip, min(self._clip, error))
-        again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > math.log(SHIFT)
+        again = error * self._last_error > 0 and min(abs(error), abs(self._last_error)) > _SHIFT
         rate = FAST_RATE if again else max(self._rate, 1 / self.observed)
         self._last_error = error
-        parts = [p * v / expected for p, v in zip(self.p, x, strict=True)]
-        norm = sum(part * part for part in parts)
+        parts = [value / expected for value in map(mul, self.p, x)]
+        norm = sum(map(mul, parts, parts))
         self._scale([rate * error * part / norm for part in parts])
 
     def _scale(self, logs: Sequence[float]) -> None:
-        scaled = (p * math.exp(min(log, math.log(LIMIT))) for p, log in zip(self.p, logs, strict=True))
-        self.p = [max(a / LIMIT, min(a * LIMIT, p)) for a, p in zip(self._prior, scaled, strict=True)]
+        exp = math.exp
+        scaled = [p * exp(min(log, _LIMIT)) for p, log in zip(self.p, logs, strict=True)]
+        self.p = [max(low, min(high, p)) for (low, high), p in zip(self._bounds, scaled, strict=True)]
 
 
 class PrefillMeter:

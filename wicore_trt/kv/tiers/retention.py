@@ -97,6 +97,8 @@ class Retention:
     def due(self, now: float, in_use: Callable[[bytes], bool] = lambda key: False) -> list[bytes]:
         """Let go of the sessions that are over and name the keys whose time is: the caller drops their pages in every
         tier. The time of a key that is `in_use` by a running request starts anew. O(1) when nothing is due."""
+        if not self._ends and not self._session_ends:
+            return []
         while (name := self._session_ends.first(now, force=self._held_keys > self._max_keys)) is not None:
             self._release(name)
         found: list[bytes] = []
