@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import random
+import threading
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -103,6 +110,35 @@ async def test_what_is_not_served_is_refused_by_name():
         for call in (stub.Embed(pb2.EmbedRequest()), stub.FlushCache(common_pb2.FlushCacheRequest())):
             assert (await failure(call))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert (await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest())))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_tokenizer_is_packed_once_whoever_asks_and_leaves(monkeypatch):
+    packed, go = [], threading.Event()
+
+    def pack(made: bytes) -> bytes:
+        packed.append(made)
+        assert go.wait(30)
+        return made
+
+    directory = SimpleNamespace(
+        read_present=lambda names: {"tokenizer.json": pack(random.Random(1).randbytes(3 << 20))}
+    )
+    monkeypatch.setattr("wicore_trt.serve.worker.open_engine", lambda home, verify: directory)
+    monkeypatch.setattr(TOKENIZER, "home", Path("somewhere"), raising=False)
+    async with serving() as running:
+        stub = stub_of(running)
+        calls = [stub.GetTokenizer(common_pb2.GetTokenizerRequest()) for _ in range(5)]
+        await until(lambda: packed)
+        calls[-1].cancel()
+        go.set()
+        for chunks in await asyncio.gather(*(rest_of(call) for call in calls[:-1])):
+            whole = b"".join(chunk.data for chunk in chunks)
+            assert hashlib.sha256(whole).hexdigest() == chunks[-1].sha256
+            with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+                assert archive.read("tokenizer.json") == packed[0]
+            assert max(len(chunk.data) for chunk in chunks) <= 1 << 16  # what one holds who reads nothing
+        await rest_of(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
+    assert len(packed) == 1
 
 
 async def test_overload_abort_load_and_drain():

@@ -10,6 +10,7 @@ not taken for one that has its pages.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -61,7 +62,8 @@ WORKER_SERVICE = DESCRIPTOR.full_name
 EPOCH_SHIFT, FIRST_NUMBER = 32, 1 << 20
 """A KV batch's number is the second in which its feed was first seen, shifted by the first of these, and the event's in
 that feed. The parts of a snapshot have numbers that end where it was taken, so there is room below the first event."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""Of a tokenizer in a message; a reader that stops has one on its way."""
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
@@ -94,6 +96,8 @@ class WorkerService:
     def __init__(self, service: InferenceService) -> None:
         self._service = service
         self._numbers = _Numbers()
+        self._bundle: tuple[bytes, str] | None = None
+        self._bundling = asyncio.Lock()
 
     async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
@@ -154,8 +158,10 @@ class WorkerService:
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Reply) -> None:
         engine = self._service.ready()
-        bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
-        digest = hashlib.sha256(bundle).hexdigest()
+        async with self._bundling:
+            if self._bundle is None:
+                self._bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
+            bundle, digest = self._bundle
         for start in range(0, len(bundle), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(bundle)
             data = bundle[start : start + CHUNK_BYTES]
@@ -201,8 +207,8 @@ def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     )
 
 
-def _bundle(tokenizer: Tokenizer) -> bytes:
-    """A tokenizer's files as a ZIP archive."""
+def _bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
+    """A tokenizer's files as a ZIP archive, and its digest. Gemma's take up to a second, so they are packed once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
     files = open_engine(tokenizer.home, verify=False).read_present(FILES)
@@ -210,7 +216,8 @@ def _bundle(tokenizer: Tokenizer) -> bytes:
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    return made.getvalue()
+    bundle = made.getvalue()
+    return bundle, hashlib.sha256(bundle).hexdigest()
 
 
 # --- requests and answers --------------------------------------------------------------------------------------------
