@@ -20,6 +20,8 @@ from raw_http2 import (
 )
 from serving import SERVICE, failure, process, serving
 
+from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
+
 KEY = "the-operators-own-key"
 NEWEST = b"\xbe"
 """The header that was added to the dynamic table last."""
@@ -63,6 +65,18 @@ async def test_metadata_are_bounded_also_before_settings_are_acknowledged(path: 
         got = answer(server.address, path, added, NEWEST * repeats)
         assert b"grpc-status\x013" in got and b"metadata have more than 16384 bytes" in got
         assert b"metadata have" not in answer(server.address, path, added, NEWEST * 90)
+
+
+async def test_metadata_within_the_limit_are_always_taken_and_beyond_it_never():
+    """gRPC's own default refuses some of the calls with more than 8 KiB."""
+    async with serving() as running:
+
+        async def code(size: int) -> grpc.StatusCode:
+            call = running.stub.GetModelInfo(pb2.GetModelInfoRequest(), metadata=[("x-baggage", "v" * size)])
+            return await call.code()
+
+        assert {await code(15_000) for _ in range(20)} == {grpc.StatusCode.OK}
+        assert {await code(17_000) for _ in range(5)} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 async def test_exceptions_of_other_services_are_told_to_the_log_alone(monkeypatch, caplog):
