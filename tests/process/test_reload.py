@@ -99,8 +99,8 @@ async def test_a_new_certificate_is_shown_to_who_comes(tmp_path, way):
     ca = trustme.CA()
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
 
-    def issue() -> int:
-        made = ca.issue_cert("localhost", "127.0.0.1")
+    def issue(kind: trustme.KeyType = trustme.KeyType.ECDSA) -> int:
+        made = ca.issue_cert("localhost", "127.0.0.1", key_type=kind)
         made.private_key_pem.write_to_path(key)
         cert.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
         return x509.load_pem_x509_certificate(cert.read_bytes()).serial_number
@@ -118,6 +118,9 @@ async def test_a_new_certificate_is_shown_to_who_comes(tmp_path, way):
 
         assert await asyncio.to_thread(shown) == first
         second = issue()
+        server.process.send_signal(signal.SIGHUP)
+        await becomes(lambda: asyncio.to_thread(shown), second)
+        second = issue(trustme.KeyType.RSA)  # of another kind, for which a server may keep the first one
         server.process.send_signal(signal.SIGHUP)
         await becomes(lambda: asyncio.to_thread(shown), second)
         cert.write_text("broken")

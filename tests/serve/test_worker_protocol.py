@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import random
+import threading
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,9 +19,9 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from test_grpc_kv import Publisher, with_events
 
-from wicore_trt.kv.events import KVEventLog
+from wicore_trt.kv.events import KVEventLog, Snapshot
 from wicore_trt.kv.pages.page import Page
-from wicore_trt.serve.worker import _Answers
+from wicore_trt.serve.worker import _Answers, _batched, _snapshot
 from wicore_trt.types import FinishReason, SamplingParams, TextOutput, TextRequest, TokenLogprob, Usage
 
 OPERATOR, ALICE = "o" * 16, "a" * 16
@@ -103,6 +110,49 @@ async def test_what_is_not_served_is_refused_by_name():
         for call in (stub.Embed(pb2.EmbedRequest()), stub.FlushCache(common_pb2.FlushCacheRequest())):
             assert (await failure(call))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert (await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest())))[0] is grpc.StatusCode.NOT_FOUND
+
+
+def test_batches_of_a_large_snapshot_are_made_one_by_one(monkeypatch):
+    made = []
+    monkeypatch.setattr("wicore_trt.serve.worker._stored", lambda *run: made.append(run) or common_pb2.KvBlocksStored())
+    pages = tuple(Page(i.to_bytes(32, "big"), "global", 0, None, b"t") for i in range(5000))
+    batches = _batched(Snapshot(9, 1, {("device", "global"): pages}))
+    told = _snapshot(batches, 100)
+    first = next(told)
+    assert first.events[0].HasField("cleared") and len(made) == 1024
+    rest = list(told)
+    assert [batch.sequence_number for batch in (first, *rest)] == [96, 97, 98, 99, 100] and len(made) == 5000
+    assert {(batch.snapshot.count, batch.snapshot.blocks) for batch in rest} == {(5, 5000)}
+
+
+async def test_a_tokenizer_is_packed_once_whoever_asks_and_leaves(monkeypatch):
+    packed, go = [], threading.Event()
+
+    def pack(made: bytes) -> bytes:
+        packed.append(made)
+        assert go.wait(30)
+        return made
+
+    directory = SimpleNamespace(
+        read_present=lambda names: {"tokenizer.json": pack(random.Random(1).randbytes(3 << 20))}
+    )
+    monkeypatch.setattr("wicore_trt.serve.worker.open_engine", lambda home, verify: directory)
+    monkeypatch.setattr(TOKENIZER, "home", Path("somewhere"), raising=False)
+    async with serving() as running:
+        stub = stub_of(running)
+        calls = [stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+        await until(lambda: packed)
+        calls += [stub.GetTokenizer(common_pb2.GetTokenizerRequest()) for _ in range(4)]
+        calls[-1].cancel()
+        go.set()
+        for chunks in await asyncio.gather(*(rest_of(call) for call in calls[:-1])):
+            whole = b"".join(chunk.data for chunk in chunks)
+            assert hashlib.sha256(whole).hexdigest() == chunks[-1].sha256
+            with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+                assert archive.read("tokenizer.json") == packed[0]
+            assert max(len(chunk.data) for chunk in chunks) <= 1 << 16  # what one holds who reads nothing
+        await rest_of(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
+    assert len(packed) == 1
 
 
 async def test_overload_abort_load_and_drain():

@@ -21,6 +21,9 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, ForbiddenError, shown
 from wicore_trt.files import Door
 
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+KINDS = "Use a PEM certificate with a key of RSA, ECDSA on P-256, P-384 or P-521, or Ed25519."
+
 
 def _read(name: str, path: str) -> bytes:
     try:
@@ -40,6 +43,29 @@ class TlsFiles:
     context: ssl.SSLContext
 
 
+def _pem(raw: bytes) -> bytes:
+    """Without what stands in front of the first block, say a mark of byte order: OpenSSL skips that, gRPC does not."""
+    return raw[max(raw.find(b"-----BEGIN"), 0) :]
+
+
+def _check_kind(path: str, chain: bytes) -> None:
+    """Raise ConfigError for a certificate with a kind of key that gRPC's TLS does not know, though OpenSSL does."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.x509.oid import PublicKeyAlgorithmOID
+
+    try:
+        certificate = x509.load_pem_x509_certificate(chain)
+        kind, key = certificate.public_key_algorithm_oid, certificate.public_key()
+        known = kind in (PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5, PublicKeyAlgorithmOID.ED25519)
+        known |= isinstance(key, EllipticCurvePublicKey) and key.curve.name in CURVES
+    except (ValueError, UnsupportedAlgorithm):
+        known = False
+    if not known:
+        raise ConfigError(f"{path}: gRPC does not know this kind of certificate.", fix=KINDS)
+
+
 def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
     """The TLS files of a server, or None when no file is named.
 
@@ -49,13 +75,14 @@ def read_tls(cert: str | None, key: str | None, client_ca: str | None) -> TlsFil
         return None
     if cert is None or key is None:
         raise ConfigError("TLS needs both a certificate and a key.", fix="Give --tls-cert and --tls-key.")
-    chain, secret = _read("tls_cert", cert), _read("tls_key", key)
-    roots = _read("tls_client_ca", client_ca) if client_ca is not None else None
+    chain, secret = (_pem(_read(name, path)) for name, path in (("tls_cert", cert), ("tls_key", key)))
+    roots = _pem(_read("tls_client_ca", client_ca)) if client_ca is not None else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{cert} and {key} are not a PEM certificate and its unencrypted key ({error}).") from None
+    _check_kind(cert, chain)
     if roots is not None:
         try:
             context.load_verify_locations(cafile=client_ca)

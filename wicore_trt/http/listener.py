@@ -72,9 +72,8 @@ class Listener:
     def change(self, settings: ServerSettings) -> None:
         """Another certificate for who comes from now on. Raises ConfigError, and changes nothing, for files that do not
         fit."""
-        if self._tls is not None and settings.tls_cert is not None and settings.tls_key is not None:
-            read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-            self._tls.context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+        if self._tls is not None:
+            self._tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _protocol(self) -> asyncio.Protocol:
         return GuardedHttp(self._config, self._state, {}, asyncio.get_running_loop())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -21,11 +20,11 @@ from typing import TypeAlias
 import grpc
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, Call, offered_key, write_access_line
+from wicore_trt.access.calls import CURRENT, Call, new_id, offered_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import Sparingly
 from wicore_trt.core.shares import Gate
-from wicore_trt.errors import AuthenticationError, WicoreError
+from wicore_trt.errors import AuthenticationError, InvalidRequestError, WicoreError
 from wicore_trt.serve.errors import abort
 from wicore_trt.serve.intake import BriefRequests, Requests, host_of, parse, prompt_ones
 from wicore_trt.serve.reply import Reply
@@ -36,8 +35,12 @@ OWN_PREFIXES = ("/wicore.", "/vllm.")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MAX_CHECKS = MAX_WATCHES = 1024
 """Health checks need no key, so they have places of their own, and those that stay open too."""
+MAX_METADATA_BYTES, ENTRY_BYTES = 16 << 10, 32
+"""Metadata of a call, counted as HTTP/2 does. gRPC holds clients to this number once they have acknowledged its
+settings, and takes 16 MiB from one that does not."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
+Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
 
 
 def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
@@ -46,6 +49,13 @@ def metadata_value(details: grpc.HandlerCallDetails, key: str) -> str | None:
         if name == key:
             return value if isinstance(value, str) else value.decode("latin-1")
     return None
+
+
+def too_long(metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+    """Whether metadata are more than is looked through."""
+    if len(metadata) > MAX_METADATA_BYTES // ENTRY_BYTES:
+        return True
+    return sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
 
 
 class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -67,6 +77,8 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
         """What runs a call; None for a method that is not served."""
+        if too_long(details.invocation_metadata or ()):
+            return grpc.stream_stream_rpc_method_handler(self._shorten)
         health = details.method.startswith(HEALTH_PREFIX)
         header, method = partial(metadata_value, details), details.method.rpartition("/")[2]
         who = Identity() if health else self._keys.find(offered_key(header))
@@ -106,32 +118,30 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             host = host_of(context.peer())
-            try:
-                with self._checks.place(host):
-                    request = parse(handler, await self._brief.read(context, host))
-                if not handler.response_streaming:
-                    await context.write(await handler.unary_unary(request, context))
-                    return
-                with self._watches.place(host):
-                    await handler.unary_stream(request, context)
-            except WicoreError as error:
-                await abort(context, error, uuid.uuid4().hex)
+            with self._checks.place(host):
+                request = parse(handler, await self._brief.read(context, host))
+            if not handler.response_streaming:
+                await context.write(await handler.unary_unary(request, context))
+                return
+            with self._watches.place(host):
+                await handler.unary_stream(request, context)
 
-        return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            partial(told, run), response_serializer=handler.response_serializer
+        )
 
     def _foreign(self, handler: grpc.RpcMethodHandler, who: Identity) -> grpc.RpcMethodHandler:
         """A stream of another service, which is reflection: it has a place, and ends when it falls silent."""
 
         async def run(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            try:
-                with self._calls.place(who.tenant):
-                    parsed = (parse(handler, raw) async for raw in prompt_ones(requests))
-                    async for response in handler.stream_stream(parsed, context):
-                        await context.write(response)
-            except WicoreError as error:
-                await abort(context, error, uuid.uuid4().hex)
+            with self._calls.place(who.tenant):
+                parsed = (parse(handler, raw) async for raw in prompt_ones(requests))
+                async for response in handler.stream_stream(parsed, context):
+                    await context.write(response)
 
-        return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            partial(told, run), response_serializer=handler.response_serializer
+        )
 
     async def _refuse(self, call: Call, _: object, context: grpc.aio.ServicerContext) -> None:
         CURRENT.set(call)
@@ -141,6 +151,32 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             "This server needs an API key.", fix="Send it as metadata: authorization: Bearer KEY."
         )
         await abort(context, error, call.call_id)
+
+    async def _shorten(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        self._refused("refused a call with too much metadata", peer=context.peer())
+        error = InvalidRequestError(
+            f"The metadata have more than {MAX_METADATA_BYTES} bytes.", field="metadata", fix="Send less."
+        )
+        await abort(context, error, new_id())
+
+
+async def told(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    """Run one call of a service that is not ours, and turn exceptions into statuses."""
+    try:
+        await run(requests, context)
+    except WicoreError as error:
+        await abort(context, error, new_id())
+    except grpc.aio.BaseError:
+        raise  # the handler has told a status, or the client has left
+    except Exception:
+        call_id = new_id()
+        log.exception("call %s failed unexpectedly", call_id)
+        await abort(context, unexpected(call_id), call_id)
+
+
+def unexpected(call_id: str) -> WicoreError:
+    """What a client is told of an exception that nobody expected."""
+    return WicoreError(f"Internal error; the server's log has it as {call_id}.")
 
 
 async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: grpc.aio.ServicerContext) -> None:
@@ -167,6 +203,6 @@ async def guarded(call: Call, answer: Callable[[], Awaitable[None]], context: gr
     except Exception:
         code = "INTERNAL"
         log.exception("call %s (%s) failed unexpectedly", call.call_id, call.method)
-        await abort(context, WicoreError(f"Internal error; the server's log has it as {call.call_id}."), call.call_id)
+        await abort(context, unexpected(call.call_id), call.call_id)
     finally:
         write_access_line(call, code, generates=call.method == "Generate")

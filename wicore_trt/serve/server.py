@@ -19,7 +19,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.serve.credentials import Certificates
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.guard import Guard
+from wicore_trt.serve.guard import MAX_METADATA_BYTES, Guard
 from wicore_trt.serve.health import Health
 from wicore_trt.serve.listeners import LISTENERS, Listeners, Services
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
@@ -66,6 +66,9 @@ def channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.so_reuseport", 1),  # for our own listeners; `check_free` sees the port of another process
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        # Without the first of these a part of the calls with more than 8 KiB is refused, at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
         ("grpc.max_concurrent_streams", MAX_STREAMS),

@@ -10,6 +10,7 @@ not taken for one that has its pages.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -18,6 +19,7 @@ import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -61,7 +63,8 @@ WORKER_SERVICE = DESCRIPTOR.full_name
 EPOCH_SHIFT, FIRST_NUMBER = 32, 1 << 20
 """A KV batch's number is the second in which its feed was first seen, shifted by the first of these, and the event's in
 that feed. The parts of a snapshot have numbers that end where it was taken, so there is room below the first event."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""Of a tokenizer in a message; a reader that stops has one on its way."""
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
@@ -94,6 +97,8 @@ class WorkerService:
     def __init__(self, service: InferenceService) -> None:
         self._service = service
         self._numbers = _Numbers()
+        self._bundle: tuple[bytes, str] | None = None
+        self._bundling = asyncio.Lock()
 
     async def Generate(self, request: pb2.GenerateRequest, context: Reply) -> None:
         call = current_call()
@@ -154,8 +159,10 @@ class WorkerService:
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Reply) -> None:
         engine = self._service.ready()
-        bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
-        digest = hashlib.sha256(bundle).hexdigest()
+        async with self._bundling:
+            if self._bundle is None:
+                self._bundle = await engine.work(current_call().who.tenant, lambda: _bundle(engine.tokenizer))
+            bundle, digest = self._bundle
         for start in range(0, len(bundle), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(bundle)
             data = bundle[start : start + CHUNK_BYTES]
@@ -164,12 +171,15 @@ class WorkerService:
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Reply) -> None:
         """An operator's router is told of all pages, any other of its tenant's own. That a tier was cleared is told as
         a new snapshot: the protocol knows no such event for one tier."""
+        engine, call = self._service.ready(), current_call()
         after = self._numbers.position(request.start_sequence_number)
         while True:
-            async with self._service.kv_events(current_call(), after) as feed:
+            async with self._service.kv_events(call, after) as feed:
                 async for epoch, found in feed:
                     if isinstance(found, Snapshot):
-                        for batch in _snapshot(found, self._numbers.number(epoch, found.sequence)):
+                        number = self._numbers.number(epoch, found.sequence)
+                        batches = await engine.work(call.who.tenant, partial(_batched, found))
+                        for batch in _snapshot(batches, number):
                             await context.write(batch)
                     elif any(isinstance(event, Cleared) for event in found):
                         break
@@ -201,8 +211,8 @@ def _load(stats: EngineStats, page_tokens: int) -> pb2.SchedulerLoad:
     )
 
 
-def _bundle(tokenizer: Tokenizer) -> bytes:
-    """A tokenizer's files as a ZIP archive."""
+def _bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
+    """A tokenizer's files as a ZIP archive, and its digest. Gemma's take up to a second, so they are packed once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
     files = open_engine(tokenizer.home, verify=False).read_present(FILES)
@@ -210,7 +220,8 @@ def _bundle(tokenizer: Tokenizer) -> bytes:
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    return made.getvalue()
+    bundle = made.getvalue()
+    return bundle, hashlib.sha256(bundle).hexdigest()
 
 
 # --- requests and answers --------------------------------------------------------------------------------------------
@@ -368,25 +379,34 @@ class _Numbers:
         return UNKNOWN
 
 
-def _snapshot(found: Snapshot, number: int) -> Iterator[common_pb2.KvEventBatch]:
-    """Numbered up to `number`. Parents come before their children, also those in other tiers."""
+def _batched(found: Snapshot) -> list[list[tuple[str, str, list[Page]]]]:
+    """The runs of pages in each batch of a snapshot. Parents come before their children, also those in other tiers."""
     runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _runs(pages)]
     runs.sort(key=lambda entry: entry[0])
-    cleared = common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())
-    batches, room = [common_pb2.KvEventBatch(events=[cleared])], convert.MAX_PAGES_PER_MESSAGE
+    batches: list[list[tuple[str, str, list[Page]]]] = [[]]
+    room = convert.MAX_PAGES_PER_MESSAGE
     for _, (tier, group), run in runs:
         for start in range(0, len(run), convert.MAX_PAGES_PER_MESSAGE):
             part = run[start : start + convert.MAX_PAGES_PER_MESSAGE]
             if len(part) > room:
-                batches.append(common_pb2.KvEventBatch())
+                batches.append([])
                 room = convert.MAX_PAGES_PER_MESSAGE
             room -= len(part)
-            batches[-1].events.add(stored=_stored(tier, group, part))
-    blocks = sum(len(run) for _, _, run in runs)
-    for i, batch in enumerate(batches):
-        batch.sequence_number, batch.timestamp = number - len(batches) + 1 + i, time.time()
-        batch.snapshot.index, batch.snapshot.count, batch.snapshot.blocks = i, len(batches), blocks
-        yield batch
+            batches[-1].append((tier, group, part))
+    return batches
+
+
+def _snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
+    """Numbered up to `number`. Each is made when it is wanted: all of a large cache at once would hold up others."""
+    blocks = sum(len(part) for batch in batches for _, _, part in batch)
+    for i, parts in enumerate(batches):
+        made = common_pb2.KvEventBatch(sequence_number=number - len(batches) + 1 + i, timestamp=time.time())
+        made.snapshot.index, made.snapshot.count, made.snapshot.blocks = i, len(batches), blocks
+        if i == 0:
+            made.events.add(cleared=common_pb2.KvCacheCleared())
+        for tier, group, part in parts:
+            made.events.add(stored=_stored(tier, group, part))
+        yield made
 
 
 def _event(event: Event, number: int) -> common_pb2.KvEventBatch:
