@@ -30,7 +30,7 @@ def between(
     device, memory, block = executor.device, executor.memory, executor.block
     graph, host = executor.graphs[size.tokens], device.staging(tuple(memory.results.shape))
     offsets, end = size.offsets(tuple(executor.layout.num_pages))
-    unread = Unread(memory.results[0], [0] * size.singles)
+    unread = Unread(memory.results[0], [*range(size.singles)])
     parts: dict[str, Callable[[], object]] = {
         "graph": graph,
         "upload": lambda: block._send(end),  # noqa: SLF001 -- the parts of a step are nobody else's

@@ -27,7 +27,7 @@ PAGE_TOKENS, WINDOW = 32, 1024
 PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
 """Gemma 3 27B in BF16."""
 BATCH_TOKENS, SLICE_TOKENS = 8192, 256
-GRAPH_TOKENS = 384
+GRAPH_TOKENS = 1536
 """Of the largest step that is started at once."""
 DIGEST = bytes(16)
 Told = Callable[[Outcome], None]

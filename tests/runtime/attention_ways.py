@@ -168,7 +168,7 @@ class Bench:
             mock.patch.dict(MEASURED_SEGMENTS, {key: shape.segments}),
             mock.patch.dict(SPLIT_PREFILL, {key: shape.split}),
             mock.patch.dict(MEASURED_PREFILL, {(*key, n): ((1 << 31, shape.block),) for n in (1, 2)}),
-            mock.patch.object(triton_memory, "PROMPT_TOKENS", shape.few),
+            mock.patch.object(triton_memory, "KEPT_TOKENS", shape.few),
             mock.patch.object(triton_memory, "SPLIT_TOKENS", shape.few),
         ):
             yield

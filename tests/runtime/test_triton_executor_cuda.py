@@ -121,17 +121,17 @@ def opened(pages: int, tokens: int, rows: int) -> TritonExecutor:
     weights, _ = small._weights(shape.spec, CASE)
     settings = ExecutorOptions(
         page_tokens=small.PAGE_TOKENS, kv_pages=dict.fromkeys(GROUPS, pages), max_batch_tokens=tokens,
-        max_sequences=rows, max_context=1024,
+        max_sequences=rows, max_context=2048,
     )  # fmt: skip
     constants = lambda positions: placed_constants(fuse(weights, shape.spec), shape, positions, device)  # noqa: E731
-    return TritonExecutor(Loading(shape, compiled_table(shape, device.target), 1024, constants), settings, device)
+    return TritonExecutor(Loading(shape, compiled_table(shape, device.target), 2048, constants), settings, device)
 
 
 def test_steps_in_graphs_of_all_sizes_are_those_that_are_launched() -> None:
     """Prompts beside sequences that decode, as many tokens as a graph holds and few fewer. Prints what graphs cost."""
     rng, rows = random.Random(), 128
     begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-    executor = opened(rows * 4 + 160, 768, rows)
+    executor = opened(rows * 4 + 160, 1536, rows)
     graphs = len(executor.prompt_graphs)
     taken = (free - torch.cuda.mem_get_info()[0]) >> 20
     print(f"\nopened in {time.perf_counter() - begun:.2f} s, {graphs} graphs of prompts, {taken:,} MiB", end="")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from runtime.triton_cpu import Driver, executor_of, oracle_of, small_model  # no
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton import inputs as triton_inputs  # noqa: E402
+from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
 from wicore_trt.backends.triton.table import PROMPT_BUCKETS  # noqa: E402
+from wicore_trt.plugins.decode_layout import Segments  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
 
@@ -80,6 +84,26 @@ def test_the_sizes_told_are_those_that_graphs_hold(buckets: Any, monkeypatch: py
     assert max(size.tokens for size in sizes) <= 700
 
 
+def test_a_graph_of_more_tokens_than_have_queries_takes_no_step_that_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither one that is measured, nor one with keys that cuDNN would take."""
+    monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 9)
+    executor = executor_of(small_model(1), graphs=True, **SETTINGS)
+    segments: Any = SimpleNamespace(segments=Segments(32, 16, 16, 2))
+
+    def runs(tokens: int, start: int, measured: int | None) -> bool:
+        pages = dict.fromkeys(executor.pools, list(range(20)))
+        found = executor._graph([SequenceSlice(1, [1] * tokens, start, pages, params=GREEDY)], 0, measured)
+        assert found is None or found[0].holds(tokens, 0, 1)
+        return found is not None
+
+    assert runs(9, 0, None) and runs(9, 0, 1) and runs(20, 40, None)
+    assert not runs(20, 0, 1) and not runs(25, 0, None)
+    executor.model = replace(executor.model, segments=segments)
+    assert runs(20, 31, None) and not runs(20, 32, None) and runs(9, 32, 1)
+
+
 def lengths_of(rng: random.Random, count: int) -> Iterator[list[int]]:
     """New tokens of each sequence: of prompts in chunks, and beside them of some that decode."""
     for _ in range(count):
@@ -89,10 +113,11 @@ def lengths_of(rng: random.Random, count: int) -> Iterator[list[int]]:
         yield found
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-def test_padding_changes_no_bit(kv_dtype: str) -> None:
+@pytest.mark.parametrize(("kv_dtype", "kept"), [("bfloat16", 768), ("fp8", 768), ("bfloat16", 9)])
+def test_padding_changes_no_bit(kv_dtype: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, logits, masses and pages are those of the same step launched as it is, by kernels that do not depend on
     its size; whatever lay in the memory between, and whichever sequences sample."""
+    monkeypatch.setattr(triton_memory, "KEPT_TOKENS", kept)
     model, rng = small_model(random.randrange(1000), num_hidden_layers=2), random.Random()
     given = {**SETTINGS, "batch_invariant": True, "kv_dtype": kv_dtype}
     padded, plain = executor_of(model, graphs=True, prepares=True, **given), executor_of(model, **given)

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), SMALL)
-    monkeypatch.setattr(triton_memory, "PROMPT_TOKENS", 8)  # steps of graphs are smaller than those with segments
+    monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 8)  # steps of graphs are smaller than those with segments
     specs_of.cache_clear()
     yield
     specs_of.cache_clear()
@@ -141,7 +141,7 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
     """In graphs and without; each row of what the attention gives is that of the kernel alone."""
     monkeypatch.setitem(SPLIT_PREFILL, ("sm90", 16), PrefillConfig(16, 16, splits=3, least=32))
     monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (24,)))
-    monkeypatch.setattr(triton_memory, "PROMPT_TOKENS", 300)
+    monkeypatch.setattr(triton_memory, "KEPT_TOKENS", 300)
     model, rng = small_model(random.randrange(1000)), random.Random()
     given = {**SETTINGS, "kv_dtype": kv_dtype, "graphs": True}
     drivers = [Driver(executor_of(model, **given), n) for n in range(2)]

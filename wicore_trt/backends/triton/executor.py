@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 log = logging.getLogger(__name__)
+Graph = tuple[StepSizes, Callable[[], None]]
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
 """Who chooses a token: the graph, the kernels that draw, or the host."""
 MOST = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
@@ -305,7 +306,7 @@ class TritonExecutor:
             unread = Unread(self._tokens, self.rows_of(slices))
         else:
             singles = [*map(len, tokens)].count(1)
-        padded = self._graph(slices, singles)
+        padded = self._graph(slices, singles, measured)
         if padded is not None:
             (size, graph), chunks = padded, len(slices) - singles
             count = size.singles + chunks if chunks else singles
@@ -327,15 +328,20 @@ class TritonExecutor:
                 self._device_sampler.enqueue(count, drawn)
         return rows, places
 
-    def _graph(self, slices: list[SequenceSlice], singles: int) -> tuple[StepSizes, Callable[[], None]] | None:
-        """What runs a step, and the size that it is to be padded to; None where there is no graph for it."""
+    def _graph(self, slices: list[SequenceSlice], singles: int, measured: int | None) -> Graph | None:
+        """What runs a step, and the size that it is to be padded to; None where there is no graph for it: of many
+        tokens neither the queries are kept nor are there segments in one."""
         chunks = len(slices) - singles
         if not chunks:
             return next(((decode_size(rows), graph) for rows, graph in self.graphs.items() if rows >= singles), None)
         if any(s.targets for s in slices):
             return None
-        tokens = StepBatch(slices).num_tokens
-        return next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
+        tokens, large = StepBatch(slices).num_tokens, self.model.segments
+        found = next((found for found in self.prompt_graphs.items() if found[0].holds(tokens, singles, chunks)), None)
+        if found is None or found[0].tokens <= self.memory.queries.shape[1]:
+            return found
+        long = large and any(large.segments.dense_rows(s.start, len(s.token_ids)) for s in slices[singles:])
+        return None if long or measured is not None else found
 
     def _fetch(self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor) -> Measured:
         """Start the transfer of the masses of a step's slices, in the rows `places`, to `host`."""

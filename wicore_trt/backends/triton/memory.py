@@ -16,12 +16,12 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.triton.table import (
     ANY,
     INVARIANT,
+    KEPT_TOKENS,
     KERNEL,
     KERNEL8,
     LINEARS,
     MM16,
     PREFILL_SPLITS,
-    PROMPT_TOKENS,
     SCALED_MM,
     SPLIT_TOKENS,
     X8,
@@ -55,8 +55,8 @@ class StepMemory:
     with such results: qkv, gate and up, or the output of o and down, one after the other. `largest` holds
     those of the rows of gate * up until they are quantised (`kernels.linear_quantize`). `sampled_residual`
     [rows, H] is the residual of the sampled rows of a large step's last layer; `counting`, int32 [tokens + 1], is
-    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are. `queries` [global layers, tokens
-    of a step in a graph, Q] outlive their layer; `masses` float32 [rows * pages of a sequence] are measured from them
+    0, 1, 2, ...: where sequences of one token begin, or rows that are all there are. `queries` [global layers,
+    KEPT_TOKENS at most, Q] outlive their layer; `masses` float32 [rows * pages of a sequence] are measured from them
     by way of `logsums`. `split_tokens`: the most tokens of a step whose prompts' keys are split, `split_sums` float32
     [splits * split_tokens, Q] and `split_lse` [splits * split_tokens, heads] what their programs give."""
 
@@ -91,7 +91,7 @@ class StepMemory:
         self.counting = empty((tokens + 1,), torch.int32).copy_(torch.arange(tokens + 1, dtype=torch.int32))
         layers = len(spec.layers_of(GLOBAL))
         each = div_ceil(limits.positions, shape.page_tokens) if layers else 0
-        self.queries = empty((layers, max(limits.rows, min(tokens, PROMPT_TOKENS)), spec.q_size), dtype)
+        self.queries = empty((layers, max(limits.rows, min(tokens, KEPT_TOKENS)), spec.q_size), dtype)
         self.masses = empty((limits.rows * each,), torch.float32)
         heads = spec.num_heads * each
         self.logsums = empty((max(heads, min(limits.rows * heads, LOGSUMS)),), torch.float32)
