@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from array import array
 from hashlib import blake2b
+from operator import eq, ne
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from wicore_trt.kv.pages.hashing import KeyChain
+from wicore_trt.kv.pages.page import Page
 
 SECRET = b"s" * 32
 
@@ -114,3 +118,17 @@ def test_names_take_the_secret():
     guessed = list(keys[:5])
     strangers.extend(guessed, tokens[:24])
     assert guessed[5] != told
+
+
+def test_pages_are_equal_by_what_names_them():
+    """Whoever compares them, and however: a copy that another process sent is the same page."""
+    page = Page(bytes(32), "global", 3, bytes(31) + b"1", bytes(16), b"abcd")
+    copy, unknown = pickle.loads(pickle.dumps(page)), structs.replace(page, tokens=b"")
+    assert copy is not page and copy.tokens == b"abcd" and len({page, copy, unknown}) == 1
+    for same in (copy, unknown):
+        assert (eq(same, page), ne(same, page)) == (True, False)
+    others: tuple[dict[str, object], ...] = (
+        {"key": bytes(31) + b"2"}, {"group": "local"}, {"index": 4}, {"parent": None}, {"tenant": b"1" * 16},
+    )  # fmt: skip
+    for other in (*(structs.replace(page, **changed) for changed in others), "page"):
+        assert (eq(page, other), ne(page, other)) == (False, True)

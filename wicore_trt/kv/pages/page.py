@@ -31,6 +31,9 @@ class Page(Struct, frozen=True, eq=False, gc=False):
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Page) and self._identity() == other._identity())
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # Struct has one of its own, which compares nothing
+
     def __hash__(self) -> int:
         return hash(self._identity())
 
