@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from fakes import make_core
 
 from wicore_trt.core.engine import EngineCore
@@ -106,6 +107,41 @@ def test_a_late_abort_does_not_end_the_next_request_of_that_id():
     assert ended.wait(60)
     loop.stop()
     assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH]
+
+
+class Racing(threading.Condition):
+    """The lock of a loop. `then` runs at once when it was let go, before whoever held it gets on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then = lambda: None
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        then, self.then = self.then, lambda: None
+        then()
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["empty", "not empty"])
+def test_what_comes_while_the_inbox_is_taken_is_taken_once(before):
+    """A request that was taken in two turns would be refused in the second one, while it runs."""
+    outputs: list[TokenOutput] = []
+    core = make_core()
+    loop = EngineLoop(core, outputs.extend, max_waiting=100)
+    loop._wake = Racing()
+    core.add(request("runs", [1, 2, 3]))
+    names = ["first"][:before]
+    for name in names:
+        loop.add(request(name, [4, 5, 6]))
+    loop._wake.then = lambda: loop.add(request("late", [7, 8, 9]))
+    for _ in range(100):
+        loop._take_inbox()
+        loop._emit(core.step())
+        assert loop.stats().requests_waiting == loop._queued().total() <= len(names) + 1
+        if not loop.live:
+            break
+    ends = [(o.request_id, o.finish_reason) for o in outputs if o.finish_reason is not None]
+    assert sorted(ends) == sorted((name, FinishReason.LENGTH) for name in ["runs", *names, "late"])
 
 
 def test_pages_of_a_sequence_with_bad_logits_are_not_found_again():

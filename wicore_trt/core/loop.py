@@ -430,9 +430,9 @@ class EngineLoop:
                 self._wake.wait(timeout_s)
                 self._turns, self._rests = self._turns + 1, False
                 self._look()
-            keep_on, inbox = self._open, self._inbox
+            # also while it is empty: what others put into this list from now on belongs to the next turn
+            keep_on, inbox, self._inbox = self._open, self._inbox, []
             if inbox:  # else there are no newcomers
-                self._inbox = []
                 self._waiting += self._newcomers.counts()
                 self._newcomers, self._taken = self._taken, self._newcomers
         outputs = []
