@@ -3,8 +3,8 @@
 No kernel runs. In place of a step's kernels, `Reader` reads the step's arrays at the addresses that kernels would get
 and makes each row's token from what attention and sampling depend on: tokens, positions, pages. A row that is stale, of
 somebody else, or read before it was written gives another token than the batch alone says. Two steps are under way at a
-time, sequences join, leave, are preempted, come back and jump over what was loaded, pages move and slide out, and steps
-fail anywhere between `submit` and its end.
+time, on a device that does all at once or is late, sequences join, leave, are preempted, come back and jump over what
+was loaded, pages move and slide out, and steps fail anywhere between `submit` and its end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install wicore-trt[triton]")
 
+from runtime import triton_cpu  # noqa: E402
+from runtime.late_cpu import LateDevice  # noqa: E402
 from runtime.triton_cpu import executor_of, small_model, specs_of  # noqa: E402
 
 from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
@@ -58,7 +61,7 @@ class Reader:
 
     def run_of(self) -> Callable[..., None]:
         """`TritonExecutor.run`."""
-        return lambda executor, *given: self.run(executor, *given)
+        return lambda executor, *given: executor.device.put(partial(self.run, executor, *given))
 
     def run(self, executor: TritonExecutor, arrays: StepArrays, measured: int | None = None) -> None:
         self.memory, found = executor.memory, self.rows(arrays)
@@ -340,32 +343,51 @@ PLACES = (
 )
 
 
-def life_of(rng: random.Random, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> tuple[Life, Faults]:
+def life_of(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, late: bool = False
+) -> tuple[Life, Faults]:
+    """`late`: the device is, and kernels do not fail."""
     reader = Reader()
+    monkeypatch.setattr(triton_cpu, "CpuDevice", partial(LateDevice, rng=rng))
     monkeypatch.setattr(triton_executor, "DECODE_BUCKETS", (2, 4, 8))
     monkeypatch.setattr(triton_inputs, "PROMPT_BUCKETS", dict.fromkeys((0, 4), (9, 24)))
     monkeypatch.setattr(triton_inputs, "PROMPT_CHUNKS", 2)
     monkeypatch.setitem(MEASURED_SEGMENTS, ("sm90", 16), Segments(32, 32, 32, 2))
     specs_of.cache_clear()
     monkeypatch.setattr(TritonExecutor, "run", reader.run_of())
-    monkeypatch.setattr(TritonOps, "page_masses", lambda ops, *given: reader.masses(ops, *given))
+    devices: list[LateDevice] = []
+
+    def masses(ops: TritonOps, *given: int) -> None:
+        work = partial(reader.masses, ops, *given)
+        devices[0].put(work) if devices else work()
+
+    monkeypatch.setattr(TritonOps, "page_masses", masses)
     settings = {"kv_pages": dict.fromkeys(GROUPS, PAGES), "max_batch_tokens": 60, "max_sequences": 8}
     executor = executor_of(small_model(1), graphs=graphs, page_tokens=PAGE, **settings)
     specs_of.cache_clear()
     executor.model.segments.ready = lambda q: None  # type: ignore[union-attr, method-assign]
 
-    def drawn(rows: int, pieces: Any) -> None:
-        for row in pieces:
+    device: Any = executor.device
+    device.late = late
+    devices.append(device)
+
+    def drawn(rows: list[int]) -> None:
+        for row in rows:
             executor.memory.results[0, row] ^= 1
 
-    executor._device_sampler.enqueue = drawn  # type: ignore[method-assign]
-    return Life(rng, executor, reader), Faults(rng, executor, reader)
+    sampler: Any = executor._device_sampler
+    sampler.enqueue = lambda rows, pieces: device.put(partial(drawn, [*pieces]))
+    faults = Faults(rng, executor, reader)
+    if late:
+        reader.fail = lambda: None
+    return Life(rng, executor, reader), faults
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_lives(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lives(graphs: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
-    life, faults = life_of(random.Random(seed), monkeypatch, graphs=graphs)
+    life, faults = life_of(random.Random(seed), monkeypatch, graphs=graphs, late=late)
     for turn in range(200):
         try:
             life.play(faults)
