@@ -266,6 +266,8 @@ class Life:
     def play(self, faults: Callable[[], Any]) -> None:
         """One step and those that follow before it has ended."""
         self.disturb()
+        if not self.running:
+            return  # all of them left or gave way
         batch = self.batch()
         wanted = self.expected(batch, {})
         try:
