@@ -145,7 +145,9 @@ def test_padding_changes_no_bit(kv_dtype: str, kept: int, monkeypatch: pytest.Mo
         assert masses[0] == masses[1] and len(masses[0]) == measure * len(lengths)
         for group, pool in padded.pools.items():
             assert torch.equal(pool.view(torch.uint8), plain.pools[group].view(torch.uint8)), group
-    assert sum(ran.values()) == 9 and len(ran) > 2 and ran["kernels"] < 9, ran
+    assert sum(ran.values()) == 9, ran
+    if kept > 24:  # else those that are measured are launched
+        assert len(ran) > 2 and ran["kernels"] < 9, ran
 
 
 @pytest.mark.parametrize("fp8", [False, True])
