@@ -198,10 +198,6 @@ class Core(ABC):
         """A sequence has its first step."""
         sequence.begun = self._begun[id(sequence)] = self._clock()
 
-    def _turnover_s(self, places: int) -> float:
-        """Seconds from one of so many places that becomes free to the next, 0 where that is not known."""
-        return self._hold_s / places if places else 0.0
-
     def _expire(self) -> list[TokenOutput]:
         """End what is late."""
         late = self._deadlines.due(self._clock())
@@ -240,7 +236,7 @@ class EngineLoop:
         self._to_prepare: queue.SimpleQueue[GenerateRequest | None] = queue.SimpleQueue()
         self._preparer: threading.Thread | None = None
         self._live: set[str] = set()
-        self._waiting, self._running = Counter[str](), Counter[str]()  # sequences in the engine's queue, by tenant
+        self._waiting, self._running = Counter[str](), Counter[str]()  # sequences by tenant
         self._open = True
         self._dead: str | None = None
         self._turns, self._rests = 0, True

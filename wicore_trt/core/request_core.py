@@ -21,7 +21,7 @@ from wicore_trt.core.request_checks import check_tokens, sequence_seed, stop_ids
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
 from wicore_trt.kv.events import EventFeed, KVEventLog
 from wicore_trt.runtime.executor import RequestExecutor
-from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.outlook import Outlook, turnover
 from wicore_trt.schedule.queue import WaitingQueue
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
@@ -111,9 +111,9 @@ class RequestCore(Core):
         return Counter(running), Counter(self._waiting.counts())
 
     def outlook(self) -> Outlook:
-        free = self.executor.max_sequences - self._running
+        places = self.executor.max_sequences
         return Outlook(
-            queued=self._waiting.waiting(), free=free, turnover_s=self._turnover_s(self.executor.max_sequences),
+            queued=self._waiting.waiting(), free=places - self._running, turnover_s=turnover(self._hold_s, places),
             begun=tuple(self._begun.values()), hold_s=self._hold_s, now=self._clock(),
         )  # fmt: skip
 

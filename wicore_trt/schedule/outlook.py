@@ -43,6 +43,11 @@ class Newcomers:
         self._tokens.clear()
 
 
+def turnover(hold_s: float, places: int) -> float:
+    """Seconds from one of so many places that becomes free to the next, 0 where that is not known."""
+    return hold_s / places if places else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """The queue as it is between two steps. `prompts` that run: (tenant, place in the order, seconds left). `queued`:

@@ -23,7 +23,7 @@ from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.estimates import learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
-from wicore_trt.schedule.outlook import Outlook
+from wicore_trt.schedule.outlook import Outlook, turnover
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, StepTime
@@ -124,7 +124,7 @@ class Scheduler:
         """What a newcomer finds before it at `now`, if places were taken at `begun` and are held for `hold_s`."""
         blocked, queued, time = bool(self.running) and self._blocked(), self.waiting.waiting(), self.step_time
         free = 0 if blocked else self.max_sequences - len(self.running)
-        places = hold_s / max(1, len(self.running) + max(0, free)), begun, hold_s, now
+        places = turnover(hold_s, len(self.running) + max(0, free)), begun, hold_s, now
         if time is None:
             return Outlook((), queued, 1.0, 0.0, free, *places)
         prompts = [
