@@ -109,10 +109,13 @@ class EngineHost:
                 link.send(Down(self.engine.dead))
         for output in [output for output in outputs if output.finish_reason is not None]:
             self._names.ended(output)
-        for prefix, link in list(self._links.items()):  # the link thread takes one out at any time
-            batch = [output for output in outputs if output.request_id.startswith(prefix)]
-            if batch:
-                link.send(Outputs(batch))
+        batches: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            batches.setdefault(output.request_id.partition("/")[0], []).append(output)
+        for number, batch in batches.items():
+            served = self._links.get(f"{number}/")  # the link thread takes one out at any time
+            if served is not None:
+                served.send(Outputs(batch))
 
     def _looked(self) -> None:
         """On the engine's thread."""
