@@ -47,7 +47,8 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
         ADD_SEGMENT: specs.add_segment_spec(p.shape, "bfloat16", 32),
     }
     table = KernelTable(TARGET, [Entry(role, ANY, compile_kernel(spec, TARGET)) for role, spec in made.items()])
-    stream = torch.cuda.current_stream().cuda_stream
+    ordered = torch.cuda.current_stream()
+    stream = ordered.cuda_stream
 
     def empty(size: Any, dtype: Any) -> Any:
         return torch.full(tuple(size), torch.nan, dtype=dtype, device="cuda")
@@ -67,7 +68,7 @@ def test_divided_attention(kv: str, first: int, length: int, absent: bool) -> No
         sums, out = empty((length, 4096), torch.float32), empty((length, 4096), torch.bfloat16)
 
         def work(sums: Any = sums, out: Any = out) -> None:
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.cuda.stream(ordered):  # a thread that is new has another
                 attention.ready(empty((2048, 4096), torch.bfloat16))
                 assert attention.wanted
                 args = (pointer(q), pointer(sums)), p.pools[1], p.table, slices, scale, 0

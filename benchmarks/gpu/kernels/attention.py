@@ -1,6 +1,7 @@
 """Decode and prefill attention on a GPU: checks every configuration, then times them at the models' shapes.
 
     python -m benchmarks.gpu.kernels.attention [--quick] [--out FILE.json] [--budget SECONDS]
+    python -m benchmarks.gpu.kernels.attention --decode 16x8192,16x8192x1024 --kv fp8    27B: rows, keys, window
 
 Exits with 1 if a kernel differs from float64 by more than its operands' rounding. A configuration that does not
 compile, run or hold is named and left out; what the budget does not reach is named too. Kernels are compiled ahead of
@@ -56,16 +57,16 @@ def kernels_of(model: AttentionSizes, kv: str, prefill: bool) -> list[dict[str, 
         large = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)]
         small = [(64, 32, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2), (64, 64, 8, 2)]
         return [dict(zip(names, c, strict=True)) for c in (large if model is LARGE else small)]
-    names = ("heads", "block_k", "swap", "fused", "num_warps", "num_stages")
-    wide = [(1, 64, False, True, 4, 2), (1, 64, False, True, 4, 3), (1, 64, False, False, 4, 3)]
-    wide += [(1, 32, False, True, 4, 3), (1, 128, False, True, 4, 2), (1, 64, True, True, 4, 2)]
+    names = ("heads", "block_k", "fused", "num_warps", "num_stages")
+    wide = [(1, 64, True, 4, 2), (1, 64, True, 4, 3), (1, 64, False, 4, 3), (1, 32, True, 4, 3), (1, 128, True, 4, 2)]
     if model is SMALL:
-        wide += [(1, 32, False, True, 4, 2), (1, 32, False, False, 4, 3)]
+        wide += [(1, 32, True, 4, 2), (1, 32, False, 4, 3)]
     else:
-        wide += [(2, 32, False, True, 4, 3), (2, 64, False, True, 8, 2), (1, 64, False, True, 2, 3)]
-        wide += [(4, 32, False, True, 8, 2), (2, 32, True, True, 4, 2), (1, 64, False, True, 4, 4)]
+        wide += [(2, 32, True, 4, 3), (2, 64, True, 8, 2), (1, 64, True, 2, 3), (4, 32, True, 8, 2)]
+        wide += [(1, 64, True, 4, 4), (1, 128, True, 8, 2)]
         if kv == "fp8":
-            wide += [(1, 128, False, True, 4, 3), (1, 128, False, True, 8, 3), (2, 64, False, True, 8, 3)]
+            wide += [(1, 64, True, 2, 2), (2, 64, False, 4, 3), (2, 32, True, 2, 3), (2, 32, True, 4, 4)]
+            wide += [(1, 128, True, 4, 3), (2, 64, True, 4, 2), (4, 32, True, 4, 3)]
     return [dict(zip(names, c, strict=True)) for c in wide]
 
 
@@ -308,6 +309,8 @@ def kernels_that_hold(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the shapes that count most")
+    parser.add_argument("--decode", help="ROWSxKEYS or ROWSxKEYSxWINDOW, with commas: 27B's decode at these alone")
+    parser.add_argument("--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="keys and values of --decode")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget", type=float, default=110.0, help="seconds")
     arguments = parser.parse_args()
@@ -320,6 +323,9 @@ def main() -> int:
     properties = torch.cuda.get_device_properties(0)
     print(f"{properties.name}, torch {torch.__version__}")
     todo = points(arguments.quick)
+    if arguments.decode:
+        shapes = [[int(n) for n in point.split("x")] for point in arguments.decode.split(",")]
+        todo = [Point(LARGE, *shape, kv=arguments.kv) for shape in shapes]
     wanted = list(dict.fromkeys((p.model, p.kv, p.tokens > 0) for p in todo))
     kernels, wrong = kernels_that_hold(f"sm{properties.major}{properties.minor}", wanted)
     lines, results = [], []
