@@ -63,7 +63,7 @@ def kernels_of(model: AttentionSizes, kv: str, prefill: bool) -> list[dict[str, 
         wide += [(1, 32, True, 4, 2), (1, 32, False, 4, 3)]
     else:
         wide += [(2, 32, True, 4, 3), (2, 64, True, 8, 2), (1, 64, True, 2, 3), (4, 32, True, 8, 2)]
-        wide += [(1, 64, True, 4, 4), (1, 128, True, 8, 2)]
+        wide += [(1, 64, True, 4, 4), (1, 128, True, 8, 2), (1, 32, True, 4, 4), (1, 32, True, 2, 4)]
         if kv == "fp8":
             wide += [(1, 64, True, 2, 2), (2, 64, False, 4, 3), (2, 32, True, 2, 3), (2, 32, True, 4, 4)]
             wide += [(1, 128, True, 4, 3), (2, 64, True, 4, 2), (4, 32, True, 4, 3)]
