@@ -20,7 +20,7 @@ RUNS: dict[str, Sequence[str]] = {
     "sessions": ("sessions.py", "vllm", "g27", "OUT", "80GiB", "0"),
     "prefix": ("kvbench.py", "OUT"),
     "decode": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "auto", CASES),
-    "decode, FP8 KV": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "fp8", CASES),
+    "decode-fp8": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "fp8", CASES),
 }
 
 
