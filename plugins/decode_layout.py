@@ -53,12 +53,15 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         # One split up to 2K keys: 23.2 us at 8 rows of 1K, and two take as long with their sum; 475 at 8 of 32K.
         (8, DecodeConfig(1, 64, 2, fused=False, least=32)),
         (16, DecodeConfig(1, 64, 1)),  # at 16 rows of 8K 239 us, of a window of 1K 35; two stages take 278 and 41
-        (32, DecodeConfig(1, 32, 1)),  # 239 us at 32 rows of 4K as with blocks of 64, but 65 of a window, not 68
+        # Blocks of 32 keys take 65 us of a window where these take 68, but a step 15.3 ms for 14.4: programs with less
+        # shared memory let those of the next kernel in among them.
+        (32, DecodeConfig(1, 64, 1, num_stages=2)),
         (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 128, 1): (  # on an H200: 3.9 to 4.2 TB/s from 4K keys on
-        # Two heads of 64 keys in 33 splits take 46 us at 1 row of 32K and 142 at 128K, this 41 and 137; windows 8.5.
-        (1, DecodeConfig(1, 128, 16)),
+        # At 1 row 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K. One head, 128 keys a block and 16
+        # splits take 137 us where these take 142, and a step the same.
+        (1, DecodeConfig(2, 64, 33, fused=False)),
         (4, DecodeConfig(2, 64, 12, fused=False)),
         (8, DecodeConfig(1, 64, 6, num_warps=2, num_stages=2)),  # 254 us at 8 rows of 32K, of a window 17
         (16, DecodeConfig(1, 128, 1)),  # 134 us at 16 rows of 8K, of a window 23
