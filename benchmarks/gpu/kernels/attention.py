@@ -325,7 +325,7 @@ def main() -> int:
     todo = points(arguments.quick)
     if arguments.decode:
         shapes = [[int(n) for n in point.split("x")] for point in arguments.decode.split(",")]
-        todo = [Point(LARGE, *shape, kv=arguments.kv) for shape in shapes]
+        todo = [Point(LARGE, rows, keys, sum(window), arguments.kv) for rows, keys, *window in shapes]
     wanted = list(dict.fromkeys((p.model, p.kv, p.tokens > 0) for p in todo))
     kernels, wrong = kernels_that_hold(f"sm{properties.major}{properties.minor}", wanted)
     lines, results = [], []
