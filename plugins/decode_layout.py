@@ -59,8 +59,8 @@ MEASURED_DECODE: dict[tuple[str, int, int], tuple[tuple[int, DecodeConfig], ...]
         (1 << 31, DecodeConfig(2, 64, 1, num_stages=2)),
     ),
     ("sm90", 128, 1): (  # on an H200: 3.9 to 4.2 TB/s from 4K keys on
-        # At 1 row 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K. One head, 128 keys a block and 16
-        # splits take 137 us where these take 142, and a step the same.
+        # At 1 row 8.9 us at 1K keys where one head takes 8.2, but 135 for 177 at 128K. One head, blocks of 128 keys and
+        # 16 splits take 137 us where these take 142, and a step the same.
         (1, DecodeConfig(2, 64, 33, fused=False)),
         (4, DecodeConfig(2, 64, 12, fused=False)),
         (8, DecodeConfig(1, 64, 6, num_warps=2, num_stages=2)),  # 254 us at 8 rows of 32K, of a window 17

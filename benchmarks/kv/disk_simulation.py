@@ -131,7 +131,8 @@ class Engine:
 
         def books(gib: float) -> TierIndex:
             slots = int(gib * GIB) // slot_bytes
-            return TierIndex(slots, per_page, policy_of(settings, slots, PAGE_TOKENS), primary=GLOBAL)
+            policy = policy_of(settings, slots // per_page[GLOBAL], PAGE_TOKENS)
+            return TierIndex(slots, per_page, policy, primary=GLOBAL)
 
         self.disk = Disk(world, self.events, seed)
         link = Link(world, self.events)

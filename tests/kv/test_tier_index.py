@@ -423,3 +423,17 @@ def test_calls_in_the_wrong_state_are_refused_and_change_nothing(state: CopyStat
             getattr(index, call)(*arguments)
         assert copy.state is state
     index.check_integrity()
+
+
+def test_the_policy_of_a_full_tier_knows_how_many_pages_it_holds() -> None:
+    """Slots are not pages: a policy that takes itself for larger than it is compares itself with an LRU that finds more
+    than any order could in this tier."""
+    policy = make_policy("cost", 600)
+    index = TierIndex(600, {"global": 3, "local": 16}, policy, primary="global")
+    for number in range(60):
+        for group in ("global", "local"):
+            copy = index.reserve(page_of(b"A" + bytes([number]), group))
+            assert copy is not None
+            index.commit(copy)
+    assert 0 <= policy.capacity - len(policy) <= 1 and len(policy) == 600 // 19
+    index.check_integrity()

@@ -129,7 +129,7 @@ def _make_tiers(
         return TierIndex(
             slots,
             slots_per_page,
-            policy_of(settings, max(1, slots), layout.page_tokens),
+            policy_of(settings, max(1, slots // slots_per_page[chain_group]), layout.page_tokens),
             primary=chain_group,
             quota=settings.tenant_quota,
             pin_share=settings.pin_share,

@@ -20,9 +20,6 @@ from wicore_trt.kv.pool import PagePool
 from wicore_trt.kv.slabs import Slabs
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
-_DRIFT = 16
-"""The policy hears of it when the pages that the full memory holds differ by this part from what it was told."""
-
 
 class SharedMemory(Memory):
     """`pools` of both groups over `slabs`. `first_of_window(n)` is the first local page that a request looks at which
@@ -95,19 +92,13 @@ class SharedMemory(Memory):
         """Have pages leave until there are `count` free slots of a group, in slabs of which at least `leave` others
         stay without a used page."""
         if self.slabs.free(group) < count:
-            self._tell_capacity()
+            self._policy.filled()
         while self.slabs.free(group) < count:
             if not self._evict_next():
                 raise AssertionError("slots were promised that are not there")
         room = self.slabs.unused - leave
         if room < count and self.slabs.would_pin(group, count) > room:
             self._close_up(group, count)
-
-    def _tell_capacity(self) -> None:
-        """Memory is full: the policy's capacity is what it holds now, not what is left when all has left."""
-        held = len(self._policy)
-        if abs(held - self._policy.capacity) * _DRIFT > held > 0:
-            self._policy.resize(held)
 
     def _close_up(self, group: str, count: int) -> None:
         """Memory is short: have `count` slots lie in as few more slabs as possible, at whatever price. What it looks at

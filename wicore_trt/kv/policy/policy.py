@@ -17,6 +17,8 @@ NEUTRAL_SIGNAL = 1.0
 """Attention mass of a page nobody measured."""
 _GHOSTS_PER_PAGE = 4
 _MANY_GHOSTS = 1 << 18
+_DRIFT = 16
+"""A capacity is another one when what is held differs from it by this part."""
 
 
 def ghost_limit(capacity: int) -> int:
@@ -81,6 +83,12 @@ class ChainPolicy(ABC):
     def resize(self, capacity: int) -> None:
         """The tier holds another number of pages now, as its memory is shared with other kinds of pages."""
         self.capacity = capacity
+
+    def filled(self) -> None:
+        """The tier's memory is full: its capacity is what it holds now, whatever kinds of pages share the memory."""
+        held = self._resident
+        if abs(held - self.capacity) * _DRIFT > held > 0:
+            self.resize(held)
 
     def touch(self, keys: Sequence[Key], signal: Sequence[float] | None = None) -> None:
         """A request looked up this chain from its root; pages may be in the tier or not. `signal[i]` is the attention

@@ -407,6 +407,8 @@ class TierIndex:
             while tenant.slots + need > self._quota_slots:
                 if not self._evict(stays, tenant.spare, tenant.order, "quota"):
                     return False
+        if len(self._free) < need:
+            self.policy.filled()
         while len(self._free) < need:
             if not self._evict(stays, self._spare, self.policy, "capacity"):
                 return False

@@ -1,0 +1,25 @@
+"""Conversations that outgrow host memory: what the tiers keep of them, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.kv.disk_simulation import Sizes
+from benchmarks.kv.sessions_simulation import play
+from benchmarks.kv.virtual_disk import World
+
+DISK = World(((0.0, 1.65e9),))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_host_tier_for_half_of_the_conversations_keeps_a_third_of_them_in_random_order(seed: int) -> None:
+    """Least recently used first finds a fifth: who has not come for longest comes next. The policy learns that within
+    two rounds. Half of the memory holds copies of what runs."""
+    rows = play(DISK, Sizes(10.0, 16.0, 45.0, sequences=4), conversations=24, history=8192, turns=5, seed=seed)
+    assert sum(row["in device or host"] for row in rows[2:]) / 3 > 0.3
+
+
+def test_a_host_tier_with_room_for_all_finds_all() -> None:
+    rows = play(DISK, Sizes(8.0, 16.0, 45.0, sequences=4), conversations=10, history=4096, turns=3, seed=1)
+    assert rows[0]["found"] == 0.0
+    assert all(row["found"] > 0.9 and row["in device or host"] > 0.9 for row in rows[1:]), rows
