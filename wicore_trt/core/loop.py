@@ -195,7 +195,8 @@ class Core(ABC):
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
     def _begin(self, sequence: Any) -> None:
-        """A sequence has its first step."""
+        """A sequence has its first step, and with it its request, of which others may wait for however long."""
+        self._start_by.pop(sequence.request.request_id, None)
         sequence.begun = self._begun[id(sequence)] = self._clock()
 
     def _expire(self) -> list[TokenOutput]:
