@@ -63,6 +63,7 @@ class Core(ABC):
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
         self._counts, self._finished = Counter[str](), Counter[str]()
+        self.alone = 0  # steps of one sequence of a step that failed, which runs each alone; for any thread
 
     @property
     @abstractmethod
@@ -265,8 +266,8 @@ class EngineLoop:
 
     @property
     def progress(self) -> int | None:
-        """Another number after each step; None while there is nothing to do."""
-        return None if self._rests else self._turns
+        """Another number after each step, also those of a step that runs again; None while there is nothing to do."""
+        return None if self._rests else self._turns + self._core.alone
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the loop has ended, at the latest after so many seconds."""
