@@ -298,13 +298,13 @@ class EngineLoop:
                     full.bar = Bar(tenant, -MAX_PRIORITY, math.inf, self._outlook.turnover_s, self.looks)
                 raise full
             self._check_wait(request)
-            self._live.add(request.request_id)
             if request.params.constraint is not None:
                 self._begin_preparing(request)
-                return
-            self._inbox.append(request)
-            self._newcomers.add(request)
-            self._wake.notify()
+            else:
+                self._inbox.append(request)
+                self._newcomers.add(request)
+                self._wake.notify()
+            self._live.add(request.request_id)
 
     def _check_wait(self, request: GenerateRequest) -> None:
         """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
@@ -334,12 +334,13 @@ class EngineLoop:
         return queued
 
     def _begin_preparing(self, request: GenerateRequest) -> None:
-        """With the lock held."""
+        """With the lock held. Where it raises, as there is no room for a thread, nothing is left of the request."""
+        if self._preparer is None:
+            preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
+            preparer.start()
+            self._preparer = preparer
         self._preparing[request.request_id] = (request, [])
         self._to_prepare.put(request)
-        if self._preparer is None:
-            self._preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
-            self._preparer.start()
 
     def _prepare(self) -> None:
         """The life of the thread that prepares requests."""
