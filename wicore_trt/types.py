@@ -269,10 +269,10 @@ class TokenOutput(Struct, frozen=True, array_like=True, omit_defaults=True, gc=F
 
     `index` is the sequence in [0, n). `usage` counts up to and including this output. `finish_reason` is set on
     the last output of the sequence; `stop_reason` is the stop token id or stop string that ended it, if one did.
-    `error` is set with FinishReason.ERROR, and `field` too where a field of the request is why. `prompt_logprobs`,
-    where they were asked for, come before the first token, one for each token of the prompt, in parts; the first one,
-    which nothing comes before, is 0 and has no alternatives. `prefill_s`, with a sequence's first tokens: seconds since
-    the beginning of the first step that computed for it. `retry_s`: it was refused, and may be asked for again then.
+    `error` is set with FinishReason.ERROR, and `field` too where a field of the request is why; without `usage` it is
+    the whole request's. `prompt_logprobs`, where they were asked for, come before the first token, one for each token
+    of the prompt, in parts; the first one, which nothing comes before, is 0 and has no alternatives. `prefill_s`, with
+    a sequence's first tokens: seconds since its first step began. `retry_s`: it was refused; ask again then.
     It may cross to another process, so it is a msgspec.Struct.
     """
 

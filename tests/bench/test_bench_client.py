@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -131,6 +133,53 @@ async def test_a_record_is_good_only_with_every_token_accounted_for(sent, usage,
     assert record.error == error
     if error is None:
         assert [tokens for _, tokens in record.arrivals] == [1, 4, 6, 1] and record.output_tokens == 12
+
+
+@asynccontextmanager
+async def answering(answers: dict[str, bytes]) -> AsyncIterator[str]:
+    """A server whose methods answer with these bytes; gives its address."""
+
+    async def whole(request: bytes, context: object) -> bytes:
+        return answers["GetModelInfo"]
+
+    async def stats(request: bytes, context: object) -> bytes:
+        return answers["GetStats"]
+
+    async def stream(request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield answers["Generate"]
+
+    server = grpc.aio.server()
+    methods = {
+        "GetModelInfo": grpc.unary_unary_rpc_method_handler(whole),
+        "GetStats": grpc.unary_unary_rpc_method_handler(stats),
+        "Generate": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    service = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def test_half_a_message_is_a_record_and_ends_no_run():
+    info = pb2.GetModelInfoResponse(model_id="half", vocab_size=97, max_context_tokens=100).SerializeToString()
+    message = pb2.GenerateResponse(delta=pb2.Delta(token_ids=[1] * 12)).SerializeToString()[:-1]
+    async with answering({"GetModelInfo": info, "GetStats": b"\xff", "Generate": message}) as address:
+        target = await GrpcTarget.connect(address)
+        assert await target.tier_hits() == {}
+        records = await closed_loop(target, requests(2), 2)
+        await target.close()
+    assert [record.status for record in records] == ["INVALID"] * 2
+
+
+@pytest.mark.parametrize("info", [b"\xff", b"", pb2.GetModelInfoResponse(model_id="none").SerializeToString()])
+async def test_a_server_that_tells_no_model_is_none_of_ours(info):
+    async with answering({"GetModelInfo": info}) as address:
+        with pytest.raises(WicoreError, match="does not answer as our servers do"):
+            await GrpcTarget.connect(address)
 
 
 class Slow:

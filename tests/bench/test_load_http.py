@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trustme
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from web import make_engine, serving
 
 from wicore_trt.bench.client import closed_loop
-from wicore_trt.bench.http import ANY_VOCABULARY, HttpTarget, Stream
+from wicore_trt.bench.http import ANY_CONTEXT, ANY_VOCABULARY, HttpTarget, Stream
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
 from wicore_trt.bench.plan import Shape, sessions_of
@@ -292,6 +292,50 @@ async def test_no_server_wrong_model_wrong_key_say_so():
         target = await HttpTarget.connect(url)
     assert (await target.generate(ASKED)).status in ("CONNECT", "BROKEN")  # the server is gone
     await target.close()
+
+
+@asynccontextmanager
+async def saying(answers: dict[str, bytes]) -> AsyncIterator[str]:
+    """A server that answers a GET of these paths with these bytes; gives its URL."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                raw = answers[(await reader.readuntil(b"\r\n\r\n")).decode().split()[1]]
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("told", [b"0", b"-5", b"[]", b'"8"', b"1e300", b"true", b"99999999999", b"null"])
+async def test_sizes_that_can_be_none_are_as_those_that_are_not_told(told):
+    models = b'{"data": [{"id": "odd", "max_model_len": %s}]}' % told
+    answers = {"/v1/models": models, "/status": b'{"model": {"vocab_size": %s}}' % told}
+    async with saying(answers) as url:
+        target = await HttpTarget.connect(url)
+        assert (target.info.vocab_size, target.info.max_context_tokens) == (ANY_VOCABULARY, ANY_CONTEXT)
+        await target.close()
+
+
+@pytest.mark.parametrize(
+    "models", [b'{"data": [{"id": null}]}', b'{"data": [5]}', b'{"data": {}}', b"[]", b"{", b"\xff"]
+)
+async def test_a_list_of_models_that_is_none_says_so(models):
+    async with saying({"/v1/models": models, "/status": b""}) as url:
+        with pytest.raises(WicoreError, match="does not answer as OpenAI's API does"):
+            await HttpTarget.connect(url)
+
+
+@pytest.mark.parametrize("value", [b"{} 5", b'{tier="device"} +Inf', b'{tier="device"} NaN', b'{tier="dev'])
+async def test_odd_metrics_cost_no_run(value):
+    metrics = b"wicore_kv_hit_tokens_total" + value + b"\n"
+    answers = {"/v1/models": b'{"data": [{"id": "odd"}]}', "/status": b"", "/metrics": metrics}
+    async with saying(answers) as url:
+        target = await HttpTarget.connect(url)
+        assert await target.tier_hits() == {}
+        await target.close()
 
 
 async def test_tls_is_checked(tmp_path):

@@ -18,6 +18,7 @@ from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import RequestRecord
 from wicore_trt.bench.plan import Session, Shape, Turn, sessions_of
 from wicore_trt.bench.serve import Offer, run_sweep
+from wicore_trt.bench.session import run_quickly
 from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
 from wicore_trt.cli.main import run
 from wicore_trt.errors import ConfigError
@@ -38,11 +39,13 @@ class Remembering:
         self.seconds, self.hold, self.fails = seconds, hold, fails
         self.requests: list[BenchRequest] = []
         self.started: list[float] = []
+        self.asked: list[float] = []
         self.open = self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
+        self.asked.append(time.perf_counter())
         self.requests.append(request)
         self.started.append(started)
         self.open += 1
@@ -85,6 +88,13 @@ async def test_requests_go_out_when_they_are_due_and_wait_for_nobody():
     result = await load
     assert result.lag.most_open == 4 and result.offered_per_s == pytest.approx(4 / 0.3)
     assert result.lag.send.count == 4 and result.lag.place is None
+
+
+def test_no_request_goes_out_before_it_is_due():
+    """Also on the event loop that the command runs on, whose timers go off early: e2e would be too short by that."""
+    target = Remembering()
+    run_quickly(run_load(target, plan(*(0.0031 * i for i in range(60))), WORDS, LoadOptions()))
+    assert min(asked - due for asked, due in zip(target.asked, target.started, strict=True)) >= 0.0
 
 
 async def test_waiting_for_a_place_counts_and_is_told():

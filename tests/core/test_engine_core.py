@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from fakes import EOS, greedy, make_core
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from wicore_trt.core.limits import Limits
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
@@ -253,3 +255,20 @@ def test_eos_ends_a_sequence():
     core.add(request("a", prompt))
     outputs = [o for _ in range(100) if core.has_work for o in core.step()]
     assert outputs[-1].finish_reason is FinishReason.STOP and outputs[-1].stop_reason is None
+
+
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_a_request_that_has_begun_is_refused_no_more(ahead):
+    """Also when the sequence that had begun has ended, and the other one waits for longer than the request might."""
+    now = [0.0]
+    core = make_core(max_sequences=1, clock=lambda: now[0], ahead=ahead)
+    core.limits = Limits(max_queue_s=1.0)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    core.add(request("two", [5, 6, 7], replace(params, n=2)))
+    core.add(request("other", [8, 9], replace(params, max_tokens=20), tenant="other"))
+    ended = []
+    for _ in range(50):
+        now[0] += 0.1
+        ended += [output for output in core.step() if output.finish_reason is not None]
+    assert [(o.request_id, o.index) for o in ended] == [("two", 0), ("other", 0), ("two", 1)]
+    assert {o.finish_reason for o in ended} == {FinishReason.LENGTH} and not core.has_work

@@ -111,6 +111,28 @@ def test_a_broken_device_ends_the_engine_after_two_tries(count):
     assert broken == [count, 1] + [1] * (count > 1)
 
 
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_sequences_that_run_each_alone_are_progress(ahead):
+    """However many there are: the watchdog ends an engine that ends no step, and each of theirs is one."""
+    core, count = make_core(max_batch_tokens=64, ahead=ahead), 8
+    loop = EngineLoop(core, lambda outputs: None, max_waiting=100)
+    seen, execute = [], core.executor.execute
+
+    def watched(batch):
+        if len(batch.slices) == 1:
+            seen.append(loop.progress)
+        return execute(batch)
+
+    core.executor.execute = watched
+    broken = break_on(core, {7}, "computed")
+    for i in range(count):
+        loop.add(request(str(i), [i + 3, 4, 5]))
+    loop._rests = False  # it has work
+    assert loop._take_inbox()
+    core.step()
+    assert broken[0] == count and len(seen) == len(set(seen)) == count
+
+
 def test_a_sequence_without_finite_logits_is_no_sign_of_a_broken_device():
     core = make_core(max_batch_tokens=64)
     for i in range(3):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from constrained import CharTokenizer, constrained_core
 from core.linked import engine_of, way  # noqa: F401 -- each test with an engine here and at the end of a link
 from fakes import FAKE_INFO, VOCAB
 
+from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError
 from wicore_trt.grammar.matcher import Grammars
-from wicore_trt.types import Constraint, ConstraintKind, FinishReason, SamplingParams, TextRequest
+from wicore_trt.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TextRequest,
+    TokenOutput,
+)
 
 CHOICE = SamplingParams(temperature=0.0, constraint=Constraint(ConstraintKind.CHOICE, '["left", "right"]'))
 
@@ -106,3 +116,23 @@ async def test_a_grammar_that_cannot_be_built_ends_its_request() -> None:
         await whole(stream)
     assert (await whole(await engine.submit(asking("b"))))[1] is FinishReason.STOP
     await engine.close()
+
+
+def test_where_no_thread_can_be_started_the_next_constraint_tries_again(monkeypatch) -> None:
+    def fails(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[TokenOutput] = []
+    loop = EngineLoop(constrained_core(), ended.extend, max_waiting=8)
+    loop.start()
+    with monkeypatch.context() as patch:
+        patch.setattr("wicore_trt.core.loop._DeepThread.start", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            loop.add(GenerateRequest("a", (5, 6), CHOICE))
+    assert not loop.live, "nothing is left of the one that was refused"
+    loop.add(GenerateRequest("b", (5, 6), CHOICE))
+    deadline = time.monotonic() + 30
+    while loop.live and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not loop.live and ended[-1].finish_reason is FinishReason.STOP
+    loop.stop(60)

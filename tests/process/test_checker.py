@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from wicore_trt.core.loop import STACK as ENGINE_STACK
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.process import checker
 from wicore_trt.process.checker import Checker
 from wicore_trt.types import Constraint, ConstraintKind
@@ -55,6 +58,46 @@ def test_a_process_that_was_killed_is_followed_by_another_one() -> None:
             made.check(Constraint(ConstraintKind.REGEX, f"b{{{i + 1}}}"))
         except InvalidRequestError as error:
             assert i == 0 and "takes too much" in str(error)
+
+
+class NoThread(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_where_no_process_can_be_started_that_is_said_and_the_next_one_is_checked() -> None:
+    made, (soft, hard) = Checker(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        asked = _aside(made.check, GOOD)
+        with pytest.raises(UnavailableError, match="cannot be checked now: .*Too many open files"):
+            asked.result(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _aside(made.check, GOOD).result(30)
+
+
+def test_where_no_thread_can_be_started_the_next_constraint_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Checker()
+    with monkeypatch.context() as patch:
+        patch.setattr(checker.threading, "Thread", NoThread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            made.check(GOOD)
+    _aside(made.check, GOOD).result(30)
+
+
+def _aside(check: Callable[[Constraint], None], constraint: Constraint) -> Future[None]:
+    """On a thread that holds up nothing should it wait for ever."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(check(constraint))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
 
 
 def _children() -> set[int]:

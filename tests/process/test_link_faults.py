@@ -10,15 +10,16 @@ from contextlib import suppress
 from threading import Thread, Timer
 
 import pytest
-from fakes import FAKE_INFO, make_core
+from fakes import FAKE_INFO, FakeTokenizer, make_core
 
+from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, EngineFormatError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
-from wicore_trt.link.messages import Add, Welcome, decode_to_engine, encode
+from wicore_trt.link.messages import Add, Done, Outputs, Welcome, decode_to_engine, encode
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.child import Control, Fork, error_of
-from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
 
 
 def framed(message: object) -> bytes:
@@ -51,6 +52,32 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     with pytest.raises(EngineDeadError, match="its process ended"):
         await adding
     assert not outputs and not remote.linked
+
+
+async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_nothing():
+    """It had ended here, and the engine did not know yet. The request is still told of the engine's end."""
+    remote = RemoteEngine()
+    engine = TextEngine(remote, FakeTokenizer(), FAKE_INFO)
+    await engine.start()
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+    params = SamplingParams(max_tokens=9, n=2, stop=("A",))
+    submitted = asyncio.ensure_future(engine.submit(TextRequest("a", params, prompt_token_ids=(5, 6))))
+    await until(lambda: remote._pending)
+    theirs.sendall(framed(Done(next(iter(remote._pending)))))
+    stream = await submitted
+    one = [TokenOutput("1/0", index, (33 + index,), usage=Usage(2, 1)) for index in (0, 1)]  # "A" and "B"
+    late = TokenOutput("1/0", 0, (), finish_reason=FinishReason.ERROR, usage=Usage(2, 2), error="not finite")
+    more = TokenOutput("1/0", 1, (35,), usage=Usage(2, 2))
+    theirs.sendall(framed(Outputs(one)) + framed(Outputs([late, more])))
+    await until(lambda: sum(len(part.token_ids) for part in stream._pending.get(1, ())) == 2)
+    assert [(await anext(stream)).finish_reason, (await anext(stream)).text] == [FinishReason.STOP, "BC"]
+    theirs.close()
+    with pytest.raises(EngineDeadError, match="its process ended"):
+        await anext(stream)
+    assert not engine.live and not remote._live
 
 
 async def test_a_front_that_leaves_while_outputs_are_on_their_way_ends_no_engine():

@@ -333,6 +333,39 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(tmp_pa
             assert await answer(stub, "back", 20) == expected("back", 20)[0]
 
 
+@pytest.mark.parametrize("killed", ["engine", "front", "template"])
+async def test_what_ends_while_no_thread_can_be_started_is_back_when_one_can(tmp_path, killed):
+    """Where memory is short, or a container has as many tasks as it may."""
+    async with supervised(tmp_path) as server:
+        await serving(server)
+        pid, before = server.process.pid, server.alive(killed)
+        most = resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms, -1))
+        os.kill(before[0], signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while b"cannot be waited for" not in await server.process.stderr.readline():
+                pass
+        resource.prlimit(pid, resource.RLIMIT_AS, most)
+        async with asyncio.timeout(30):
+            while server.alive(killed) in ([], before):
+                await asyncio.sleep(0.02)
+        await server.until_serving()
+        async with server.stub() as stub:
+            assert await answer(stub, "back", 20) == expected("back", 20)[0]
+
+
+async def test_a_signal_ends_the_server_also_where_no_thread_can_be_started(tmp_path):
+    async with supervised(tmp_path) as server:
+        await serving(server)
+        pid = server.process.pid
+        most = resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms, -1))
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while b"cannot be waited for" not in await server.process.stderr.readline():
+                pass
+        resource.prlimit(pid, resource.RLIMIT_AS, most)
+        assert (await server.end())[0] == 0
+
+
 async def test_signals_to_the_children_end_no_request(tmp_path):
     """As of a service manager that sends what it sends to every process of the service."""
     async with supervised(tmp_path, step_s=0.005) as server:

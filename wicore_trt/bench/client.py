@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
+UNREADABLE = "INVALID: a message cannot be read"
 
 
 class Served(Protocol):
@@ -139,6 +140,9 @@ class GrpcTarget:
                     f"No server answers at {address}.", fix="Start one: wicore serve ENGINE."
                 ) from None
             raise WicoreError(f"{address}: {_status(error)}.") from None
+        if answer is None or not answer.vocab_size:
+            await channel.close()
+            raise WicoreError(f"{address} does not answer as our servers do.")
         return cls(channel, _model_info(answer), metadata)
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
@@ -155,6 +159,8 @@ class GrpcTarget:
         started = sent if started is None else started
         try:
             async for response in self._stub.Generate(message, metadata=self._metadata):
+                if response is None:  # what gRPC gives for a message that is none
+                    return RequestRecord(started, time.perf_counter(), error=UNREADABLE, sent=sent)
                 last = response.HasField("finish")
                 tokens = (response.finish.delta if last else response.delta).token_ids
                 if tokens:
@@ -172,7 +178,7 @@ class GrpcTarget:
             stats = await self._stub.GetStats(pb2.GetStatsRequest(), metadata=self._metadata, timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return {}
-        return {tier.tier: tier.hit_tokens for tier in stats.kv.tiers}
+        return {} if stats is None else {tier.tier: tier.hit_tokens for tier in stats.kv.tiers}
 
     async def close(self) -> None:
         await self._channel.close()

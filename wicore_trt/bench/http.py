@@ -42,6 +42,17 @@ HIT_COUNTERS = {"vllm:prefix_cache_hits_total": "device", "vllm:external_prefix_
 """Where a server names no tiers."""
 
 
+class ModelOfList(msgspec.Struct):
+    id: str
+    max_model_len: Any = None
+
+
+class ModelList(msgspec.Struct):
+    """What a benchmark reads of /v1/models."""
+
+    data: list[ModelOfList]
+
+
 class PromptDetails(msgspec.Struct):
     cached_tokens: Count | None = None
 
@@ -242,7 +253,8 @@ class HttpTarget:
         from prometheus_client.parser import text_string_to_metric_families
 
         hits: dict[str, int] = {}
-        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        # whatever is there: a run that has ended must not be lost for it
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, OverflowError):
             async with asyncio.timeout(CONNECT_TIMEOUT_S), self._session.get(f"{self._url}/metrics") as answer:
                 text = await answer.text() if answer.status == 200 else ""
             samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -265,22 +277,28 @@ async def _served(session: aiohttp.ClientSession, url: str, model: str | None) -
                 body = await answer.read()
                 if answer.status in (401, 403) or answer.status != 200 and model is None:
                     raise WicoreError(f"{url}: {answer.status}: {_message(body)}.")
-                models: list[Any] = msgspec.json.decode(body)["data"] if answer.status == 200 else [{"id": model}]
-            known = next((m for m in models if model in (None, m["id"])), None)
+                if answer.status == 200:
+                    models = msgspec.json.decode(body, type=ModelList).data
+                else:
+                    models = [ModelOfList(str(model))]
+            known = next((m for m in models if model in (None, m.id)), None)
             if known is None:
-                raise ConfigError(
-                    f"{url} does not serve {model}.", fix=f"It serves {', '.join(m['id'] for m in models)}."
-                )
+                raise ConfigError(f"{url} does not serve {model}.", fix=f"It serves {', '.join(m.id for m in models)}.")
             async with session.get(f"{url}/status") as answer:
                 status = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise UnavailableError(f"No server answers at {url}: {error or type(error).__name__}.") from None
-    except (*UNREADABLE, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise WicoreError(f"{url} does not answer as OpenAI's API does: {error}.") from None
-    size = ANY_VOCABULARY
-    with suppress(*UNREADABLE, KeyError, TypeError, ValueError):  # another server's /status is anything
-        size = int(msgspec.json.decode(status)["model"]["vocab_size"])
-    return HttpServed(known["id"], size, known.get("max_model_len") or ANY_CONTEXT)
+    size = None
+    with suppress(*UNREADABLE, KeyError, TypeError):  # another server's /status is anything
+        size = msgspec.json.decode(status)["model"]["vocab_size"]
+    return HttpServed(known.id, _told(size, ANY_VOCABULARY), _told(known.max_model_len, ANY_CONTEXT))
+
+
+def _told(value: Any, otherwise: int) -> int:
+    """A size that a server tells, where it can be one."""
+    return value if type(value) is int and 0 < value < 1 << 31 else otherwise
 
 
 def _message(body: bytes) -> str:

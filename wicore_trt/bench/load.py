@@ -125,7 +125,7 @@ class _Run:
                 while ready:
                     session, talk, first = ready.popleft()
                     due = origin + session.at_s
-                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    await _until(due)
                     tasks.create_task(self._session(session, talk, first, due))
                     if (more := next(coming, None)) is not None:
                         ready.append(more)
@@ -145,7 +145,7 @@ class _Run:
         for number in range(len(session.turns)):
             if number:
                 request = talk.ask(number)
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                await _until(due)
             record = await self._one(request, due)
             self.records.append(record)
             self._progress(self._phase, len(self.records), self.planned)
@@ -180,3 +180,10 @@ class _Run:
             wanted = time.perf_counter() + BEAT_S
             await asyncio.sleep(BEAT_S)
             self.beats.append(time.perf_counter() - wanted)
+
+
+async def _until(due: float) -> None:
+    """Timers of event loops go off up to a millisecond early; what was sent then would seem to be answered sooner."""
+    await asyncio.sleep(0.0)
+    while (left := due - time.perf_counter()) > 0.0:
+        await asyncio.sleep(left)

@@ -214,6 +214,7 @@ class EngineCore(Core):
             self.executor.release(piece.seq_id)
         raised = 0
         for number, piece in enumerate(flight.batch.slices, 1):
+            self.alone += 1
             try:
                 found = self.executor.execute(StepBatch([piece]))
             except Exception as cause:

@@ -63,6 +63,7 @@ class Core(ABC):
         self._hold_s = 0.0  # mean time from the first step of a sequence to its end
         self._next_id = 0
         self._counts, self._finished = Counter[str](), Counter[str]()
+        self.alone = 0  # steps of one sequence of a step that failed, which runs each alone; for any thread
 
     @property
     @abstractmethod
@@ -195,7 +196,8 @@ class Core(ABC):
             self._hold_s += (held - self._hold_s) * (HOLD_RATE if self._hold_s else 1.0)
 
     def _begin(self, sequence: Any) -> None:
-        """A sequence has its first step."""
+        """A sequence has its first step, and with it its request, of which others may wait for however long."""
+        self._start_by.pop(sequence.request.request_id, None)
         sequence.begun = self._begun[id(sequence)] = self._clock()
 
     def _expire(self) -> list[TokenOutput]:
@@ -264,8 +266,8 @@ class EngineLoop:
 
     @property
     def progress(self) -> int | None:
-        """Another number after each step; None while there is nothing to do."""
-        return None if self._rests else self._turns
+        """Another number after each step, also those of a step that runs again; None while there is nothing to do."""
+        return None if self._rests else self._turns + self._core.alone
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the loop has ended, at the latest after so many seconds."""
@@ -296,13 +298,13 @@ class EngineLoop:
                     full.bar = Bar(tenant, -MAX_PRIORITY, math.inf, self._outlook.turnover_s, self.looks)
                 raise full
             self._check_wait(request)
-            self._live.add(request.request_id)
             if request.params.constraint is not None:
                 self._begin_preparing(request)
-                return
-            self._inbox.append(request)
-            self._newcomers.add(request)
-            self._wake.notify()
+            else:
+                self._inbox.append(request)
+                self._newcomers.add(request)
+                self._wake.notify()
+            self._live.add(request.request_id)
 
     def _check_wait(self, request: GenerateRequest) -> None:
         """Raise QueueFullError for a request that would wait too long as of the last step, so that it need not wait for
@@ -332,12 +334,13 @@ class EngineLoop:
         return queued
 
     def _begin_preparing(self, request: GenerateRequest) -> None:
-        """With the lock held."""
+        """With the lock held. Where it raises, as there is no room for a thread, nothing is left of the request."""
+        if self._preparer is None:
+            preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
+            preparer.start()
+            self._preparer = preparer
         self._preparing[request.request_id] = (request, [])
         self._to_prepare.put(request)
-        if self._preparer is None:
-            self._preparer = _DeepThread(target=self._prepare, name="wicore-prepare", daemon=True)
-            self._preparer.start()
 
     def _prepare(self) -> None:
         """The life of the thread that prepares requests."""

@@ -124,6 +124,8 @@ class TextStream:
         """Take a token output from the engine; on the event loop's thread."""
         if output.finish_reason is FinishReason.ERROR:
             dead = self._engine.dead
+            if dead is None and self._texts[output.index].finished:
+                return  # by a stop string, which the engine did not know yet
             self._engine.tally(self.tenant).finished[FinishReason.ERROR.value] += 1
             why, field = output.error or "The step failed.", output.field
             failed = WicoreError(why) if field is None else InvalidRequestError(why, field=field)

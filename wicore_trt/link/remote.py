@@ -195,7 +195,8 @@ class RemoteEngine(EnginePort):
 
     def _ended(self, output: TokenOutput) -> None:
         left = self._live.get(output.request_id, 0) - 1
-        if left > 0 and output.finish_reason is not FinishReason.ERROR:
+        whole = output.finish_reason is FinishReason.ERROR and output.usage is None  # it is of no one sequence
+        if left > 0 and not whole:
             self._live[output.request_id] = left
         else:
             self._live.pop(output.request_id, None)

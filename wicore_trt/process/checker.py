@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from wicore_trt.access.log import Sparingly
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.grammar.source import check, refusal
 from wicore_trt.process.child import Child, Control, how_it_ended
 from wicore_trt.types import Constraint, ConstraintKind
@@ -57,13 +57,15 @@ class Checker:
         self._ended = Sparingly(log, logging.WARNING)
 
     def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequestError (field "constraint") for one that cannot be kept or takes too much to check."""
+        """Raises InvalidRequestError (field "constraint") for one that cannot be kept or takes too much to check, and
+        UnavailableError where no process can be started."""
         raw = _encode(constraint)
         name = blake2b(raw, digest_size=16).digest()
         with self._lock:
             if self._thread is None:  # one that stays: a child ends with the thread that started it
-                self._thread = threading.Thread(target=self._run, name="wicore-checker", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="wicore-checker", daemon=True)
+                thread.start()  # where there is no room for it, the next constraint tries again
+                self._thread = thread
             reason = self._known.get(name)
         if reason is None:
             answer: Future[str] = Future()
@@ -82,9 +84,13 @@ class Checker:
             raw, answer = self._asked.get()
             try:
                 asked = asked or _Asked()
+            except Exception as error:  # no room for a process, or no file
+                why = f"A constraint cannot be checked now: {error}."
+                answer.set_exception(UnavailableError(why, fix="Try again soon."))
+                continue
+            try:
                 answer.set_result(asked.ask(raw))
             except (OSError, EOFError):
-                assert asked is not None
                 self._ended("a constraint ended the process that checked it", how=asked.end())
                 asked = None
                 answer.set_result(str(refusal("it takes too much time, memory or depth")))
@@ -96,9 +102,9 @@ class _Asked:
     """A running process, and the socket on which it is asked."""
 
     def __init__(self) -> None:
-        self._child = Child("wicore_trt.process.checker")
         self._sock, theirs = socket.socketpair()
         with theirs:
+            self._child = Child("wicore_trt.process.checker")
             self._child.control.send("start", [theirs.fileno()])
         self._sock.settimeout(WAIT_S)
         self._stream = self._sock.makefile("rwb")

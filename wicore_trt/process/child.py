@@ -245,6 +245,16 @@ class Fork:
                 os.waitpid(self.pid, 0)
 
 
+async def exit_code(process: Child | Fork, timeout_s: float) -> int:
+    """What its `wait` returns, on a thread; where there is no room for one, as soon as there is."""
+    while True:
+        try:
+            return await asyncio.to_thread(process.wait, timeout_s)
+        except RuntimeError as error:
+            log.error("the end of a process cannot be waited for: %s; trying again", error)
+            await asyncio.sleep(BEAT_S)
+
+
 def named(place: str) -> Any:
     """The object at "module:name"."""
     module, _, name = place.partition(":")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from wicore_trt.errors import WicoreError
-from wicore_trt.process.child import Child, Fork
+from wicore_trt.process.child import Child, Fork, exit_code
 
 KILL_S, STOP_S = 1.0, 5.0
 """For a process that was killed to be gone; for the engine to end its step when it is told to stop, and for a front to
@@ -41,7 +41,7 @@ class Place:
         loop, number = asyncio.get_running_loop(), process.control.fileno()
 
         async def reap() -> None:
-            code = await asyncio.to_thread(process.wait, STOP_S)
+            code = await exit_code(process, STOP_S)
             process.control.close()
             self.process = None
             ended(code)

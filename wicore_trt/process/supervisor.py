@@ -25,7 +25,7 @@ from wicore_trt.access.log import set_level
 from wicore_trt.config import LoadedSettings, settings_to_json
 from wicore_trt.core.cells import shared_memory
 from wicore_trt.errors import EngineDeadError, EnvironmentUnfitError, WicoreError
-from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, how_it_ended, named
+from wicore_trt.process.child import BEAT_S, Child, Fork, error_of, exit_code, how_it_ended, named
 from wicore_trt.process.place import PATIENCE, SLOW_S, STOP_S, FrontPlace, Place
 from wicore_trt.process.reload import checked, has_terminal
 
@@ -338,8 +338,8 @@ class Supervisor:
             try:
                 if not self._stopping:
                     start()
-            except OSError as error:
-                log.error("no process can be started: %s; trying again", error)
+            except (OSError, MemoryError) as error:
+                log.error("no process can be started: %s; trying again", error or type(error).__name__)
                 self._later(SLOW_S, start)
 
         asyncio.get_running_loop().call_later(seconds, begin)
@@ -450,8 +450,8 @@ class Supervisor:
         if self._announced:
             self._tell_fronts("drain")
             end_s = self._grace_s + 2 * STOP_S
-            codes += await asyncio.gather(*(asyncio.to_thread(front.wait, end_s) for front in fronts))
+            codes += await asyncio.gather(*(exit_code(front, end_s) for front in fronts))
         if engine is not None and self._engine_ready:
             engine.control.send("stop", timeout_s=STOP_S)
-            await asyncio.to_thread(engine.wait, 2 * STOP_S)
+            await exit_code(engine, 2 * STOP_S)
         self._finish(1 if any(codes) else 0)
