@@ -14,8 +14,10 @@ from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.schedule.step_time import StepTime
+from wicore_trt.schedule.step_time import StepLoad, StepTime
 
+# Part of a slice that prompts have in a step however little time the sequences that decode leave them.
+LEAST = 8
 # A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
 LOOK_UP_S = 0.02
 # After so many steps, those of so many slices tell whether loads from disk slow prefill down.
@@ -71,10 +73,12 @@ def lower_cost(sequence: Sequence, time: StepTime | None, computed: int) -> None
         sequence.cost_s = min(sequence.cost_s, seconds)
 
 
-def rate_beside(running: Seq[Sequence], prefill: PrefillMeter, max_tokens: int, slice_tokens: int) -> ComputeRate:
+def rate_beside(
+    running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
+) -> ComputeRate:
     """What the prefill of a sequence gets that has its turn, beside those that decode."""
     decoding = sum(s.remaining == 1 for s in running)
-    share = max(1, max_tokens - decoding) / max_tokens
+    share = min(max(1, max_tokens - decoding) / max_tokens, _share(running, prefill, time, max_tokens, slice_tokens))
     return prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
 
 
@@ -82,6 +86,7 @@ def rate_behind(
     running: Seq[Sequence],
     chooser: Sequence | None,
     prefill: PrefillMeter,
+    time: StepTime | None,
     loader: PrefixLoader | None,
     max_tokens: int,
     slice_tokens: int,
@@ -91,7 +96,20 @@ def rate_behind(
     that must not count for a load, or its request waits longer for it than computing takes."""
     busy = [s for s in running if s.pages.load is None and s is not chooser]
     ahead = sum(s.remaining for s in busy if s.remaining > 1)
-    share = max(1, max_tokens - len(busy)) / max_tokens
+    share = min(max(1, max_tokens - len(busy)) / max_tokens, _share(busy, prefill, time, max_tokens, slice_tokens))
     share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
     rate = prefill.rate(share=share, slice_tokens=slice_tokens)
     return replace(rate, delay_s=rate.seconds(0, ahead))
+
+
+def _share(
+    running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
+) -> float:
+    """The part of the device's time that steps leave prompts beside those that decode, who are not to wait: the meter
+    knows only steps that prompts fill."""
+    decoding = [s.computed for s in running if s.remaining == 1]
+    if time is None or not decoding:
+        return 1.0
+    most, load = max(1, max_tokens - len(decoding)), StepLoad(len(decoding), sum(decoding))
+    step = time.filled(load, max(1, slice_tokens // LEAST), most)
+    return min(1.0, prefill.rate().alone(0, step.tokens) / time.step_s(step))

@@ -22,7 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.estimates import learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.estimates import LEAST, learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook, turnover
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -38,8 +38,6 @@ TURN_STEPS = 32
 # Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
 # behind them is prefetched when it comes first.
 PREFETCH_AHEAD = 4
-# Part of `slice_tokens` that prompts have in a step however little time the sequences that decode leave them.
-LEAST = 8
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
 # some 4 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
@@ -320,7 +318,7 @@ class Scheduler:
             return sequence.remaining
         assert self.loader is not None
         parked, computed = sequence.pages.parked is not None, sequence.computed
-        rate = rate_beside(self.running, self.prefill, self.max_batch_tokens, self.slice_tokens)
+        rate = rate_beside(self.running, self.prefill, self.step_time, self.max_batch_tokens, self.slice_tokens)
         step = self.loader.step(sequence.pages, computed, compute=rate)
         raise_cost(sequence, self.step_time, self.loader)
         if step.action == "compute":
@@ -485,7 +483,8 @@ class Scheduler:
     def _compute_rate(self, chooser: Sequence | None = None) -> ComputeRate:
         """What the prefill of a newcomer, or of the running `chooser`, gets."""
         slice_tokens = min(self.slice_tokens, self.max_batch_tokens)
-        return rate_behind(self.running, chooser, self.prefill, self.loader, self.max_batch_tokens, slice_tokens)
+        meters = self.prefill, self.step_time, self.loader
+        return rate_behind(self.running, chooser, *meters, self.max_batch_tokens, slice_tokens)
 
     def check_integrity(self) -> None:
         """Assert that states, queues and pages agree."""

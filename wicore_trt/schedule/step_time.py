@@ -85,6 +85,18 @@ class StepTime:
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
 
+    def filled(self, decoding: StepLoad, least: int, most: int) -> StepLoad:
+        """A step in which these decode, with as many tokens of prompts, at least and at most so many, as it has time
+        for."""
+        limit_s, low, high = self.limit_s(decoding), min(least, most), most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.step_s(decoding.plus(0, middle)) <= limit_s:
+                low = middle
+            else:
+                high = middle - 1
+        return decoding.plus(0, low)
+
     def _prompt_s(self, tokens: int, pairs: float) -> float:
         _, _, _, token, pair = self._fit.p
         return tokens * token + pairs * pair
