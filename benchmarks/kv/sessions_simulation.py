@@ -2,10 +2,10 @@
 
     python -m benchmarks.kv.sessions_simulation [--device 16 --host 16 --disk 45 --disk-gb-per-s 1.65]
 
-The workload of `benchmarks.kv.on_gpu`'s `sessions` at 27B's sizes over the engine of `disk_simulation.py`. It tells what
-a run on a GPU cannot: before each request looks, how much of its prompt a hit could bring from the device, from host
-memory, from both together, and with the disk; a hit needs the window in front of its end as well as all pages up to
-there. It must not know how the tiers decide. Invariant: looking changes nothing.
+The workload of `benchmarks.kv.on_gpu`'s `sessions` at 27B's sizes over the engine of `disk_simulation.py`. It tells
+what a run on a GPU cannot: before each request looks, how much of its prompt a hit could bring from the device, from
+host memory, from both together, and with the disk; a hit needs the window in front of its end as well as all pages up
+to there. It must not know how the tiers decide. Invariant: looking changes nothing.
 """
 
 from __future__ import annotations
