@@ -13,6 +13,7 @@ a row that are off alike bring them there.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,14 +89,9 @@ class StepTime:
     def filled(self, decoding: StepLoad, least: int, most: int) -> StepLoad:
         """A step in which these decode, with as many tokens of prompts, at least and at most so many, as it has time
         for."""
-        limit_s, low, high = self.limit_s(decoding), min(least, most), most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.step_s(decoding.plus(0, middle)) <= limit_s:
-                low = middle
-            else:
-                high = middle - 1
-        return decoding.plus(0, low)
+        least, limit_s = min(least, most), self.limit_s(decoding)
+        more = bisect_right(range(least + 1, most + 1), limit_s, key=lambda n: self.step_s(decoding.plus(0, n)))
+        return decoding.plus(0, least + more)
 
     def _prompt_s(self, tokens: int, pairs: float) -> float:
         _, _, _, token, pair = self._fit.p
