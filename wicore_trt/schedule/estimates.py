@@ -13,6 +13,7 @@ from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.prefix.loader import PrefixLoader
 from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.prefix.rates import PrefillMeter
+from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.sequence import Sequence
 from wicore_trt.schedule.step_time import StepLoad, StepTime
 
@@ -22,6 +23,11 @@ LEAST = 8
 LOOK_UP_S = 0.02
 # After so many steps, those of so many slices tell whether loads from disk slow prefill down.
 LEARNT, DRAGGED = 4, 4
+
+
+def least(slice_tokens: int) -> int:
+    """What prompts have in any step, of slices of so many tokens."""
+    return max(1, slice_tokens // LEAST)
 
 
 def learn(
@@ -77,8 +83,9 @@ def rate_beside(
     running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
 ) -> ComputeRate:
     """What the prefill of a sequence gets that has its turn, beside those that decode."""
-    decoding = sum(s.remaining == 1 for s in running)
-    share = min(max(1, max_tokens - decoding) / max_tokens, _share(running, prefill, time, max_tokens, slice_tokens))
+    decoding = [s for s in running if s.remaining == 1]
+    left = max(1, max_tokens - len(decoding))
+    share = min(left / max_tokens, _share(decoding, prefill, time, left, slice_tokens))
     return prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
 
 
@@ -96,20 +103,22 @@ def rate_behind(
     that must not count for a load, or its request waits longer for it than computing takes."""
     busy = [s for s in running if s.pages.load is None and s is not chooser]
     ahead = sum(s.remaining for s in busy if s.remaining > 1)
-    share = min(max(1, max_tokens - len(busy)) / max_tokens, _share(busy, prefill, time, max_tokens, slice_tokens))
+    decoding = [s for s in busy if s.remaining == 1]
+    share = max(1, max_tokens - len(busy)) / max_tokens
+    share = min(share, _share(decoding, prefill, time, max(1, max_tokens - len(decoding)), slice_tokens))
     share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
     rate = prefill.rate(share=share, slice_tokens=slice_tokens)
     return replace(rate, delay_s=rate.seconds(0, ahead))
 
 
 def _share(
-    running: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, max_tokens: int, slice_tokens: int
+    decoding: Seq[Sequence], prefill: PrefillMeter, time: StepTime | None, left: int, slice_tokens: int
 ) -> float:
-    """The part of the device's time that steps leave prompts beside those that decode, who are not to wait: the meter
-    knows only steps that prompts fill."""
-    decoding = [s.computed for s in running if s.remaining == 1]
+    """The part of the device's time that steps with `left` tokens for prompts leave them beside those that decode, who
+    are not to wait: the meter knows only steps that prompts fill."""
     if time is None or not decoding:
         return 1.0
-    most, load = max(1, max_tokens - len(decoding)), StepLoad(len(decoding), sum(decoding))
-    step = time.filled(load, max(1, slice_tokens // LEAST), most)
-    return min(1.0, prefill.rate().alone(0, step.tokens) / time.step_s(step))
+    load, budget = StepLoad(len(decoding), sum(s.computed for s in decoding)), Budget(left)
+    budget.pace(time, load, least(slice_tokens))
+    tokens = budget.fits(0, left)
+    return min(1.0, prefill.rate().alone(0, tokens) / time.step_s(load.plus(0, tokens)))

@@ -22,7 +22,7 @@ from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
 from wicore_trt.schedule.budget import Budget
-from wicore_trt.schedule.estimates import LEAST, learn, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
+from wicore_trt.schedule.estimates import learn, least, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook, turnover
 from wicore_trt.schedule.queue import WaitingQueue, order_key
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
@@ -193,7 +193,7 @@ class Scheduler:
 
     @property
     def _least(self) -> int:
-        return max(1, self.slice_tokens // LEAST)
+        return least(self.slice_tokens)
 
     def _schedule_prompts(self, schedule: StepSchedule, budget: Budget) -> None:
         """Give the rest of the step to prompts that run and that wait. Nobody is admitted while pages are short."""

@@ -13,7 +13,6 @@ a row that are off alike bring them there.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -85,13 +84,6 @@ class StepTime:
         if not decoding.rows:
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
-
-    def filled(self, decoding: StepLoad, least: int, most: int) -> StepLoad:
-        """A step in which these decode, with as many tokens of prompts, at least and at most so many, as it has time
-        for."""
-        least, limit_s = min(least, most), self.limit_s(decoding)
-        more = bisect_right(range(least + 1, most + 1), limit_s, key=lambda n: self.step_s(decoding.plus(0, n)))
-        return decoding.plus(0, least + more)
 
     def _prompt_s(self, tokens: int, pairs: float) -> float:
         _, _, _, token, pair = self._fit.p
