@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -150,15 +149,6 @@ def opened(*args: Any, **flags: Any) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
-
-
-@contextmanager
-def folder(path: Path) -> Iterator[Path]:
-    """A disk tier's, which leaves its room to the next one."""
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def turn_orders(order: str, rng: random.Random) -> Iterator[list[int]]:
@@ -360,6 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         engines = Engines(document["machine"]["target"], Path(scratch), args.engines, say)
         disk = args.disk or Path(scratch) / "kv"
+        disk.mkdir(parents=True, exist_ok=True)
 
         def ready(what: str) -> bool:
             args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -373,8 +364,8 @@ def main(argv: list[str] | None = None) -> int:
             path, _ = engines.engine(CONFIGS["fp8kv" if kv == "fp8" else "fp8"])
             if "prefix" in args.only and ready(f"prefix, KV {kv}"):
                 lengths = [int(n) for n in args.prefixes.split(",")]
-                with folder(disk / f"prefix-{kv}") as kept:
-                    document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, kept, {})]
+                with tempfile.TemporaryDirectory(dir=disk) as kept:
+                    document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, Path(kept), {})]
             if "decode" in args.only and ready(f"decode, KV {kv}"):
                 document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s)
             if "masses" in args.only and ready(f"masses, KV {kv}"):
@@ -386,8 +377,8 @@ def main(argv: list[str] | None = None) -> int:
                 arm = list(ARMS)[int(number)]
                 if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}"):
                     name = f"{arm}, {order}"
-                    with folder(disk / f"sessions-{number}-{order}") as kept:
-                        seconds, rows, decisions = sessions(path, arm, order, kept)
+                    with tempfile.TemporaryDirectory(dir=disk) as kept:
+                        seconds, rows, decisions = sessions(path, arm, order, Path(kept))
                     document["ready_s"][name], document["decisions"][name] = seconds, decisions
                     document["sessions"] += [asdict(row) for row in rows]
         for name in args.peer_runs.split(",") if args.vllm_site and args.peer_scripts else ():

@@ -14,51 +14,47 @@ import argparse
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from benchmarks.kv.disk_simulation import Engine, Sizes
-from benchmarks.kv.virtual_disk import PAGE_TOKENS, WINDOW, World
+from benchmarks.kv.on_gpu import AT_ONCE, HISTORY, NEW, OUT, PROMPT_TOKENS, SESSIONS, TURNS
+from benchmarks.kv.virtual_disk import PAGE_TOKENS, World
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
 
-AT_ONCE, NEW, OUT = 8, 256, 64
 LAUNCH_S, DRAG = 0.06, 1.1
 """Of steps beside a disk that is read, as an H200's machine took (`docs/benchmarks/log.md`)."""
-PROMPT_TOKENS = range(10, 9999)
+Place = Callable[[str, bytes], object]
+"""Where a tier has the page of a layer group and key; None where it has not."""
 PLACES = ("device", "host", "device or host", "any tier")
 
 
 def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
     """By place, how many tokens of a prompt a hit could bring from there."""
-    pages = SequencePages(engine.manager.names("", ""), CacheHints())
+    manager, host, disk = engine.manager, engine.tiers.host, engine.tiers.disk
+    pages = SequencePages(manager.names("", ""), CacheHints())
     pages.name(tokens)
-    pools, host, disk = engine.manager.pools, engine.tiers.host, engine.tiers.disk
     assert disk is not None
 
-    def on_device(group: str, key: bytes) -> bool:
-        return pools[group].find(key) is not None
+    def device(group: str, key: bytes) -> int | None:
+        return manager.pools[group].find(key)
 
-    def near(group: str, key: bytes) -> bool:
-        return on_device(group, key) or host.ready(group, key) is not None
-
-    found: tuple[Callable[[str, bytes], bool], ...] = (
-        on_device,
-        lambda group, key: host.ready(group, key) is not None,
-        near,
-        lambda group, key: near(group, key) or disk.ready(group, key) is not None,
+    places: tuple[tuple[Place, ...], ...] = (
+        (device,),
+        (host.ready,),
+        (device, host.ready),
+        (device, host.ready, disk.ready),
     )
-    return {place: PAGE_TOKENS * _end(pages.keys, has) for place, has in zip(PLACES, found, strict=True)}
+    found = {}
+    for name, tiers in zip(PLACES, places, strict=True):
 
+        def there(group: str, key: bytes, tiers: tuple[Place, ...] = tiers) -> bool:
+            return any(tier(group, key) is not None for tier in tiers)
 
-def _end(keys: Sequence[bytes], has: Callable[[str, bytes], bool]) -> int:
-    """Pages up to the last place where all global ones and a window of local ones are there."""
-    whole = next((i for i, key in enumerate(keys) if not has(GLOBAL, key)), len(keys))
-    run = best = 0
-    for i, key in enumerate(keys[:whole]):
-        run = run + 1 if has(LOCAL, key) else 0
-        if run >= min(i + 1, WINDOW // PAGE_TOKENS):
-            best = i + 1
-    return best
+        whole = next((i for i, key in enumerate(pages.keys) if not there(GLOBAL, key)), len(pages.keys))
+        found[name] = PAGE_TOKENS * manager.longest_window(pages.keys, whole, partial(there, LOCAL))
+    return found
 
 
 def play(world: World, sizes: Sizes, conversations: int, history: int, turns: int, seed: int) -> list[dict[str, float]]:
@@ -98,9 +94,9 @@ def main() -> None:
     for name, size in {"device": 16.0, "host": 16.0, "disk": 45.0}.items():
         parser.add_argument(f"--{name}", type=float, default=size, help="GiB of the tier")
     parser.add_argument("--disk-gb-per-s", type=float, default=1.65)
-    parser.add_argument("--conversations", type=int, default=48)
-    parser.add_argument("--history", type=int, default=8192, help="tokens before the first turn")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--conversations", type=int, default=SESSIONS)
+    parser.add_argument("--history", type=int, default=HISTORY, help="tokens before the first turn")
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--seed", type=int, default=3)
     given = parser.parse_args()
     world = World(((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=DRAG)

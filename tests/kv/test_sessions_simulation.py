@@ -14,7 +14,7 @@ DISK = World(((0.0, 1.65e9),))
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_host_tier_for_half_of_the_conversations_keeps_a_third_of_them_in_random_order(seed: int) -> None:
     """Least recently used first finds a fifth: who has not come for longest comes next. The policy learns that within
-    two rounds. Half of the memory holds copies of what runs."""
+    two rounds."""
     rows = play(DISK, Sizes(10.0, 16.0, 45.0, sequences=4), conversations=24, history=8192, turns=5, seed=seed)
     assert sum(row["in device or host"] for row in rows[2:]) / 3 > 0.3
 
