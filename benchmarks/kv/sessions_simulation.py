@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median, quantiles
 
 from benchmarks.kv.disk_simulation import Engine, Sizes
 from benchmarks.kv.on_gpu import AT_ONCE, HISTORY, NEW, OUT, PROMPT_TOKENS, SESSIONS, TURNS
@@ -59,11 +60,12 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
 
 def play(world: World, sizes: Sizes, conversations: int, history: int, turns: int, seed: int) -> list[dict[str, float]]:
     """A row for each round of turns in random order. Seconds are virtual."""
-    engine, rng = Engine(world, rated=world.disk[0][1], sizes=sizes, seed=seed), random.Random(seed)
+    engine, rng = Engine(world, rated=world.disk[0][1], sizes=sizes, seed=seed, target_s=None), random.Random(seed)
     said, rows = [rng.choices(PROMPT_TOKENS, k=history) for _ in range(conversations)], []
     with engine.running():
         for turn in range(turns):
             waiting, live = deque(rng.sample(range(conversations), conversations)), dict[str, int]()
+            came, first = dict[str, float](), list[float]()
             begun, before, asked = engine.events.now, engine.core.stats().cached_prompt_tokens, 0
             read, written, there = engine.disk.read_bytes, engine.disk.write_bytes, dict.fromkeys(PLACES, 0)
             while waiting or live:
@@ -73,13 +75,17 @@ def play(world: World, sizes: Sizes, conversations: int, history: int, turns: in
                         there[place] += count
                     said[number] += rng.choices(PROMPT_TOKENS, k=NEW)
                     asked += len(said[number])
-                    live[engine.ask(said[number], OUT)] = number
+                    live[name := engine.ask(said[number], OUT)] = number
+                    came[name] = engine.events.now
                 for output in engine.step():
+                    if output.token_ids and (asked_at := came.pop(output.request_id, None)) is not None:
+                        first.append(engine.events.now - asked_at)
                     said[live[output.request_id]] += output.token_ids
                     if output.finish_reason is not None:
                         del live[output.request_id]
             row = {"round": turn + 1, "turns/s": conversations / (engine.events.now - begun)}
             row["found"] = (engine.core.stats().cached_prompt_tokens - before) / asked
+            row |= {"first token p50, s": median(first), "p90, s": quantiles(first, n=10)[-1]}
             row |= {f"in {place}": count / asked for place, count in there.items()}
             row |= {
                 "GB read": (engine.disk.read_bytes - read) / 1e9,

@@ -159,8 +159,9 @@ class Disk:
         return self._put(urgent=True, page=page, done=over, wanted=wanted)
 
     def write(self, page: Page, slots: Sequence[int], parts: object, done: Told, **_: object) -> bool:
-        self.write_bytes += PAGE_BYTES[page.group]
-        return self._put(urgent=False, page=page, done=done)
+        taken = self._put(urgent=False, page=page, done=done)
+        self.write_bytes += taken * PAGE_BYTES[page.group]
+        return taken
 
     def _put(
         self, *, urgent: bool, page: Page, done: Callable[[Outcome], None], wanted: Callable[[], bool] = lambda: True

@@ -19,6 +19,7 @@ from wicore_trt.kv.prefix.planner import (
     LoadChoice,
     TierRate,
     advance,
+    aim,
     choose,
 )
 
@@ -107,8 +108,11 @@ def test_pages_on_the_device_cost_nothing():
 TIER = st.sampled_from(["device", "host", "disk"])
 
 
+NOBODY = st.just(0.0)
+
+
 @st.composite
-def problems(draw):
+def problems(draw, others=NOBODY):
     pages = draw(st.lists(TIER, min_size=2, max_size=40))
     start = draw(st.integers(0, PAGE * len(pages) // 2))
     first = start // PAGE
@@ -125,6 +129,7 @@ def problems(draw):
         draw(st.floats(0.1, 1)),
         draw(st.floats(0, 1)),
         draw(st.sampled_from([1, 32, 100])),
+        draw(others),
     )
     return PAGE * len(pages) + draw(st.integers(1, 100)), start, candidates, compute, tiers
 
@@ -235,7 +240,78 @@ def test_a_load_that_never_comes_costs_only_the_wait(problem):
     assert made.decision == "split" or made.load_seconds < made.compute_seconds
 
 
-@given(problems())
+BESIDE = problems(others=st.sampled_from([0.0, 0.3, 2.0]))
+
+
+def cost(made, compute, total, start):
+    """Of a choice: seconds to the first token, and those of the device for what others give."""
+    alone = compute.alone(start, total) - (compute.alone(made.meet, made.stop) if made.stop else 0.0)
+    return made.seconds + compute.others * alone
+
+
+@given(BESIDE)
+def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem):
+    total, start, _, compute, _ = problem
+    made, alone = choose(*problem), choose(total, start, problem[2], replace(compute, others=0.0), problem[4])
+    cautious = CAUTION * made.load_seconds - made.load_seconds
+    assert (
+        cost(made, compute, total, start) <= made.compute_seconds + compute.others * compute.alone(start, total) + 1e-9
+    )
+    assert cost(made, compute, total, start) <= cost(alone, compute, total, start) / (1 - MARGIN) + (
+        CAUTION * alone.load_seconds - alone.load_seconds + cautious + MARGIN * made.compute_seconds + 1e-9
+    )
+    assert bool(made.patience_s) == (compute.others > 0 and made.decision == "load")
+
+
+@given(BESIDE, st.floats(0.001, 1.0))
+def test_a_load_that_never_comes_costs_a_bounded_wait_while_it_spares_others(problem, step_s):
+    """Nothing has come for as long as the sequence idles, so nothing is expected any sooner."""
+    total, start, _, compute, _ = problem
+    made = choose(*problem)
+    if made.decision == "compute":
+        return
+    computed, idle = start, 0.0
+    while computed < made.stop:
+        aimed = aim(made, computed, PAGE, compute, lambda token, idle=idle: idle)
+        step = advance(aimed, computed, made.stop + 1, idle)
+        if step.action == "wait":
+            idle += step_s
+        elif step.action == "compute":
+            assert step.max_tokens >= made.slice_tokens
+            computed += step.max_tokens
+        else:
+            break
+    rest = compute.seconds(start, made.stop) + compute.others * compute.alone(start, made.stop)
+    slices = compute.seconds(max(0, total - compute.slice_tokens), total)
+    assert idle <= max(rest, slices) + step_s
+
+
+def test_who_decodes_is_spared_by_a_load_that_takes_longer_than_computing():
+    """1,024 tokens take 1 s to compute, 1.5 s to load; or they meet after 0.6 s."""
+    tiers = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 1.5)}
+    made = choose(1280, 0, [candidate(1024)], LINEAR, tiers)
+    assert made.decision == "split" and made.patience_s == 0.0
+    beside = replace(LINEAR, others=2.0)
+    made = choose(1280, 0, [candidate(1024)], beside, tiers)
+    assert (made.decision, made.meet) == ("load", 0) and made.patience_s > made.load_seconds > 1.4
+    late = aim(made, 0, PAGE, beside, lambda token: 1.5)
+    assert advance(late, 0, 2000, 1.0).action == "wait"
+    late = aim(made, 0, PAGE, beside, lambda token: 3.5)
+    assert advance(late, 0, 2000, 0.0).action == "compute"
+    alone = aim(made, 0, PAGE, LINEAR, lambda token: 1.5 * (1 - token / 1024))
+    assert advance(alone, 0, 2000, 0.0).action == "compute", "nobody is spared any more"
+
+
+def test_of_what_is_asked_for_the_first_pages_come_last():
+    """768 KB of 1,024 tokens are being read: the first page's place in the queue is no wait for the last one's."""
+    tiers = {"host": TierRate(1e12), "disk": TierRate(1e6, 0.0, 768_000)}
+    pages = ["disk"] * 8 + ["reading"] * 24
+    made = choose(1280, 0, [candidate(1024, pages=pages)], LINEAR, tiers)
+    fresh = choose(1280, 0, [candidate(1024)], LINEAR, {**tiers, "disk": TierRate(1e6)})
+    assert (made.decision, made.meet, made.seconds) == (fresh.decision, fresh.meet, fresh.seconds)
+
+
+@given(BESIDE)
 def test_whoever_waits_has_asked_for_what_it_waits_for(problem):
     made = choose(*problem)
     for computed in range(problem[1], made.stop):

@@ -79,12 +79,31 @@ def test_one_outlier_moves_little():
     assert meter.rate(now=0.0).seconds(100 * MB) < 0.05 * math.sqrt(2) * 1.01
 
 
-def test_bytes_ahead_are_not_taken_for_slowness():
+@pytest.mark.parametrize("seed", range(5))
+def test_what_reads_wait_for_each_other_is_not_taken_for_slowness(seed):
+    """Bursts of reads of random sizes, each asked for while those before it are under way; some are given up."""
+    meter, rng, second = TierMeter(DISK_PRIOR), random.Random(seed), 0.0
+    for _ in range(30):
+        asked, counts = second, [rng.randrange(1, 20) * MB for _ in range(rng.randrange(1, 60))]
+        second += 1e-3
+        for i, count in enumerate(counts):
+            if rng.random() < 0.2:
+                continue  # nobody wanted it any more
+            second += count / 2e9
+            meter.read(count, asked, second - asked, rests=i == len(counts) - 1, now=second)
+        second += rng.choice((0.001, 1.0))
+    assert meter.rate(now=second).seconds(100 * MB) == pytest.approx(0.051, rel=0.2)
+    assert meter.rate(queued=200 * MB, now=second).seconds(100 * MB) == pytest.approx(0.151, rel=0.2)
+
+
+def test_a_slow_disk_is_known_before_much_of_it_was_read():
     meter = TierMeter(DISK_PRIOR)
-    for queued in (0, 300 * MB, 100 * MB, 0, 900 * MB) * 4:
-        meter.observe(100 * MB, (100 * MB + queued) / 2e9, queued=queued, now=0.0)
-    assert meter.rate(now=0.0).seconds(100 * MB) == pytest.approx(0.05, rel=0.05)
-    assert meter.rate(queued=200 * MB, now=0.0).seconds(100 * MB) == pytest.approx(0.15, rel=0.05)
+    for _ in range(5):
+        meter.observe(100 * MB, 0.05, now=0.0)
+    meter.read(2 * MB, 1.0, 0.1, rests=False, now=1.1)
+    meter.read(2 * MB, 1.0, 0.2, rests=False, now=1.2)
+    meter.read(2 * MB, 1.0, 0.3, rests=False, now=1.3)
+    assert meter.rate(now=1.3).seconds(100 * MB) > 0.3
 
 
 def test_a_slow_tier_is_tried_again():
@@ -158,12 +177,12 @@ def test_a_disk_of_which_much_was_read_is_known_for_a_while():
     meter = TierMeter(DISK_PRIOR)
     meter.observe(1 << 30, 0.5, now=0.0)
     assert meter.hope(0.0) == HOPE, "a probe is not what requests read"
-    meter.read(KNOWN // 2, 0.02, now=1.0)
+    meter.read(KNOWN // 2, 0.9, 0.02, rests=True, now=1.0)
     assert meter.hope(1.0) == pytest.approx(HOPE**0.5)
-    meter.read(KNOWN // 2, 0.02, now=1.0)
+    meter.read(KNOWN // 2, 0.9, 0.02, rests=True, now=1.0)
     assert meter.hope(1.0) == 1.0
-    for _ in range(100):
-        meter.read(KNOWN, 0.02, now=2.0)
+    for n in range(100):
+        meter.read(KNOWN, 1.0 + n, 0.02, rests=True, now=2.0)
     meter.observe(1 << 20, 0.02, now=2.0 + DOUBLING_S)
     assert meter.hope(2.0 + DOUBLING_S) == 1.0
     hopes = [meter.hope(2.0 + n * DOUBLING_S) for n in range(9)]
@@ -279,10 +298,11 @@ def test_what_is_no_time_says_nothing(seconds):
     assert tier.observed == prefill.observed == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.integers(0, 10**12)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e6), st.floats(0, 1e6), st.booleans()), max_size=60))
 def test_estimates_stay_positive_and_finite(observations):
     meter = TierMeter(DISK_PRIOR)
-    for i, (count, seconds, queued) in enumerate(observations):
-        meter.observe(count, seconds, queued=queued, now=float(i))
+    for i, (count, seconds, asked, rests) in enumerate(observations):
+        meter.observe(count, seconds, now=float(i))
+        meter.read(count, asked, seconds, rests=rests, now=float(i))
         rate = meter.rate(now=i + 1e7)
         assert 0 < rate.bytes_per_s < math.inf and 0 <= rate.latency_s < math.inf

@@ -48,7 +48,8 @@ class SequencePages:
     is the first page index still held in the local table. `resume_points` are page counts whose local windows stay
     cached when they slide out; `left` are slots of such pages, by index, that slid out before they were trusted.
     `failures` is the manager's count of failed steps when what this sequence holds was last known to be good. `load`
-    brings the prefix up from lower tiers; `parked` is where the pages of a preempted sequence wait. `stamp` stands for
+    brings the prefix up from lower tiers; `prefetch` brings what it will need from disk to host memory while it waits;
+    `parked` is where the pages of a preempted sequence wait. `stamp` stands for
     what the tables hold: each change brings another object, so that who keeps it beside a copy of the tables knows by
     it alone whether the copy is good. Tables are changed by the methods here and nowhere else.
     """
@@ -68,6 +69,7 @@ class SequencePages:
     left: dict[int, int] = field(default_factory=dict)
     failures: int = 0
     load: PrefixLoad | None = None
+    prefetch: PrefixLoad | None = None
     parked: ParkedPages | None = None
 
     def extend(self, group: str, slots: Iterable[int]) -> None:

@@ -19,6 +19,10 @@ from wicore_trt.schedule.step_time import StepLoad, StepTime
 
 # Part of a slice that prompts have in a step however little time the sequences that decode leave them.
 LEAST = 8
+# Seconds to a first token that are worth a second of the device to each sequence that decodes, and to all of them: a
+# prompt may come later by as much if what it needs is loaded and they get on meanwhile. Of a server of conversations
+# all but one or two decode at any time, and each second that their steps are shorter is one more for all of them.
+OTHERS = (0.3, 2.0)
 # A prompt that takes longer than this is looked up in the cache when it comes, to know what it will take.
 LOOK_UP_S = 0.02
 # After so many steps, those of so many slices tell whether loads from disk slow prefill down.
@@ -86,7 +90,8 @@ def rate_beside(
     decoding = [s for s in running if s.remaining == 1]
     left = max(1, max_tokens - len(decoding))
     share = min(left / max_tokens, _share(decoding, prefill, time, left, slice_tokens))
-    return prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
+    rate = prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
+    return replace(rate, others=_others(decoding, time))
 
 
 def rate_behind(
@@ -108,7 +113,14 @@ def rate_behind(
     share = min(share, _share(decoding, prefill, time, max(1, max_tokens - len(decoding)), slice_tokens))
     share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
     rate = prefill.rate(share=share, slice_tokens=slice_tokens)
-    return replace(rate, delay_s=rate.seconds(0, ahead))
+    return replace(rate, delay_s=rate.seconds(0, ahead), others=_others(decoding, time))
+
+
+def _others(decoding: Seq[Sequence], time: StepTime | None) -> float:
+    """See `ComputeRate.others`: they wait for the prompts in each of their steps. Where a target is set, so long a step
+    is what they are to have."""
+    each, most = OTHERS
+    return min(most, each * len(decoding)) if time is None or time.target_s is None else 0.0
 
 
 def _share(

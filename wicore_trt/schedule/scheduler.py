@@ -21,6 +21,7 @@ from wicore_trt.kv.prefix.planner import ComputeRate
 from wicore_trt.kv.prefix.rates import PrefillMeter
 from wicore_trt.kv.sequence_pages import PrefixHit
 from wicore_trt.model.spec import LOCAL
+from wicore_trt.schedule.ahead import ReadAhead
 from wicore_trt.schedule.budget import Budget
 from wicore_trt.schedule.estimates import learn, least, lower_cost, prompt_cost, raise_cost, rate_behind, rate_beside
 from wicore_trt.schedule.outlook import Outlook, turnover
@@ -35,9 +36,6 @@ MAX_PASSED_OVER = 64
 # How many steps a sequence computes in before it may give its place to another tenant: so many the first time, twice as
 # many after each, so that it does so a few times in its life and never without having got on.
 TURN_STEPS = 32
-# Of a long queue only the first are prefetched, or their pages would drive each other out of host memory; a sequence
-# behind them is prefetched when it comes first.
-PREFETCH_AHEAD = 4
 # Pages to begin to load before a step, those of the load that passes the number too: to begin so many takes this thread
 # some 4 ms, and the link longer to bring them. They keep the link busy, and who needs no load does not wait for those
 # of all others.
@@ -88,6 +86,7 @@ class Scheduler:
         self.preemptions = 0
         # What the pools could give when the head of the queue did not fit; empty when it may fit now.
         self._too_few: list[int] = []
+        self._read_ahead = ReadAhead(manager, loader, self._compute_rate)
         self._turns = Turns()
 
     @property
@@ -101,10 +100,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
-        if self.has_work and len(self.waiting) < PREFETCH_AHEAD:
-            self._prefetch(sequence)
+        self._read_ahead.came(sequence, len(self.waiting))
+        blocked = bool(self.running) and self._blocked()
         self.waiting.push(sequence)
         self._too_few = []
+        if blocked:  # else the next step tells whether it waits
+            self._read_ahead.prefetch()
 
     def estimate(self, sequence: Sequence) -> float:
         """Seconds that the prompt of a newcomer will take, cached parts aside; 0 without `step_time`."""
@@ -132,12 +133,6 @@ class Scheduler:
         ]
         return Outlook(prompts, queued, time.share, time.prompt_s(0, 1), free, *places)
 
-    def _prefetch(self, sequence: Sequence) -> None:
-        if self.loader is not None and not (sequence.prefetched or sequence.scoring) and sequence.pages.parked is None:
-            sequence.prefetched = True
-            hit = self.manager.lookup(sequence.pages, sequence.tokens)
-            self.loader.prefetch(sequence.pages, len(sequence.tokens), hit, self._compute_rate())
-
     def finish(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and release its pages."""
         if sequence.state is SequenceState.WAITING:
@@ -150,6 +145,7 @@ class Scheduler:
         self._release(sequence)
         if self.loader is not None:
             self.loader.parking.let_go(sequence.pages)
+            self.loader.waits_no_more(sequence.pages)
         sequence.move(SequenceState.FINISHED)
 
     def _release(self, sequence: Sequence) -> None:
@@ -213,8 +209,8 @@ class Scheduler:
         if not short:
             self._admit(schedule, budget, passed_over)
         self.waiting.put_back(passed_over)
-        if not short and (following := self.waiting.first()) is not None:
-            self._prefetch(following)
+        if self.loader is not None:
+            self._read_ahead.prefetch(self.waiting.first() if not short else None)
 
     def _turn(self, sequence: Sequence) -> tuple[int, tuple[float, int]]:
         return self._turns.of(sequence.request.tenant), order_key(sequence)
@@ -467,9 +463,11 @@ class Scheduler:
         if sequence.cached is None:
             sequence.cached = hit.tokens
             self.manager.touch(pages, hit.tokens)
-        if self.loader is not None and chosen is not None:
-            begun = load is not None and self.loader.begin(pages, load, spare=self._load_spare(sequence))
-            self.loader.decisions[chosen.decision if begun else "compute"] += 1
+        if self.loader is not None:
+            if chosen is not None:
+                begun = load is not None and self.loader.begin(pages, load, spare=self._load_spare(sequence))
+                self.loader.decisions[chosen.decision if begun else "compute"] += 1
+            self.loader.waits_no_more(pages)
         return count
 
     def _resume(self, sequence: Sequence) -> bool:

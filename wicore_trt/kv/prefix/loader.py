@@ -112,7 +112,9 @@ class PrefixLoader:
             meter.observe(count, seconds, now=now)
         rates: dict[str, TierRate] = {"host": self._host_meter.rate(queued=self._queued_bytes(), now=now)}
         if self.tiers.disk is not None:
-            rates["disk"] = self._disk_meter.rate(queued=self.tiers.transfers.up.reading_bytes, now=now)
+            longest = max(candidate.bytes_from_disk for candidate in candidates)
+            ahead = self.tiers.transfers.up.reading_bytes + self.tiers.unasked_bytes(longest)
+            rates["disk"] = self._disk_meter.rate(queued=ahead, now=now)
         hope = self._disk_meter.hope(now) if trials else 1.0
         return decide(total, hit.tokens, candidates, compute, rates, self.drag.factor(now), hope=hope)
 
@@ -155,7 +157,9 @@ class PrefixLoader:
         items = [LoadItem(page, -1) for page in self._wanted(pages, hit.tokens, stop)]
         items = [item for item in items if self.tiers.where(*item.page.name) == "disk"]
         if items:
-            self.tiers.begin(PrefixLoad(0, stop, items))
+            pages.prefetch = PrefixLoad(0, stop, items)
+            pages.prefetch.to_read(items)
+            self.tiers.begin(pages.prefetch)
 
     def _wanted(self, pages: SequencePages, start_tokens: int, stop: int) -> list[Page]:
         """Pages that a load to `stop` pages needs and the device lacks: the window, then the chain back to front."""
@@ -168,6 +172,12 @@ class PrefixLoader:
             start = start_tokens // manager.page_tokens
             wanted += [pages.page(GLOBAL, i) for i in range(stop - 1, start - 1, -1)]
         return [page for page in wanted if manager.pools[page.group].find(page.key) is None]
+
+    def waits_no_more(self, pages: SequencePages) -> None:
+        """A sequence that waited has begun, with the load that it needs, or is over: nothing more is prefetched."""
+        if pages.prefetch is not None:
+            pages.prefetch.cancel()
+            pages.prefetch = None
 
     # --- load ----------------------------------------------------------------------------------------------------
 
@@ -290,8 +300,9 @@ class PrefixLoader:
         windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
         window_bytes = windows * each.get(LOCAL, 0)
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
-        others = sum(1 for other in self._begun if other is not load and other.reading)
-        disk = self._disk_meter.rate(queued=max(0, up.reading_bytes - asked), now=now)
+        before = self.tiers.unasked_bytes(load=load)
+        ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
+        disk = self._disk_meter.rate(queued=ahead, now=now)
         self.tiers.read_ahead(disk.bytes_per_s)
         link, missing = self._host_meter.rate(now=now), sorted(load.missing(GLOBAL))
 
@@ -301,8 +312,8 @@ class PrefixLoader:
             here = len(missing) - bisect_left(missing, page) - pages  # in host memory, but for their copies
             count = window_bytes + pages * each.get(GLOBAL, 0)
             copied = link.seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
-            shared = others * max(0, count - asked)  # what we have not asked for yet the others' reads come between
-            return max(least, disk.seconds(count + shared) + copied) if count else copied
+            count += before * (count > asked)  # they have their turn before the rest of this load
+            return max(least, disk.seconds(count) + copied) if count else copied
 
         return arrival
 
@@ -417,9 +428,9 @@ class PrefixLoader:
 
     # --- rates ---------------------------------------------------------------------------------------------------
 
-    def disk_read(self, count: int, seconds: float, queued: int) -> None:
-        """A disk read of `count` bytes ended after `seconds` behind `queued` bytes."""
-        self._disk_meter.read(count, seconds, queued=queued, now=self._clock())
+    def disk_read(self, count: int, asked: float, seconds: float, rests: bool) -> None:
+        """A disk read of `count` bytes was over so many seconds after it was asked for; see `WayUp`."""
+        self._disk_meter.read(count, asked, seconds, rests=rests, now=self._clock())
 
     def _measure_host(self) -> None:
         """Copies since a load ended last: one page alone says little, a busy machine may stop it half-way."""

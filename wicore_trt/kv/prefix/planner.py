@@ -11,7 +11,8 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes.
+load-only choice the load's own time too, which is less than what computing takes; beside sequences that decode, whose
+tokens computing holds up, less than 1 + `others` times that.
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
 out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
@@ -68,7 +69,8 @@ class ComputeRate:
 
     `share` in (0, 1] is the part of the step budget that the sequence gets under the present load, `delay_s` the time
     until its first step (it waits in the queue; loads go on meanwhile). `slice_tokens`: with fewer tokens of this
-    sequence a step gets no shorter, because of the weights to read or because other sequences fill it.
+    sequence a step gets no shorter, because of the weights to read or because other sequences fill it. `others`: so
+    many seconds to its first token are worth a second of the device, for which other sequences' tokens would wait.
     """
 
     per_token_s: float
@@ -76,6 +78,7 @@ class ComputeRate:
     share: float = 1.0
     delay_s: float = 0.0
     slice_tokens: int = 256
+    others: float = 0.0
 
     def alone(self, begin: int, end: int) -> float:
         """Seconds to compute tokens [begin, end) with the whole device: c0 (b - a) + c1 (b^2 - a^2) / 2."""
@@ -110,6 +113,11 @@ class Candidate:
         """Whether any page comes from disk."""
         return any(tier in self.global_pages or tier in self.window_bytes for tier in (READING, DISK))
 
+    @property
+    def bytes_from_disk(self) -> int:
+        """What it has on disk that nobody asked for."""
+        return self.page_bytes * self.global_pages.count(DISK) + self.window_bytes.get(DISK, 0)
+
 
 Decision = Literal["compute", "load", "split"]
 
@@ -121,7 +129,7 @@ class LoadChoice:
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
     load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
     than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
-    idle. `slice_tokens` as in ComputeRate.
+    idle; `patience_s`: the same while that spares others. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -134,6 +142,7 @@ class LoadChoice:
     wait_s: float = 0.0
     slice_tokens: int = 256
     early: int = 0
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +161,23 @@ def choose(
     compute: ComputeRate,
     tiers: Mapping[str, TierRate],
 ) -> LoadChoice:
-    """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device.
+    """The fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device, what the
+    device does for it counted as time of others.
 
     A candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of
     recomputing is not made. O(pages) for the sums over each distinct page list, then O(log pages) per candidate.
     """
     step = compute.alone(start, start + compute.slice_tokens)  # that brings the first token takes as long at least
     recompute = max(compute.delay_s + compute.seconds(start, total), step)
+
+    def seconds_of(load: _Load, meet: int, caution: float = 1.0) -> float:
+        tail = compute.seconds(load.candidate.tokens, total)
+        front = compute.delay_s + compute.seconds(start, meet)
+        return max(front + tail, caution * load.seconds(meet) + max(tail, step))
+
+    def spared(load: _Load, meet: int) -> float:
+        return compute.others * compute.alone(meet, load.candidate.tokens)
+
     best: tuple[float, _Load, int] | None = None
     sums: dict[int, _Sums] = {}
     for candidate in candidates:
@@ -169,25 +188,25 @@ def choose(
         front = compute.delay_s + compute.seconds(start, meet)
         least = (1 - SPLIT_MARGIN * (not load.reads(start))) * max(compute.delay_s, load.seconds(start))
         if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
-            meet, front = start, compute.delay_s
-        load_s, tail = CAUTION * load.seconds(meet), compute.seconds(candidate.tokens, total)
-        score = max(front + tail, load_s + max(tail, step))
-        if best is None or score < best[0]:
-            best = (score, load, meet)
+            meet = start
+        for begin in (start, meet) if compute.others and meet > start else (meet,):
+            score = seconds_of(load, begin, CAUTION) - spared(load, begin)
+            if best is None or score < best[0]:
+                best = (score, load, begin)
     if best is None:
         return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
-    load_s, tail = load.seconds(meet), compute.seconds(load.candidate.tokens, total)
-    seconds = max(compute.delay_s + compute.seconds(start, meet) + tail, load_s + max(tail, step))
-    if seconds > (1 - MARGIN) * recompute:
+    load_s, seconds = load.seconds(meet), seconds_of(load, meet)
+    if seconds - spared(load, meet) > (1 - MARGIN) * recompute:
         return LoadChoice(0, start, recompute, recompute, "compute")
-    wait_s = min(STAKE * (recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
-    if compute.share < 1:
-        wait_s = 0.0  # a step takes its time for the others in any case, so computing costs nothing
+    stake = min(STAKE * max(0.0, recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
+    # with a share, a step takes its time for the others in any case, so computing costs nothing
+    wait_s = 0.0 if compute.share < 1 else stake
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
-        wait_s += max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
-        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start)
+        load_only = max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
+        wait_s, patience_s = wait_s + load_only, (recompute + spared(load, start)) * (compute.others > 0)
+        return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, patience_s)
     early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
     first = start if load.reads(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
@@ -265,6 +284,10 @@ def aim(
         return boundary(low) if low < last else NEVER
 
     meet = meeting(1.0)
+    if choice.patience_s and compute.others:
+        end = min(meet, choice.stop)
+        if arrival(computed) <= compute.seconds(computed, end) + compute.others * compute.alone(computed, end):
+            return replace(choice, meet=computed, early=computed, wait_s=choice.patience_s)
     wait_s = min(
         STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
         compute.seconds(computed, computed + choice.slice_tokens),
@@ -332,12 +355,17 @@ class _Load:
         seconds = link.seconds(host + reading + disk)
         if read:  # pages pass one after the other, so the slower of disk and link counts, and one page more
             last = link.latency_s + self.candidate.page_bytes / link.bytes_per_s
-            seconds = max(seconds, self._tiers[DISK].seconds(disk, queued=bool(reading)) + last)
+            behind = self._before(READING, begin)  # of what is asked for, the last to come: it goes from back to front
+            seconds = max(seconds, self._tiers[DISK].seconds(disk - behind, queued=bool(reading)) + last)
         return seconds
 
     def reads(self, begin: int) -> bool:
         """Whether any of the windows and pages from token `begin` on come from disk."""
         return bool(self._bytes(READING, begin) or self._bytes(DISK, begin))
+
+    def _before(self, tier: str, begin: int) -> int:
+        """Of the pages before token `begin`, the bytes in a tier."""
+        return self._sums[tier][(begin - self._first) // self.candidate.page_tokens] * self.candidate.page_bytes
 
     def _bytes(self, tier: str, begin: int) -> int:
         """Of the windows and pages from token `begin` on, those in a tier."""

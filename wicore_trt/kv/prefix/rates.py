@@ -41,6 +41,8 @@ DOUBLING_S = 10.0
 HOPE = 10.0
 """How many times as fast as it seems a disk may turn out to be of which nothing is known: it is never read for long
 while it seems slow."""
+STRETCH, STRETCH_S = 64 << 20, 0.05
+"""Of reads without a rest so many bytes, or so many seconds, are one observation."""
 KNOWN, KNOWN_MOST = 64 << 20, 256 << 20
 """Bytes read for requests with which a rate is known. They fade by half each DOUBLING_S, as many at most: after 40 s
 that a disk was not worth reading it may be faster again."""
@@ -150,23 +152,34 @@ class TierMeter:
         self._best = prior.bytes_per_s
         self._read_at = 0.0
         self._known = 0.0, 0.0  # bytes that were read for requests, fading since then
+        self._since, self._end, self._count = 0.0, -math.inf, 0  # reads without a rest between them
 
     @property
     def observed(self) -> int:
         return self._fit.observed
 
-    def observe(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
-        """A batch of `count` bytes took `seconds` from submission to completion behind `queued` other bytes."""
+    def observe(self, count: int, seconds: float, *, now: float) -> None:
+        """A batch of `count` bytes took `seconds` from submission to completion."""
         if count <= 0 or not 0 < seconds < math.inf:
             return
         self._read_at = now
-        self._fit.update((1.0, count + queued), seconds)
+        self._fit.update((1.0, count), seconds)
         self._best = max(self._best, 1.0 / self._fit.p[1])
 
-    def read(self, count: int, seconds: float, *, queued: int = 0, now: float) -> None:
-        """`observe` of what was read for a request: as it was needed, not as a probe reads."""
+    def read(self, count: int, asked: float, seconds: float, *, rests: bool, now: float) -> None:
+        """What was read for a request, as it was needed and not as a probe reads, was over so many seconds after it was
+        asked for, and with `rests` there is nothing more to read. Reads that follow each other without a rest count as
+        one: each waits for those before it, which may be given up, and for what is written."""
+        if count <= 0 or not 0 < seconds < math.inf:
+            return
         self._known = min(KNOWN_MOST, self._fresh(now) + count), now
-        self.observe(count, seconds, queued=queued, now=now)
+        if asked >= self._end:
+            self._since, self._count = asked, 0
+        self._end, self._count = max(self._end, asked + seconds), self._count + count
+        took = self._end - self._since
+        if rests or self._count >= STRETCH or took >= STRETCH_S:
+            self.observe(self._count, took, now=now)
+            self._since, self._count = self._end, 0
 
     def hope(self, now: float) -> float:
         """How many times as fast as it seems the tier may be: HOPE where nobody has read of it for long, 1 while it is

@@ -34,7 +34,9 @@ class PrefixLoad:
     arrived. `wrong` counts how often what came was not the page, by group and index. `expected` are the names of all
     that the manager was told to expect, `failures` its count of failed steps at the beginning. The sequence has
     computed tokens of all global pages below `floor`, which are no longer wanted: that a page came wrong is noticed
-    when it is in its slot, where it would have spoilt what was computed."""
+    when it is in its slot, where it would have spoilt what was computed. `turn` is its place among loads that read
+    from disk: the smaller one is first; all that it asked for is among the first `asked_up_to` bytes that the disk was
+    asked for."""
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class PrefixLoad:
         self.expected: Sequence[bytes] = ()
         self.failures = 0
         self.floor = 0
+        self.turn = (False, 0)
+        self.asked_up_to = 0
         self.todo = deque(items)
         self.in_flight = self.reading = 0
         """Pages asked for, and of these the ones that the disk has not read."""

@@ -93,12 +93,12 @@ class Save(Move):
 
 @dataclass(slots=True, eq=False)
 class Read(Move):
-    """A disk copy `source`, held meanwhile, on its way to a host copy. `queued`: bytes that were to be read before."""
+    """A disk copy `source`, held meanwhile, on its way to a host copy; `asked` by `time.perf_counter`."""
 
     LEGAL: ClassVar[Table] = DISK
     copy: TierCopy
     source: TierCopy
-    queued: int
+    asked: float
     stage: Stage = Stage.MOVING
 
 

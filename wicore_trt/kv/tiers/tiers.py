@@ -8,9 +8,11 @@ load is bounded, and a load ends, whatever the disk does: each page arrives or f
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import CopyState, TierCopy, TierIndex
@@ -45,11 +47,12 @@ class LowerTiers:
         self.disk: TierIndex | None = transfers.disk[0] if transfers.disk is not None else None
         self.hit_tokens: Counter[str] = Counter()
         self._threshold = threshold
-        self._loads: list[PrefixLoad] = []
+        self._loads: list[PrefixLoad] = []  # by their turns
         self._fetching: dict[Fetch, tuple[PrefixLoad, LoadItem, bool]] = {}  # and whether the disk is asked for it
         self._inbox: deque[Fetch] = deque()
         self._relieve_at = 0.0
         self._in_flight = IN_FLIGHT
+        self._disk_taken = False
 
     @property
     def indexes(self) -> dict[str, TierIndex]:
@@ -151,7 +154,8 @@ class LowerTiers:
 
     def begin(self, load: PrefixLoad) -> None:
         """Start fetching the pages of a load; `poll` goes on with it."""
-        self._loads.append(load)
+        load.turn = (not load.tokens, _size(self.unread_bytes(load)))
+        insort(self._loads, load, key=attrgetter("turn"))
         self._pump()
 
     def read_ahead(self, bytes_per_s: float) -> None:
@@ -186,7 +190,24 @@ class LowerTiers:
         self.transfers.poll_down()
         self._relieve()
 
+    def unread_bytes(self, load: PrefixLoad) -> int:
+        """What a load lacks and the disk has to read, as far as it is known."""
+        slots = sum(len(load.unread(group)) * count for group, count in self.host.slots_per_page.items())
+        return slots * self.transfers.host.slot_bytes
+
+    def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
+        """What those loads have not asked the disk for yet that have their turn there before `load`, or before a new
+        one of `count` bytes."""
+        page_bytes = self.transfers.host.slot_bytes * min(self.host.slots_per_page.values())
+        found = 0
+        for other in self._loads:
+            if other is load or (load is None and other.turn > (0, _size(count))):
+                break
+            found += max(0, self.unread_bytes(other) - other.reading * page_bytes)
+        return found
+
     def _pump(self) -> None:
+        self._disk_taken = False
         for load in self._loads:
             while load.in_flight < IN_MEMORY and not load.cancelled and self._ask(load):
                 self._take_in()
@@ -208,7 +229,8 @@ class LowerTiers:
         if item is None:
             return False
         here = self.where(*item.page.name) == "host"
-        if load.reading >= self._in_flight and not here:
+        if not here and (self._disk_taken or load.reading >= self._in_flight):
+            self._disk_taken = True  # those behind it in the order would only come between
             load.todo.appendleft(item)
             return False
         if self._fetch(load, item, here):
@@ -231,6 +253,7 @@ class LowerTiers:
             return False
         if not here:
             load.reading += 1
+            load.asked_up_to = self.transfers.up.asked_bytes
             load.to_read([item])
         self._fetching[fetch] = (load, item, not here)
         return True
@@ -326,6 +349,12 @@ class LowerTiers:
     def check_integrity(self) -> None:
         for index in self.indexes.values():
             index.check_integrity()
+
+
+def _size(count: int) -> int:
+    """Loads of sizes between the same powers of four have their turns at the disk as they come, before all larger ones:
+    shared among them it would bring none any sooner."""
+    return count.bit_length() // 2
 
 
 def _tier_stats(name: str, index: TierIndex, transfers: Transfers, hit_tokens: int) -> TierStats:

@@ -25,13 +25,14 @@ MAX_WRONG = 2
 
 
 class WayUp:
-    """`reading_bytes` are asked of the disk and not here yet. `disk_rate(bytes, seconds, bytes ahead)` hears how long
-    a read took."""
+    """Of `asked_bytes`, all that the disk was ever asked for, `reading_bytes` are not here yet. `disk_rate(bytes,
+    asked, seconds, rests)` hears how long after it was asked, by `time.perf_counter`, a read was over, and whether the
+    disk has none to do now."""
 
     def __init__(self, movers: Movers) -> None:
         self.outstanding = self.late = 0
-        self.reading_bytes = 0
-        self.disk_rate: Callable[[int, float, int], None] = lambda count, seconds, queued: None
+        self.asked_bytes = self.reading_bytes = 0
+        self.disk_rate: Callable[[int, float, float, bool], None] = lambda count, asked, seconds, rests: None
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
         self._movers = movers
 
@@ -183,8 +184,8 @@ class WayUp:
             return False
         index.acquire([source])
         copy.origin = "disk"
-        move = Read(copy, source, self.reading_bytes)
-        done, seen = partial(self._post_read, move, time.perf_counter()), partial(self._seen, copy)
+        move = Read(copy, source, time.perf_counter())
+        done, seen = partial(self._post_read, move), partial(self._seen, copy)
         wanted = partial(self._wanted, page.name)
         self.waiting.setdefault(page.name, []).append(fetch)  # first, because the disk's thread may ask at once
         if not store.read(page, source.slots, movers.host.buffers(copy), done, seen=seen, wanted=wanted):
@@ -193,6 +194,7 @@ class WayUp:
             self._wait_no_more(fetch)
             return False
         self.outstanding += 1
+        self.asked_bytes += movers.host.bytes_of(page)
         self.reading_bytes += movers.host.bytes_of(page)
         return True
 
@@ -210,8 +212,8 @@ class WayUp:
     def _seen(self, copy: TierCopy) -> None:
         copy.checksum = self._movers.checksum(copy)  # on the disk's thread, which has the time
 
-    def _post_read(self, move: Read, begun: float, outcome: Outcome) -> None:
-        self._movers.mailbox.put(HaveRead(move, outcome, time.perf_counter() - begun))
+    def _post_read(self, move: Read, outcome: Outcome) -> None:
+        self._movers.mailbox.put(HaveRead(move, outcome, time.perf_counter() - move.asked))
 
     def have_read(self, move: Read, outcome: Outcome, seconds: float) -> bool:
         """What became of a read; true when the page is here."""
@@ -229,7 +231,7 @@ class WayUp:
         count = movers.host.bytes_of(copy.page)
         self.reading_bytes -= count
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
-            self.disk_rate(count, seconds, move.queued)
+            self.disk_rate(count, move.asked, seconds, not self.reading_bytes)
         if outcome is Outcome.OK:
             index.release([source])
             movers.disk_traffic.read_bytes += count

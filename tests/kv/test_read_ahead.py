@@ -1,0 +1,137 @@
+"""What is read from disk for whom, and when: prefixes of sequences that wait, and loads that share the disk."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+
+from benchmarks.kv.disk_simulation import Engine, Sizes
+from benchmarks.kv.virtual_disk import World
+from wicore_trt.kv.prefix.planner import LoadChoice
+from wicore_trt.schedule.sequence import SequenceState
+
+DISK = World(((0.0, 1.65e9),))
+
+
+def tokens(rng, count):
+    return [rng.randrange(10, 9999) for _ in range(count)]
+
+
+def engine_with(*prefixes, decoding=0, **given):
+    """An engine whose disk has these prefixes, and so many sequences that decode."""
+    rng, engine = random.Random(0), Engine(DISK, rated=1.65e9, **given)
+    for prefix in prefixes:
+        engine.keep(prefix)
+    for _ in range(decoding):
+        engine.ask(tokens(rng, 64), output=10_000)
+    return engine
+
+
+def until_decoding(engine, count):
+    while sum(s.remaining == 1 for s in engine.scheduler.running) < count or len(engine.scheduler.waiting):
+        engine.step()
+
+
+@pytest.mark.parametrize("others", [1, 6])
+def test_who_enters_with_the_next_step_is_not_read_ahead_of(others):
+    """Its own load would find its pages in a queue, as if they came late, and compute."""
+    prefix = tokens(random.Random(1), 8192)
+    engine = engine_with(prefix, decoding=others)
+    with engine.running(), mock.patch.object(engine.loader, "prefetch", wraps=engine.loader.prefetch) as prefetch:
+        until_decoding(engine, others)
+        engine.ask([*prefix, 11, 12])
+        engine.step()
+        assert not prefetch.called and not len(engine.scheduler.waiting)
+        assert (
+            engine.loader.decisions.total() == engine.loader.decisions["load"] + engine.loader.decisions["split"] == 1
+        )
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_waits_for_a_place_finds_its_prefix_in_host_memory_and_one_that_leaves_is_read_no_further(leaves):
+    prefix = tokens(random.Random(1), 8192)
+    engine = engine_with(prefix, decoding=2, sizes=Sizes(sequences=2))
+    with engine.running():
+        until_decoding(engine, 2)
+        name, asked = engine.ask([*prefix, 11, 12]), engine.events.now
+        (waiting,) = engine.scheduler.waiting
+        assert waiting.prefetched and waiting.pages.prefetch is not None
+        if leaves:
+            engine.core.abort(name)
+            while engine.events.now < asked + 2.0:
+                engine.step()
+            assert waiting.state is SequenceState.FINISHED and waiting.pages.prefetch is None
+            assert engine.disk.read_bytes < 0.1e9
+            return
+        while engine.events.now < asked + 1.5:
+            engine.step()
+        read = engine.disk.read_bytes
+        assert read > 1.0e9 and waiting.state is SequenceState.WAITING
+        engine.core.abort("r0")
+        begun = engine.events.now
+        while not any(output.request_id == name and output.token_ids for output in engine.step()):
+            pass
+        assert engine.events.now - begun < 0.15 and engine.disk.read_bytes == read
+        assert waiting.pages.prefetch is None
+
+
+@pytest.mark.parametrize("choice", [None, LoadChoice(0, 0, 1.0, 1.0, "compute")])
+def test_what_is_computed_instead_is_not_read_any_further(choice):
+    prefix = tokens(random.Random(1), 16_384)
+    world = World(((0.0, 0.2e9),))
+    rng, engine = random.Random(0), Engine(world, rated=1.65e9, sizes=Sizes(sequences=2))
+    engine.keep(prefix)
+    with engine.running():
+        for _ in range(2):
+            engine.ask(tokens(rng, 64), output=10_000)
+        until_decoding(engine, 2)
+        name = engine.ask([*prefix, 11, 12])
+        engine.step()
+        assert engine.tiers.loading
+        engine.loader.choose = lambda *asked, **more: choice
+        engine.core.abort("r0")
+        while not any(output.request_id == name and output.token_ids for output in engine.step()):
+            pass
+        read = engine.disk.read_bytes
+        for _ in range(400):
+            engine.step()
+        assert not engine.tiers.loading and engine.disk.read_bytes <= read + 64e6 < 0.4e9
+
+
+def reads_of(engine):
+    """Names of pages in the order in which the disk is asked for them."""
+    asked, read = [], engine.disk.read
+
+    def spied(page, *args, **more):
+        asked.append(page.name)
+        return read(page, *args, **more)
+
+    engine.disk.read = spied
+    return asked
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_loads_have_the_disk_one_after_the_other_and_a_small_one_first(small):
+    """Three conversations of 8K are there after 0.7, 1.4 and 2.1 seconds: shared among them the disk would bring none
+    before the last. One of 1K passes those that are under way."""
+    rng = random.Random(2)
+    prefixes = [tokens(rng, 8192) for _ in range(3)] + [tokens(rng, 1024)] * small
+    engine = engine_with(*prefixes, sizes=Sizes(sequences=16))
+    asked, names = reads_of(engine), []
+    engine._decide("load")
+    with engine.running():
+        for prefix in prefixes:
+            names.append(engine.ask([*prefix, 11, 12]))
+            engine.step()
+        done = {}
+        while len(done) < len(prefixes):
+            for output in engine.step():
+                if output.token_ids:
+                    done.setdefault(output.request_id, engine.events.now)
+    order = sorted(done, key=done.__getitem__)
+    assert order == ([names[3]] if small else []) + names[:3]
+    times = [done[name] for name in names[:3]]
+    assert times[0] < 0.5 * times[2] and times[1] < 0.8 * times[2]
+    assert len(asked) == len(set(asked))
