@@ -123,7 +123,7 @@ class Engine:
 
     def __init__(
         self, world: World, *, arm: Arm = "product", rated: float | None = None, knows: bool = True, seed: int = 0,
-        sizes: Sizes = Sizes(), target_s: float | None = 1.0,
+        sizes: Sizes = Sizes(),
     ) -> None:  # fmt: skip
         self.world, self.events = world, Events()
         settings = KVSettings()
@@ -162,7 +162,7 @@ class Engine:
             max_sequences=sizes.sequences,
             loader=self.loader,
             slice_tokens=SLICE_TOKENS,
-            step_time=StepTime(target_s),
+            step_time=StepTime(1.0),
         )
         self.core = EngineCore(
             cast(Any, self.device), self.scheduler, eos_ids=(1,), max_context=131_072, clock=self.events.monotonic

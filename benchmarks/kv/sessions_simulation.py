@@ -60,7 +60,7 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
 
 def play(world: World, sizes: Sizes, conversations: int, history: int, turns: int, seed: int) -> list[dict[str, float]]:
     """A row for each round of turns in random order. Seconds are virtual."""
-    engine, rng = Engine(world, rated=world.disk[0][1], sizes=sizes, seed=seed, target_s=None), random.Random(seed)
+    engine, rng = Engine(world, rated=world.disk[0][1], sizes=sizes, seed=seed), random.Random(seed)
     said, rows = [rng.choices(PROMPT_TOKENS, k=history) for _ in range(conversations)], []
     with engine.running():
         for turn in range(turns):

@@ -91,7 +91,7 @@ def rate_beside(
     left = max(1, max_tokens - len(decoding))
     share = min(left / max_tokens, _share(decoding, prefill, time, left, slice_tokens))
     rate = prefill.rate(share=share, slice_tokens=min(slice_tokens, max_tokens))
-    return replace(rate, others=_others(decoding, time))
+    return replace(rate, others=_others(decoding))
 
 
 def rate_behind(
@@ -113,14 +113,13 @@ def rate_behind(
     share = min(share, _share(decoding, prefill, time, max(1, max_tokens - len(decoding)), slice_tokens))
     share /= 1 + sum(loader is not None and loader.splits(s.pages) for s in running)
     rate = prefill.rate(share=share, slice_tokens=slice_tokens)
-    return replace(rate, delay_s=rate.seconds(0, ahead), others=_others(decoding, time))
+    return replace(rate, delay_s=rate.seconds(0, ahead), others=_others(decoding))
 
 
-def _others(decoding: Seq[Sequence], time: StepTime | None) -> float:
-    """See `ComputeRate.others`: they wait for the prompts in each of their steps. Where a target is set, so long a step
-    is what they are to have."""
+def _others(decoding: Seq[Sequence]) -> float:
+    """See `ComputeRate.others`: they wait for the prompts in each of their steps."""
     each, most = OTHERS
-    return min(most, each * len(decoding)) if time is None or time.target_s is None else 0.0
+    return min(most, each * len(decoding))
 
 
 def _share(
