@@ -112,7 +112,7 @@ class KVSettings:
     disk_threads: Positive = 4
     """Threads that read and write pages on disk."""
     disk_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """After this long a disk read or write counts as failed, and its page is computed again."""
+    """A disk read, or a write since it was begun, counts as failed after so long, and its page is computed again."""
     disk_key_file: str | None = None
     """File with a 32-byte key: pages on disk are then encrypted (AES-256-GCM), with a key of its own per tenant."""
     device_threshold: Share = 0.85

@@ -95,6 +95,32 @@ def test_a_hang_times_out_then_returns_and_the_queue_behind_it_too() -> None:
     pool.close(10)
 
 
+def test_who_waits_behind_urgent_ones_is_not_late_while_they_are_done() -> None:
+    """Twelve reads of 0.1 s one after the other, and a write that takes 0.2 s, with a limit of 0.5 s."""
+    pool, write, last = make(queue_limit=64, timeout_s=0.5), Hang(), Hang()
+
+    def read(op: Operation) -> Outcome:
+        time.sleep(0.1)
+        return Outcome.OK
+
+    told: list[Outcome] = []
+    assert pool.submit(read, told.append, urgent=True)
+    for begun in (write, last):
+        assert pool.submit(begun.run, begun.done)
+    for _ in range(11):
+        assert pool.submit(read, told.append, urgent=True)
+        while len(told) < 1:
+            time.sleep(0.001)
+    assert write.started.wait(10) and not write.seen and told[:5] == [Outcome.OK] * 5
+    time.sleep(0.2)
+    write.go.set()
+    assert write.wait(1) == [Outcome.OK]
+    assert last.wait(1) == [Outcome.TIMEOUT], "begun, it has so long and no longer"
+    last.go.set()
+    assert last.wait(2) == [Outcome.TIMEOUT, Outcome.RETURNED]
+    pool.close(10)
+
+
 def test_a_hanging_chore_stalls_the_pool_as_well() -> None:
     go = threading.Event()
     pool = make(timeout_s=0.05, chore=lambda: go.wait(30))

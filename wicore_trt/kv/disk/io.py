@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -37,9 +38,17 @@ class Outcome(enum.Enum):
 class Operation:
     """One submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more."""
 
-    def __init__(self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], deadline: float) -> None:
+    def __init__(
+        self,
+        run: Callable[[Operation], Outcome],
+        done: Callable[[Outcome], None],
+        deadline: float,
+        *,
+        urgent: bool = False,
+    ) -> None:
         self.run = run
         self.deadline = deadline
+        self.urgent = urgent
         self.timed_out = False
         self._done = done
         self._finished = False
@@ -67,7 +76,9 @@ class Operation:
 
 
 class IoPool:
-    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit`.
+    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit`. One that is
+    not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones it
+    may wait for longer while the disk works.
 
     `chore` runs in a thread after `nudge` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs in the last
     thread that leaves.
@@ -90,6 +101,7 @@ class IoPool:
         self._running: set[Operation] = set()
         self._nudged = False
         self._nudged_at = 0.0
+        self._done_at = -math.inf
         self._chore_runs = False
         self._closing = False
         self._threads = self._left = threads
@@ -117,7 +129,7 @@ class IoPool:
             queue = self._urgent if urgent else self._normal
             if self._closing or len(queue) >= self._limit or self._is_stalled():
                 return False
-            op = self._start_clock(run, done)
+            op = self._start_clock(run, done, urgent=urgent)
             self._live[op] = None
             queue.append(op)
             self._work.notify()
@@ -154,12 +166,20 @@ class IoPool:
     def _is_stalled(self) -> bool:
         return len(self._running) == self._threads and all(op.timed_out for op in self._running)
 
-    def _start_clock(self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None]) -> Operation:
-        op = Operation(run, done, time.monotonic() + self._timeout_s)
+    def _start_clock(
+        self, run: Callable[[Operation], Outcome], done: Callable[[Outcome], None], *, urgent: bool
+    ) -> Operation:
+        op = Operation(run, done, time.monotonic() + self._timeout_s, urgent=urgent)
         if not self._waiting:
             self._watch.notify()
         self._waiting[op] = None
         return op
+
+    def _wait_longer(self, op: Operation) -> None:
+        """Its time begins now."""
+        op.deadline = time.monotonic() + self._timeout_s
+        self._waiting.pop(op, None)
+        self._waiting[op] = None
 
     def _run_chore(self, op: Operation) -> Outcome:
         try:
@@ -182,12 +202,14 @@ class IoPool:
                 if (self._urgent or self._normal) and not late:
                     op = (self._urgent or self._normal).popleft()
                     self._running.add(op)
+                    if not op.urgent:
+                        self._wait_longer(op)
                     return op
                 if self._closing:
                     return None
                 if chore:
                     self._nudged, self._chore_runs = False, True
-                    op = self._start_clock(self._run_chore, lambda outcome: None)
+                    op = self._start_clock(self._run_chore, lambda outcome: None, urgent=False)
                     self._running.add(op)
                     return op
                 self._work.wait()
@@ -202,6 +224,8 @@ class IoPool:
             with self._lock:
                 self._running.discard(op)
                 self._drop(op)
+                if not op.timed_out:
+                    self._done_at = time.monotonic()
             op.finish(outcome)
         with self._lock:
             self._left -= 1
@@ -236,6 +260,9 @@ class IoPool:
                     continue
                 del self._waiting[op]
                 queued = op not in self._running
+                if queued and not op.urgent and self._done_at > op.deadline - self._timeout_s:
+                    self._wait_longer(op)
+                    continue
                 if queued:
                     self._drop(op)
                     (self._urgent if op in self._urgent else self._normal).remove(op)
