@@ -51,7 +51,7 @@ SESSIONS, HISTORY, TURNS, AT_ONCE, NEW, OUT = 48, 8192, 3, 8, 256, 64
 ARMS = {  # name: device, host, disk in GiB
     "device 80 GiB": (80, 0, 0),
     "device 16 GiB, host 56 GiB": (16, 56, 0),
-    "device 16 GiB, host 16 GiB, disk 45 GiB": (16, 16, 45),
+    "device 16 GiB, host 16 GiB, disk 56 GiB": (16, 16, 56),
     "device 16 GiB, nothing cached": (16, 0, 0),
 }
 ORDERS = ("random", "round-robin", "zipf")

@@ -1,6 +1,6 @@
 """Conversations that outgrow the device and the host tier, in virtual time: what is where when a turn comes.
 
-    python -m benchmarks.kv.sessions_simulation [--device 16 --host 16 --disk 45 --disk-gb-per-s 1.65]
+    python -m benchmarks.kv.sessions_simulation [--device 16 --host 16 --disk 56 --disk-gb-per-s 1.65]
 
 The workload of `benchmarks.kv.on_gpu`'s `sessions` at 27B's sizes over the engine of `disk_simulation.py`. It tells
 what a run on a GPU cannot: before each request looks, how much of its prompt a hit could bring from the device, from
@@ -97,7 +97,7 @@ def play(world: World, sizes: Sizes, conversations: int, history: int, turns: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, size in {"device": 16.0, "host": 16.0, "disk": 45.0}.items():
+    for name, size in {"device": 16.0, "host": 16.0, "disk": 56.0}.items():
         parser.add_argument(f"--{name}", type=float, default=size, help="GiB of the tier")
     parser.add_argument("--disk-gb-per-s", type=float, default=1.65)
     parser.add_argument("--conversations", type=int, default=SESSIONS)
