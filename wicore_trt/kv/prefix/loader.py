@@ -9,6 +9,7 @@ sequence whose load fails computes what is missing.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -283,7 +284,9 @@ class PrefixLoader:
                 begun.lacking, begun.came_at = lacking, now
             drag = self.drag.factor(now)
             silence = now - begun.came_at  # will go on as long as it has, for all that is known
-            begun.choice = aim(begun.choice, computed, size, compute.slowed(drag), self._arrival(load, silence))
+            idle_s = math.inf if over else begun.idle_s
+            slowed, arrival = compute.slowed(drag), self._arrival(load, silence)
+            begun.choice = aim(begun.choice, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s)
             stop = begun.choice.stop
             beside = drag * compute.seconds(computed, min(begun.choice.meet, stop))
             if drag > SLOWER and load.reading and beside > compute.seconds(computed, stop):
