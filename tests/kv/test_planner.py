@@ -263,17 +263,19 @@ def test_beside_others_a_choice_costs_all_of_them_no_more_than_computing(problem
     assert bool(made.patience_s) == (compute.others > 0 and made.decision == "load")
 
 
-@given(BESIDE, st.floats(0.001, 1.0))
-def test_a_load_that_never_comes_costs_a_bounded_wait_while_it_spares_others(problem, step_s):
-    """Nothing has come for as long as the sequence idles, so nothing is expected any sooner."""
+@given(BESIDE, st.floats(0.001, 1.0), st.sampled_from([0.0, 0.3, 0.9]))
+def test_a_load_that_comes_no_further_costs_a_bounded_wait_while_it_spares_others(problem, step_s, share):
+    """Nothing more has come for as long as the sequence idles, so nothing is expected any sooner. It idles and computes
+    no longer than 1 + `others` times what computing takes."""
     total, start, _, compute, _ = problem
     made = choose(*problem)
     if made.decision == "compute":
         return
     computed, idle = start, 0.0
-    while computed < made.stop:
-        aimed = aim(made, computed, PAGE, compute, lambda token, idle=idle: idle)
-        step = advance(aimed, computed, made.stop + 1, idle)
+    here = made.stop - int(share * (made.stop - start)) if share else made.stop + 1
+    while computed < min(made.stop, here):
+        aimed = aim(made, computed, PAGE, compute, lambda token, idle=idle: idle, ready_from=here, idle_s=idle)
+        step = advance(aimed, computed, here, idle)
         if step.action == "wait":
             idle += step_s
         elif step.action == "compute":
@@ -281,9 +283,12 @@ def test_a_load_that_never_comes_costs_a_bounded_wait_while_it_spares_others(pro
             computed += step.max_tokens
         else:
             break
-    rest = compute.seconds(start, made.stop) + compute.others * compute.alone(start, made.stop)
     slices = compute.seconds(max(0, total - compute.slice_tokens), total)
+    rest = compute.seconds(start, made.stop) + compute.others * compute.alone(start, made.stop)
     assert idle <= max(rest, slices) + step_s
+    if made.patience_s:
+        computing = compute.seconds(start, min(computed, made.stop))
+        assert idle + computing <= rest + compute.delay_s + slices + step_s
 
 
 def test_who_decodes_is_spared_by_a_load_that_takes_longer_than_computing():

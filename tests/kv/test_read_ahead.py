@@ -135,3 +135,60 @@ def test_loads_have_the_disk_one_after_the_other_and_a_small_one_first(small):
     times = [done[name] for name in names[:3]]
     assert times[0] < 0.5 * times[2] and times[1] < 0.8 * times[2]
     assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("arrived", [0.0, 0.3, 0.7])
+def test_a_disk_that_hangs_costs_no_more_than_what_others_gain(arrived):
+    """Computing 8K beside seven that decode takes 0.42 s, loading them 0.7. The disk hangs when so much has come."""
+    prefix, times = tokens(random.Random(1), 8192), []
+    for arm in ("compute", "product"):
+        world = World(((0.0, 1.65e9), (1.0 + 0.7 * arrived, 1e3)))
+        rng, engine = random.Random(0), Engine(world, rated=1.65e9)
+        engine.keep(prefix)
+        with engine.running():
+            for _ in range(7):
+                engine.ask(tokens(rng, 64), output=10_000)
+            until_decoding(engine, 7)
+            while engine.events.now < 1.0:
+                engine.step()
+            if arm == "compute":
+                engine._decide("compute")
+            name, asked = engine.ask([*prefix, 11, 12]), engine.events.now
+            while not any(output.request_id == name for output in engine.step()):
+                pass
+            times.append(engine.events.now - asked)
+    assert times[1] <= 3.0 * times[0] + 0.1, "and a step"
+
+
+def test_a_load_that_has_not_asked_yet_expects_to_wait_for_what_others_asked_for():
+    """The first of two has all that it may have in the disk's queue: 0.3 seconds of it, which it asks for no more."""
+    rng = random.Random(2)
+    prefixes = [tokens(rng, 8192) for _ in range(2)]
+    engine = engine_with(*prefixes)
+    engine._decide("load")
+    engine.loader._disk_meter.observe(1 << 30, (1 << 30) / 1.65e9, now=0.0)
+    with engine.running():
+        for prefix in prefixes:
+            name = engine.ask([*prefix, 11, 12])
+            engine.step()
+        load = engine.scheduler.running[1].pages.load
+        assert not load.reading and engine.tiers.transfers.up.reading_bytes > 0.4e9
+        expected = engine.events.now + engine.loader._arrival(load, 0.0)(0)
+        while not any(output.request_id == name for output in engine.step()):
+            pass
+    assert expected == pytest.approx(engine.events.now, abs=0.15)
+
+
+def test_nobody_expects_to_wait_for_a_load_that_was_just_given_up():
+    rng = random.Random(2)
+    prefixes = [tokens(rng, 8192) for _ in range(2)]
+    engine = engine_with(*prefixes)
+    engine._decide("load")
+    with engine.running():
+        for prefix in prefixes:
+            engine.ask([*prefix, 11, 12])
+            engine.step()
+        first, second = (s.pages.load for s in engine.scheduler.running)
+        assert engine.tiers.unasked_bytes(load=second) > 0.2e9
+        engine.loader.cancel(engine.scheduler.running[0].pages)
+        assert first.cancelled and engine.tiers.unasked_bytes(load=second) == 0

@@ -9,6 +9,7 @@ sequence whose load fails computes what is missing.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -283,7 +284,9 @@ class PrefixLoader:
                 begun.lacking, begun.came_at = lacking, now
             drag = self.drag.factor(now)
             silence = now - begun.came_at  # will go on as long as it has, for all that is known
-            begun.choice = aim(begun.choice, computed, size, compute.slowed(drag), self._arrival(load, silence))
+            idle_s = math.inf if over else begun.idle_s
+            slowed, arrival = compute.slowed(drag), self._arrival(load, silence)
+            begun.choice = aim(begun.choice, computed, size, slowed, arrival, ready_from=ready_from, idle_s=idle_s)
             stop = begun.choice.stop
             beside = drag * compute.seconds(computed, min(begun.choice.meet, stop))
             if drag > SLOWER and load.reading and beside > compute.seconds(computed, stop):
@@ -300,8 +303,8 @@ class PrefixLoader:
         windows, unread = len(load.unread(LOCAL)), sorted(load.unread(GLOBAL))
         window_bytes = windows * each.get(LOCAL, 0)
         asked = min(windows, load.reading) * each.get(LOCAL, 0) + max(0, load.reading - windows) * each.get(GLOBAL, 0)
-        before = self.tiers.unasked_bytes(load=load)
         ahead = max(0, load.asked_up_to - (up.asked_bytes - up.reading_bytes) - asked)
+        before = max(0, up.reading_bytes - asked - ahead) + self.tiers.unasked_bytes(load=load)
         disk = self._disk_meter.rate(queued=ahead, now=now)
         self.tiers.read_ahead(disk.bytes_per_s)
         link, missing = self._host_meter.rate(now=now), sorted(load.missing(GLOBAL))
@@ -312,7 +315,7 @@ class PrefixLoader:
             here = len(missing) - bisect_left(missing, page) - pages  # in host memory, but for their copies
             count = window_bytes + pages * each.get(GLOBAL, 0)
             copied = link.seconds(max(1, here) * each.get(GLOBAL, 0) + window_bytes)
-            count += before * (count > asked)  # they have their turn before the rest of this load
+            count += before * (count > asked)  # what others asked for, or have their turn for, before the rest of it
             return max(least, disk.seconds(count) + copied) if count else copied
 
         return arrival

@@ -11,8 +11,9 @@ front, as without the load. So whatever the load does, time to first token <= re
 which began while it waited; more only where copies to the device hold up the engine's thread. Proof: prefill seconds
 add up over slices of `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes
 work; what is added is idle time. wait_s is at most a slice and a quarter of what the load should save, and in a
-load-only choice the load's own time too, which is less than what computing takes; beside sequences that decode, whose
-tokens computing holds up, less than 1 + `others` times that.
+load-only choice the load's own time too, which is less than what computing takes. Beside sequences that decode, whose
+tokens computing holds up, a load from disk may idle longer, but idling and computing together take no more than 1 +
+`others` times what computing takes, even if nothing comes any more.
 
 A disk is believed less. Its loads are asked for whole, so that they are as fast as loading all however fast it turns
 out; at every step `aim` finds the meeting point again from what came so far, and idling is a slice in all at most; and
@@ -129,7 +130,8 @@ class LoadChoice:
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
     load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
     than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
-    idle; `patience_s`: the same while that spares others. `slice_tokens` as in ComputeRate.
+    idle; `patience_s`: the longest that idling and computing may take until `stop`, while that spares others.
+    `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -205,7 +207,8 @@ def choose(
     stop, slices = load.candidate.tokens, compute.slice_tokens
     if meet == start:
         load_only = max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
-        wait_s, patience_s = wait_s + load_only, (recompute + spared(load, start)) * (compute.others > 0)
+        tail = compute.seconds(stop, total)
+        wait_s, patience_s = wait_s + load_only, (recompute - tail + spared(load, start)) * (compute.others > 0)
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, patience_s)
     early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
     first = start if load.reads(start) else early  # a disk may be any number of times faster than it was
@@ -258,11 +261,19 @@ def trial(
 
 
 def aim(
-    choice: LoadChoice, computed: int, page_tokens: int, compute: ComputeRate, arrival: Callable[[int], float]
+    choice: LoadChoice,
+    computed: int,
+    page_tokens: int,
+    compute: ComputeRate,
+    arrival: Callable[[int], float],
+    *,
+    ready_from: int = NEVER,
+    idle_s: float = 0.0,
 ) -> LoadChoice:
     """The same choice, whose load is under way, with the meeting point as it is expected now: `arrival(token)` seconds
     from now the windows and all pages from there on will be here. It grows the earlier the token is. A load that will
-    not be here before all of it is computed shortens no step."""
+    not be here before all of it is computed shortens no step. `ready_from` and `idle_s` as in `advance`: a load that
+    spares others is waited for while it should be here in time, and while computing what lacks would still end then."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:
@@ -285,9 +296,12 @@ def aim(
 
     meet = meeting(1.0)
     if choice.patience_s and compute.others:
-        end = min(meet, choice.stop)
-        if arrival(computed) <= compute.seconds(computed, end) + compute.others * compute.alone(computed, end):
-            return replace(choice, meet=computed, early=computed, wait_s=choice.patience_s)
+        end, here = min(meet, choice.stop), arrival(computed)
+        worth = compute.seconds(computed, end) + compute.others * compute.alone(computed, end)
+        in_time = choice.patience_s - compute.seconds(choice.start, computed) - idle_s
+        patience_s = choice.patience_s - compute.seconds(choice.start, max(computed, min(ready_from, choice.stop)))
+        if here <= min(worth, in_time) and idle_s < patience_s:
+            return replace(choice, meet=computed, early=computed, wait_s=patience_s)
     wait_s = min(
         STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
         compute.seconds(computed, computed + choice.slice_tokens),

@@ -21,6 +21,7 @@ from wicore_trt.kv.tiers.movers import Traffic
 from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.kv.tiers.transfers import Transfers
 from wicore_trt.kv.tiers.way_up import MAX_WRONG
+from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import TierStats
 
 IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
@@ -198,13 +199,18 @@ class LowerTiers:
     def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
         """What those loads have not asked the disk for yet that have their turn there before `load`, or before a new
         one of `count` bytes."""
-        page_bytes = self.transfers.host.slot_bytes * min(self.host.slots_per_page.values())
         found = 0
         for other in self._loads:
             if other is load or (load is None and other.turn > (0, _size(count))):
                 break
-            found += max(0, self.unread_bytes(other) - other.reading * page_bytes)
+            found += max(0, self.unread_bytes(other) - self._asked_bytes(other)) * (not other.cancelled)
         return found
+
+    def _asked_bytes(self, load: PrefixLoad) -> int:
+        """What the disk reads for a load now: windows, whose pages may be larger, come before all else."""
+        slots, windows = self.host.slots_per_page, min(load.reading, len(load.unread(LOCAL)))
+        asked = windows * slots.get(LOCAL, 0) + (load.reading - windows) * slots.get(GLOBAL, 0)
+        return asked * self.transfers.host.slot_bytes
 
     def _pump(self) -> None:
         self._disk_taken = False
