@@ -192,3 +192,21 @@ def test_nobody_expects_to_wait_for_a_load_that_was_just_given_up():
         assert engine.tiers.unasked_bytes(load=second) > 0.2e9
         engine.loader.cancel(engine.scheduler.running[0].pages)
         assert first.cancelled and engine.tiers.unasked_bytes(load=second) == 0
+
+
+def test_beside_one_that_waits_for_its_load_others_compute_in_whole_steps():
+    """Steps of a slice (256 tokens) would take the weights' time each: a third of the tokens a second."""
+    rng = random.Random(3)
+    prefix, fresh = tokens(rng, 8192), tokens(rng, 8192)
+    engine = engine_with(prefix, decoding=7, sizes=Sizes(sequences=16))
+    with engine.running():
+        until_decoding(engine, 7)
+        engine.ask([*prefix, 11, 12])
+        engine.step()
+        (loading,) = [s for s in engine.scheduler.running if s.pages.load is not None]
+        begun, name = len(engine.device.steps), engine.ask(fresh)
+        for _ in range(4):
+            engine.step()
+        counts = [sum(n for _, n in slices if n > 1) for _, _, slices in engine.device.steps[begun:]]
+        assert loading.computed == 0 and loading.pages.load is not None, "it waits"
+        assert sum(counts) >= 4 * 1024 and name

@@ -164,7 +164,8 @@ class LyingLane:
         return getattr(self._lane, name)
 
     def copy(self, pieces: Iterable[Piece]) -> None:
-        ledger, made, coming = self._ledger, list(pieces), self._coming()
+        ledger, coming = self._ledger, self._coming()
+        made = [part for piece in pieces for part in self._cut(piece)]
         rng, told = ledger.rng, list[Piece]()
         for at, (target, source, count) in enumerate(made):
             up = ledger.slot(source)
@@ -196,6 +197,18 @@ class LyingLane:
                 else:
                     ledger.host[slot] = f"{way} {lie}"
         self._lane.copy(told)
+
+    def _cut(self, piece: Piece) -> Iterator[Piece]:
+        """A piece by slots of host memory, of which pages that lie in a row are one: each has a lie of its own."""
+        target, source, count = piece
+        ledger, done = self._ledger, 0
+        host = source if ledger.slot(source) >= 0 else target
+        while done < count:
+            part = count - done
+            if ledger.slot(host) >= 0:
+                part = min(part, ledger.slot_bytes - (host + done - ledger.base) % ledger.slot_bytes)
+            yield target + done, source + done, part
+            done += part
 
     def _coming(self) -> dict[int, tuple[int, int]]:
         """The pages of a batch that go to the device, by the addresses where parts of them begin there."""

@@ -275,7 +275,8 @@ class Scheduler:
         wanted = self._wanted(sequence)
         count = self._bounded(sequence, wanted, budget)
         if wanted < sequence.remaining and self.loader is not None and self.loader.reads:  # it may go on elsewhere soon
-            budget.tokens = min(budget.tokens, max(count, self.slice_tokens))
+            before = int(self.loader.comes_s(sequence.pages) / self.prefill.rate().per_token_s)
+            budget.tokens = min(budget.tokens, max(count, before, self.slice_tokens))
         if count == 0:
             return
         while not self.manager.reserve(sequence.pages, sequence.computed + count):

@@ -340,6 +340,11 @@ class PrefixLoader:
         begun = self._begun.get(pages.load) if pages.load is not None else None
         return begun.choice.meet if begun is not None and begun.from_disk else None
 
+    def comes_s(self, pages: SequencePages) -> float:
+        """In how long the load is expected that a sequence waits for to spare others; 0 of any other."""
+        begun = self._begun.get(pages.load) if pages.load is not None else None
+        return begun.choice.comes_s if begun is not None else 0.0
+
     def splits(self, pages: SequencePages) -> bool:
         """Whether a sequence has a load and was to compute beside it."""
         begun = self._begun.get(pages.load) if pages.load is not None else None

@@ -130,8 +130,8 @@ class LoadChoice:
     `start`: pages [start, stop) are requested. `meet`: up to there the device is expected to compute meanwhile; a
     load-only choice has meet = start = what is on the device. `early`: what is to be computed if the load is faster
     than expected by BAND. `load_seconds`: the load alone, from `meet`. `wait_s`: the longest that the sequence may
-    idle; `patience_s`: the longest that idling and computing may take until `stop`, while that spares others.
-    `slice_tokens` as in ComputeRate.
+    idle; `patience_s`: the longest that idling and computing may take until `stop`, while that spares others, and
+    `comes_s`: in how long a load that is waited for so is expected. `slice_tokens` as in ComputeRate.
     """
 
     stop: int
@@ -145,6 +145,7 @@ class LoadChoice:
     slice_tokens: int = 256
     early: int = 0
     patience_s: float = 0.0
+    comes_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +302,13 @@ def aim(
         in_time = choice.patience_s - compute.seconds(choice.start, computed) - idle_s
         patience_s = choice.patience_s - compute.seconds(choice.start, max(computed, min(ready_from, choice.stop)))
         if here <= min(worth, in_time) and idle_s < patience_s:
-            return replace(choice, meet=computed, early=computed, wait_s=patience_s)
+            return replace(choice, meet=computed, early=computed, wait_s=patience_s, comes_s=here)
     wait_s = min(
         STAKE * compute.seconds(min(meet, choice.stop), choice.stop),
         compute.seconds(computed, computed + choice.slice_tokens),
     )
-    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=0.0 if compute.share < 1 else wait_s)
+    wait_s = 0.0 if compute.share < 1 else wait_s
+    return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=wait_s, comes_s=0.0)
 
 
 def advance(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
