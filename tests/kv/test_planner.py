@@ -21,6 +21,7 @@ from wicore_trt.kv.prefix.planner import (
     advance,
     aim,
     choose,
+    decide,
 )
 
 PAGE = 32
@@ -359,3 +360,14 @@ def test_a_disk_that_stalls_for_ever_costs_a_bounded_factor():
     rng = random.Random(3)
     worst = max(o.over_recompute for cell in grid(longest=2048) for o in run_stalls(cell, Noise(), rng))
     assert 1.0 < worst <= 1.25
+
+
+def test_steps_that_a_disk_slows_down_count_beside_what_others_gain():
+    """1,024 tokens take 1 s to compute and 1.5 s to load: seven that decode gain by it though steps take 1.2 times as
+    long meanwhile, one that is alone does not."""
+    tiers = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 1.5)}
+    beside = replace(LINEAR, others=2.0)
+    assert decide(1280, 0, [candidate(1024)], beside, tiers, 1.2).decision == "load"
+    assert decide(1280, 0, [candidate(1024)], LINEAR, tiers, 1.2).decision != "load"
+    slow = {"host": TierRate(1e12), "disk": TierRate(1024 * 1000 / 4)}
+    assert decide(1280, 0, [candidate(1024)], beside, slow, 1.2).decision != "load"

@@ -43,7 +43,7 @@ from wicore_trt.kv.tiers import way_up
 from wicore_trt.kv.tiers.host import HostTier
 from wicore_trt.kv.tiers.index import TierCopy, TierIndex
 from wicore_trt.kv.tiers.movers import Movers
-from wicore_trt.kv.tiers.moves import Place
+from wicore_trt.kv.tiers.moves import Place, Store
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime import page_copier
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
@@ -164,7 +164,7 @@ class LyingLane:
         return getattr(self._lane, name)
 
     def copy(self, pieces: Iterable[Piece]) -> None:
-        ledger, coming = self._ledger, self._coming()
+        ledger, coming, leaving = self._ledger, self._coming(), self._leaving()
         made = [part for piece in pieces for part in self._cut(piece)]
         rng, told = ledger.rng, list[Piece]()
         for at, (target, source, count) in enumerate(made):
@@ -173,7 +173,7 @@ class LyingLane:
             if up < 0:
                 ledger.left([slot], "overwritten")
             other = made[rng.randrange(len(made))]
-            asks = slot >= 0 and (up < 0 or target in coming)  # the rating of the link asks for nothing
+            asks = slot in leaving if up < 0 else target in coming  # the rating of the link asks for nothing
             lie = rng.choice(LIES) if asks and rng.random() < LINK_RATE else ""
             if lie in ("swapped", "another page") and (other[2] != count or other == made[at]):
                 lie = "torn"
@@ -209,6 +209,16 @@ class LyingLane:
                 part = min(part, ledger.slot_bytes - (host + done - ledger.base) % ledger.slot_bytes)
             yield target + done, source + done, part
             done += part
+
+    def _leaving(self) -> set[int]:
+        """Slots of the pages of a batch that go to host memory to be kept. The disk may read others into the slots that
+        the rating of the link was given, and no lane sees that."""
+        found = set[int]()
+        for copies in self.batch.copies:
+            done = copies.done.args[0] if isinstance(copies.done, partial) and copies.done.args else None
+            move = done.args[0] if isinstance(done, partial) and done.args else None
+            found.update(move.copy.slots if isinstance(move, Store) else ())
+        return found
 
     def _coming(self) -> dict[int, tuple[int, int]]:
         """The pages of a batch that go to the device, by the addresses where parts of them begin there."""

@@ -231,7 +231,8 @@ def decide(
     made = choose(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads, candidates)):
         beside = choose(total, start, candidates, compute.slowed(drag), tiers)
-        worth = beside.stop and beside.seconds < made.compute_seconds
+        spared = compute.others * compute.alone(beside.meet, max(beside.meet, beside.stop))
+        worth = beside.stop and beside.seconds - spared < made.compute_seconds
         made = beside if worth else choose(total, start, [], compute, tiers)
     tried = None
     if hope > 1.0 and not made.stop and drag <= SLOWER:
