@@ -101,7 +101,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. If it has to wait, what it will need from disk is fetched meanwhile."""
         self._read_ahead.came(sequence, len(self.waiting))
-        blocked = bool(self.running) and self._blocked()
+        blocked = self.loader is not None and bool(self.running) and self._blocked()
         self.waiting.push(sequence)
         self._too_few = []
         if blocked:  # else the next step tells whether it waits

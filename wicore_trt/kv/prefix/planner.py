@@ -89,6 +89,10 @@ class ComputeRate:
         """The same with this sequence's share of the device."""
         return self.alone(begin, end) / self.share
 
+    def spared(self, begin: int, end: int) -> float:
+        """What it is worth to others, in seconds of this sequence, that tokens [begin, end) are not computed."""
+        return self.others * self.alone(begin, end)
+
     def slowed(self, factor: float) -> ComputeRate:
         """The same where computing takes `factor` times as long."""
         return replace(self, per_token_s=factor * self.per_token_s, per_key_s=factor * self.per_key_s)
@@ -178,9 +182,6 @@ def choose(
         front = compute.delay_s + compute.seconds(start, meet)
         return max(front + tail, caution * load.seconds(meet) + max(tail, step))
 
-    def spared(load: _Load, meet: int) -> float:
-        return compute.others * compute.alone(meet, load.candidate.tokens)
-
     best: tuple[float, _Load, int] | None = None
     sums: dict[int, _Sums] = {}
     for candidate in candidates:
@@ -193,14 +194,14 @@ def choose(
         if meet - start < compute.slice_tokens or max(front, load.seconds(meet)) > least:
             meet = start
         for begin in (start, meet) if compute.others and meet > start else (meet,):
-            score = seconds_of(load, begin, CAUTION) - spared(load, begin)
+            score = seconds_of(load, begin, CAUTION) - compute.spared(begin, candidate.tokens)
             if best is None or score < best[0]:
                 best = (score, load, begin)
     if best is None:
         return LoadChoice(0, start, recompute, recompute, "compute")
     _, load, meet = best
-    load_s, seconds = load.seconds(meet), seconds_of(load, meet)
-    if seconds - spared(load, meet) > (1 - MARGIN) * recompute:
+    load_s, seconds, spared = load.seconds(meet), seconds_of(load, meet), compute.spared(meet, load.candidate.tokens)
+    if seconds - spared > (1 - MARGIN) * recompute:
         return LoadChoice(0, start, recompute, recompute, "compute")
     stake = min(STAKE * max(0.0, recompute - seconds), compute.seconds(start, start + compute.slice_tokens))
     # with a share, a step takes its time for the others in any case, so computing costs nothing
@@ -209,7 +210,7 @@ def choose(
     if meet == start:
         load_only = max(0.0, load_s - compute.delay_s) if load.reads(start) else load_s
         tail = compute.seconds(stop, total)
-        wait_s, patience_s = wait_s + load_only, (recompute - tail + spared(load, start)) * (compute.others > 0)
+        wait_s, patience_s = wait_s + load_only, (recompute - tail + spared) * (compute.others > 0)
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, patience_s)
     early = load.boundary_before(min(load.meeting(1 - BAND), meet - slices // 2))  # `advance` may wait from there on
     first = start if load.reads(start) else early  # a disk may be any number of times faster than it was
@@ -231,7 +232,7 @@ def decide(
     made = choose(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads, candidates)):
         beside = choose(total, start, candidates, compute.slowed(drag), tiers)
-        spared = compute.others * compute.alone(beside.meet, max(beside.meet, beside.stop))
+        spared = compute.spared(beside.meet, beside.stop)
         worth = beside.stop and beside.seconds - spared < made.compute_seconds
         made = beside if worth else choose(total, start, [], compute, tiers)
     tried = None
@@ -299,7 +300,7 @@ def aim(
     meet = meeting(1.0)
     if choice.patience_s and compute.others:
         end, here = min(meet, choice.stop), arrival(computed)
-        worth = compute.seconds(computed, end) + compute.others * compute.alone(computed, end)
+        worth = compute.seconds(computed, end) + compute.spared(computed, end)
         in_time = choice.patience_s - compute.seconds(choice.start, computed) - idle_s
         patience_s = choice.patience_s - compute.seconds(choice.start, max(computed, min(ready_from, choice.stop)))
         if here <= min(worth, in_time) and idle_s < patience_s:
