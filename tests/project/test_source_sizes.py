@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from repository import GENERATED, ROOT, SOURCES, python_sources, tracked
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 650  # a stop for runaway files, no target
 MAX_FUNCTION_LINES = 80
 CODE = (".py", ".cpp", ".cu", ".h", ".proto", ".yaml", ".js", ".css", ".html")
 
