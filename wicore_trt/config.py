@@ -142,7 +142,8 @@ class SchedulerSettings:
     Default: 2048 on a GPU, 256 on a CPU."""
     target_itl_ms: Seconds = None
     """How long a step may take while requests decode, by measure: prompts get the tokens, and requests the places, that
-    keep it; a prompt gets on in any case. Default: 50 ms, or 1.6 times as long as without prompts."""
+    keep it; a prompt gets on in any case. Default: 50 ms, or 1.6 times as long as without prompts; none for
+    `LLM.generate` and `LLM.chat`, whose tokens nobody waits for one by one."""
     target_ttft_ms: Seconds = None
     """Refuse a request, with the time to retry, whose first token is not to be expected within this, or within twice
     what its prompt takes where that is more; it ends if it then waits longer. Default: max_queue_s alone."""

@@ -76,7 +76,7 @@ class LLM:
         cache: CacheHints | None = None,
     ) -> Iterator[TextOutput]:
         """Yield the deltas of one prompt, or of the next turn of a conversation, as they are computed."""
-        return self._run([self._request(prompt, params, cache)])
+        return self._run([self._request(prompt, params, cache)], awaited=True)
 
     def chat(
         self,
@@ -114,7 +114,7 @@ class LLM:
 
     def _complete(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         parts: dict[tuple[str, int], list[TextOutput]] = {}
-        for output in self._run(requests):
+        for output in self._run(requests, awaited=False):
             parts.setdefault((output.request_id, output.index), []).append(output)
         return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
@@ -125,8 +125,9 @@ class LLM:
         self._core.prepare(made)
         return made
 
-    def _run(self, requests: list[GenerateRequest]) -> Iterator[TextOutput]:
-        """Step the engine until `requests` end; what other open streams gain meanwhile waits in their inboxes."""
+    def _run(self, requests: list[GenerateRequest], *, awaited: bool) -> Iterator[TextOutput]:
+        """Step the engine until `requests` end, at the pace of a reader where their tokens are `awaited`; what other
+        open streams gain meanwhile waits in their inboxes."""
         texts = {
             (r.request_id, i): SequenceText(r.request_id, self.tokenizer, r.params)
             for r in requests
@@ -140,6 +141,7 @@ class LLM:
                 self._core.add(request)
             while open_texts:
                 if not inbox:
+                    self._core.pace(awaited=awaited)
                     self._distribute(self._core.step())
                     continue
                 output = inbox.popleft()

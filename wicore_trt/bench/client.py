@@ -212,13 +212,15 @@ class LocalTarget:
         self._ids = (f"bench-{os.getpid()}-{i}" for i in itertools.count())
 
     @classmethod
-    async def load(cls, settings: Settings) -> LocalTarget:
-        """Load the engine that `settings` name; raises what `load_engine` raises."""
+    async def load(cls, settings: Settings, *, awaited: bool = True) -> LocalTarget:
+        """Load the engine that `settings` name, for readers who wait for each token or not; raises what `load_engine`
+        raises."""
         from wicore_trt.core.assemble import load_engine
         from wicore_trt.core.port import LocalEngine
         from wicore_trt.core.text_engine import TextEngine
 
         loaded = load_engine(settings)
+        loaded.core.pace(awaited=awaited)
         local = LocalEngine(loaded.core, max_waiting=settings.scheduler.max_waiting)
         engine = TextEngine(local, loaded.tokenizer, loaded.info)
         await engine.start()

@@ -59,16 +59,16 @@ class BenchSession:
         return run_quickly(self._run(measure))
 
     async def _run(self, measure: Callable[[Target], Awaitable[T]]) -> tuple[T, dict[str, Any]]:
-        target = await self.connect()
+        target = await self.connect(awaited=False)
         try:
             return await measure(target), asdict(target.info)
         finally:
             await target.close()
 
-    async def connect(self) -> GrpcTarget | LocalTarget:
-        """The target, which whoever asks closes. Raises as `run` does."""
+    async def connect(self, *, awaited: bool = True) -> GrpcTarget | LocalTarget:
+        """The target, which whoever asks closes; `awaited` as for `LocalTarget.load`. Raises as `run` does."""
         if self.address is None:
-            return await LocalTarget.load(self.settings)
+            return await LocalTarget.load(self.settings, awaited=awaited)
         target = await GrpcTarget.connect(self.address, api_key=self.api_key, tls_ca=self.tls_ca)
         try:
             self._check(target)

@@ -120,6 +120,10 @@ class EngineCore(Core):
         if request.params.constraint is not None and self._grammars is not None:
             self._grammars.prepare(request.params.constraint)
 
+    def pace(self, *, awaited: bool) -> None:
+        if self.scheduler.step_time is not None:
+            self.scheduler.step_time.awaited = awaited
+
     def add(self, request: GenerateRequest) -> None:
         assert request.request_id not in self._sequences
         arrival = self._clock()

@@ -87,6 +87,9 @@ class Core(ABC):
     def prepare(self, request: GenerateRequest) -> None:  # noqa: B027 -- most requests need nothing
         """Do what takes time before `add`, where that is not to wait for it. Any thread. Raises InvalidRequestError."""
 
+    def pace(self, *, awaited: bool) -> None:  # noqa: B027 -- not every engine makes its steps itself
+        """Say whether somebody waits for each token of the next steps. If not, they are as large as gets most done."""
+
     @abstractmethod
     def add(self, request: GenerateRequest) -> None:
         """Queue a validated request with an id that is not live. Where that raises nothing of the request is left."""

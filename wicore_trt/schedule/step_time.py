@@ -54,10 +54,13 @@ def load_of(slices: Sequence[tuple[int, int]]) -> StepLoad:
 
 class StepTime:
     """Times are seconds. `target_s` is how long a step may take that decodes, prompts included; None is FLUENT_S, or
-    STRETCH times what it takes without them. `share` of the steps with prompts in them was the prompts' time."""
+    STRETCH times what it takes without them, and no limit while no token is `awaited`: larger steps get more done.
+    `share` of the steps with prompts in them was the prompts' time."""
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
+        self.awaited = True
+        """Whether somebody waits for each token, as readers of streams do."""
         self.share = 0.5
         self._fit = PositiveSum(PRIOR, rate=RATE, clip=CLIP)
 
@@ -81,7 +84,7 @@ class StepTime:
 
     def limit_s(self, decoding: StepLoad) -> float:
         """How long a step may take in which these decode; no end of it where none does."""
-        if not decoding.rows:
+        if not decoding.rows or not (self.awaited or self.target_s):
             return math.inf
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
 
