@@ -257,7 +257,9 @@ def _port(port: int) -> Check:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            return Check("port", WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --port.")
+            return Check(
+                "port", WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --grpc-port."
+            )
     return Check("port", OK, f"{port} is free")
 
 

@@ -32,7 +32,7 @@ def _load(name: str, panel: str) -> Any:
     if hasattr(module, "app"):
         single.add_typer(module.app, name=name, rich_help_panel=panel)
         return typer.main.get_group(single).commands[name]
-    single.command(name, rich_help_panel=panel)(module.command)
+    single.command(name, rich_help_panel=panel, cls=getattr(module, "COMMAND_CLASS", None))(module.command)
     return typer.main.get_command(single)
 
 

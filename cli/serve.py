@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from wicore_trt.cli._options import complete_recipes
+from wicore_trt.cli._vllm import ServeCommand
 from wicore_trt.errors import EngineFormatError
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
 )
+COMMAND_CLASS = ServeCommand
 
 
 def command(
@@ -36,9 +38,12 @@ def command(
     device: Annotated[str | None, _ENGINE(show_default="auto", help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, _ENGINE(show_default="0", help="CPU threads of one step; 0: all cores.")] = None,
     host: Annotated[str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on, or unix:/path.")] = None,
-    port: Annotated[int | None, _NETWORK(show_default="50051", help="gRPC port; 0 takes a free one.")] = None,
+    grpc_port: Annotated[int | None, _NETWORK(show_default="50051", help="gRPC port; 0 takes a free one.")] = None,
     http_port: Annotated[
         str | None, _NETWORK(show_default="8000", help="HTTP port; 0 takes a free one, none is no HTTP.")
+    ] = None,
+    port: Annotated[
+        int | None, _NETWORK(help="--http-port, as other servers name it; beside --http-port it is --grpc-port.")
     ] = None,
     http_host: Annotated[str | None, _NETWORK(show_default="--host", help="Address to listen on for HTTP.")] = None,
     cors_origins: Annotated[str | None, _NETWORK(help="Origins of web pages that may call, comma-separated.")] = None,
@@ -74,6 +79,9 @@ def command(
     max_batch_tokens: Annotated[int | None, _LIMITS(show_default="2048, CPU: 256", help="Tokens of one step.")] = None,
     max_waiting: Annotated[int | None, _LIMITS(show_default="1024", help="Requests that may wait.")] = None,
     max_context: Annotated[int | None, _LIMITS(help="Longest prompt and output, tokens.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, _LIMITS(show_default="0.9", help="Share of the GPU for weights, work space and KV pages.")
+    ] = None,
     kv_bytes: Annotated[str | None, _LIMITS(help="Device memory for KV pages, like 2GiB.")] = None,
     kv_host_bytes: Annotated[
         str | None, _LIMITS(show_default="0", help="Host memory for KV pages that left the device.")
@@ -105,8 +113,8 @@ def command(
         "executor.device": Flag("--device", device),
         "executor.threads": Flag("--threads", threads),
         "server.host": Flag("--host", host),
-        "server.port": Flag("--port", port),
-        "server.http_port": Flag("--http-port", http_port),
+        "server.port": _grpc_port(grpc_port, port, http_port),
+        "server.http_port": Flag("--port", port) if http_port is None else Flag("--http-port", http_port),
         "server.http_host": Flag("--http-host", http_host),
         "server.cors_origins": Flag("--cors-origins", cors_origins),
         "server.allowed_hosts": Flag("--allowed-hosts", allowed_hosts),
@@ -127,6 +135,7 @@ def command(
         "scheduler.max_batch_tokens": Flag("--max-batch-tokens", max_batch_tokens),
         "scheduler.max_waiting": Flag("--max-waiting", max_waiting),
         "scheduler.max_context": Flag("--max-context", max_context),
+        "kv.device_fraction": Flag("--gpu-memory-utilization", gpu_memory_utilization),
         "kv.device_bytes": Flag("--kv-bytes", kv_bytes),
         "kv.host_bytes": Flag("--kv-host-bytes", kv_host_bytes),
         "kv.disk_path": Flag("--kv-disk", kv_disk),
@@ -145,6 +154,17 @@ def command(
         fix = f"Build it: wicore build --recipe {quoted(recipe)}"
         raise EngineFormatError(f"engine {directory} does not exist.", fix=fix)
     return serve(loaded, lambda: resolve_settings(recipe, overrides))
+
+
+def _grpc_port(grpc_port: int | None, port: int | None, http_port: str | None) -> Any:
+    """The flag that gives the gRPC port: --port meant it before it became HTTP's, and does beside --http-port."""
+    from wicore_trt.config import Flag
+
+    if grpc_port is None and http_port is not None:
+        return Flag("--port", port)
+    if grpc_port is not None and None not in (port, http_port):
+        raise typer.BadParameter("It is given beside --http-port and --grpc-port.", param_hint="--port")
+    return Flag("--grpc-port", grpc_port)
 
 
 def _names_recipe(text: str) -> bool:

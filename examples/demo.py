@@ -65,7 +65,7 @@ def build() -> None:
 def serve() -> tuple[subprocess.Popen[str], str, str]:
     """Start the server on free ports; returns it, its address and its URL once it is ready."""
     step("Serve")
-    command = [*WICORE, "serve", str(ENGINE), "--port", "0", "--http-port", "0", "--log-level", "warning"]
+    command = [*WICORE, "serve", str(ENGINE), "--grpc-port", "0", "--http-port", "0", "--log-level", "warning"]
     print("$ wicore", *command[len(WICORE) :], flush=True)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

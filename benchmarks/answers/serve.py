@@ -64,7 +64,7 @@ class Server:
             "wicore_trt.cli.main",
             "serve",
             str(self.engine),
-            "--port",
+            "--grpc-port",
             "0",
             "--http-port",
             "none",

@@ -23,8 +23,8 @@ ANSWER_TOKENS, PROMPT_TOKENS = 16, 32
 POLL_S = 0.02
 GREETING = "ready on "
 FLAGS = (
-    "--host", "127.0.0.1", "--port", "0", "--http-port", "none", "--max-sequences", "8", "--max-batch-tokens", "2048",
-    "--max-context", "2048", "--kv-bytes", "6GiB",
+    "--host", "127.0.0.1", "--grpc-port", "0", "--http-port", "none", "--max-sequences", "8", "--max-batch-tokens",
+    "2048", "--max-context", "2048", "--kv-bytes", "6GiB",
 )  # fmt: skip
 
 

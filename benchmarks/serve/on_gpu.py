@@ -54,7 +54,7 @@ def server(given: argparse.Namespace, **settings: Any) -> Iterator[str]:
     command = [sys.executable, "-m", "wicore_trt", "serve", str(given.engine), "--device", given.device]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [*command, "--port", "0", "--http-port", "none"],
+            [*command, "--grpc-port", "0", "--http-port", "none"],
             env=os.environ | made, stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
         assert process.stdout is not None

@@ -17,7 +17,7 @@ from real_server import Served
 @pytest.fixture(scope="module")  # not beyond: it takes CPU time while it waits, too
 def served(engine_270m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("served") / "log"
-    command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine_270m), "--port", "0"]
+    command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine_270m), "--grpc-port", "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as stderr:
         process = subprocess.Popen(

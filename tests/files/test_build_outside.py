@@ -66,7 +66,7 @@ def test_specials_in_a_source_or_checkpoint_are_refused(kind: str, tmp_path: Pat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "command", [["inspect"], ["serve", "--port", "0", "--http-port", "0"]], ids=["inspect", "serve"]
+    "command", [["inspect"], ["serve", "--grpc-port", "0", "--http-port", "0"]], ids=["inspect", "serve"]
 )
 def test_specials_in_an_engine_are_refused(command: list[str], tmp_path: Path) -> None:
     """In processes of their own, so that what would hang is killed."""

@@ -83,7 +83,16 @@ class Worker:
         port, http = free_port(), free_port()
         self.address, self.url = f"127.0.0.1:{port}", f"http://127.0.0.1:{http}"
         command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--name", MODEL]
-        command += ["--port", str(port), "--http-port", str(http), "--kv-bytes", "256MiB", "--kv-host-bytes", "64MiB"]
+        command += [
+            "--grpc-port",
+            str(port),
+            "--http-port",
+            str(http),
+            "--kv-bytes",
+            "256MiB",
+            "--kv-host-bytes",
+            "64MiB",
+        ]
         command += ["--max-sequences", str(PLACES), "--max-waiting", str(WAITING)]
         self.server = Part(f"server{number}", command, folder)
         self.side = side(number, port)

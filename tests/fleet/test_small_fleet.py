@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, engine: Path, folder: Path, number: int) -> None:
         self.address, self.log = f"127.0.0.1:{(port := free_port())}", folder / f"{number}.log"
-        self.command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--port", str(port)]
+        self.command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(engine), "--grpc-port", str(port)]
         self.command += ["--http-port", "none", "--max-sequences", str(SEQUENCES), "--max-waiting", str(WAITING)]
         self.command += ["--kv-bytes", "16MiB"]
         self.process: subprocess.Popen[str] | None = None

@@ -87,7 +87,9 @@ def test_every_line_of_smg_has_flags_that_exist():
 def test_smg_finds_the_workers_that_are_started():
     assert len(smg_lines()) == 4
     readme, unit, pod, compose = smg_lines()
-    ports = [flags_of(line)["--port"] for line in commands(text("README.md"), "wicore serve") if "--port" in line]
+    ports = [
+        flags_of(line)["--grpc-port"] for line in commands(text("README.md"), "wicore serve") if "--grpc-port" in line
+    ]
     for line in (readme, unit):
         assert [url.rpartition(":")[2] for url in line if url.startswith("grpc://")] == ports
     stateful = manifest("StatefulSet", "wicore")["spec"]
@@ -101,7 +103,7 @@ def test_probes_ports_and_grace_fit_the_server():
     spec = manifest("StatefulSet", "wicore")["spec"]["template"]["spec"]
     [pod] = spec["containers"]
     given, ports = flags_of(pod["args"]), {port["name"]: str(port["containerPort"]) for port in pod["ports"]}
-    assert (ports["grpc"], ports["http"]) == (given["--port"], given["--http-port"])
+    assert (ports["grpc"], ports["http"]) == (given["--grpc-port"], given["--http-port"])
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert (
             served_path(pod[name]["httpGet"]["path"]) == pod[name]["httpGet"]["path"]
@@ -182,8 +184,8 @@ def test_what_pickers_read_is_told():
 def test_nginx_passes_what_the_server_serves():
     content = text("nginx.conf")
     assert content.count("{") == content.count("}")
-    served = {flags_of(line)[flag] for line in commands(text("README.md"), "wicore serve") if "--port" in line
-              for flag in ("--port", "--http-port")}  # fmt: skip
+    served = {flags_of(line)[flag] for line in commands(text("README.md"), "wicore serve") if "--grpc-port" in line
+              for flag in ("--grpc-port", "--http-port")}  # fmt: skip
     assert set(re.findall(r"server 127\.0\.0\.1:(\d+)", content)) == served
     assert {served_path(path) for path in re.findall(r"location = (\S+)", content)} == {"/v1/stream", "/metrics"}
 

@@ -80,8 +80,8 @@ async def wicore_serve(machine: Path, *arguments: str, **stand_in: Any) -> Async
     paths = [str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "STAND_IN": json.dumps(stand_in)}
     spawned = await asyncio.create_subprocess_exec(
-        sys.executable, str(HERE / "trtllm_machine.py"), str(machine), "serve", str(machine / "engine"), "--port", "0",
-        "--http-port", "none",
+        sys.executable, str(HERE / "trtllm_machine.py"), str(machine), "serve", str(machine / "engine"), "--grpc-port",
+        "0", "--http-port", "none",
         *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env,
     )  # fmt: skip
     try:
@@ -275,6 +275,6 @@ async def test_the_command_starts_the_engine_again_when_the_library_breaks(trtll
 def test_without_the_library_the_command_says_so_on_one_line(
     trtllm_built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["serve", str(trtllm_built / "engine"), "--port", "0", "--http-port", "none"]) == 4
+    assert run(["serve", str(trtllm_built / "engine"), "--grpc-port", "0", "--http-port", "none"]) == 4
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "TensorRT-LLM is not installed" in line

@@ -32,10 +32,10 @@ def test_flags_beat_the_environment_and_secrets_are_not_printed(tmp_path, capsys
     monkeypatch.setenv("WICORE_SERVER__PORT", "7001")
     monkeypatch.setenv("WICORE_SERVER__GRACE_S", "9")
     monkeypatch.setenv("WICORE_SERVER__API_KEY", "hidden")
-    assert run(["serve", str(tmp_path), "--port", "7002", "--no-reflection", "--print-config"]) == 0
+    assert run(["serve", str(tmp_path), "--grpc-port", "7002", "--no-reflection", "--print-config"]) == 0
     out = capsys.readouterr().out
     for line in (
-        "port: 7002  # --port",
+        "port: 7002  # --grpc-port",
         "grace_s: 9.0  # env WICORE_SERVER__GRACE_S",
         "reflection: false  # --reflection",
     ):
@@ -86,7 +86,7 @@ def value_of(settings, key):
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
         (["serve", ".", "--port", "70000"], 3, "--port: "),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "go together"),
-        (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--port", "0"], 3, "/no.pem is missing"),
+        (["serve", ".", "--tls-cert", "/no.pem", "--tls-key", "/no.pem", "--grpc-port", "0"], 3, "/no.pem is missing"),
         (["serve", ".", "--host", "192.0.2.1", "--insecure"], 4, "Cannot listen on 192.0.2.1"),
         (["serve"], 2, "ENGINE"),
     ],
@@ -100,7 +100,7 @@ def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path
 
 
 def test_a_directory_that_is_no_engine_ends_with_code_4(tmp_path):
-    done = wicore("serve", str(tmp_path), "--port", "0", "--http-port", "0")
+    done = wicore("serve", str(tmp_path), "--grpc-port", "0", "--http-port", "0")
     assert done.returncode == 4, done.stderr
     assert done.stdout == "", "it never served"
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr

@@ -173,7 +173,7 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_free(host: str, port: int, flag: str = "--port") -> None:
+def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
     """Raise EnvironmentUnfitError when the address is in use, unknown or forbidden. `flag` chooses the port."""
     if host.startswith("unix:"):
         _check_socket_path(Path(host.removeprefix("unix:")))
