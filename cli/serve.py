@@ -34,7 +34,10 @@ def command(
         ),
     ] = None,
     engine: Annotated[str | None, _ENGINE(help="Engine directory, with a recipe.")] = None,
-    name: Annotated[str | None, _ENGINE(help="Model name that clients see.")] = None,
+    name: Annotated[
+        str | None,
+        _ENGINE("--served-model-name", "--name", help="Names that clients may ask for, comma-separated; one is shown."),
+    ] = None,
     device: Annotated[str | None, _ENGINE(show_default="auto", help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, _ENGINE(show_default="0", help="CPU threads of one step; 0: all cores.")] = None,
     host: Annotated[str | None, _NETWORK(show_default="127.0.0.1", help="Address to listen on, or unix:/path.")] = None,
@@ -109,7 +112,7 @@ def command(
     recipe = engine_or_recipe if engine_or_recipe is not None and _names_recipe(engine_or_recipe) else None
     overrides = {
         "engine": engine if recipe is not None else engine_or_recipe,
-        "model.name": Flag("--name", name),
+        "model.name": Flag("--served-model-name", name),
         "executor.device": Flag("--device", device),
         "executor.threads": Flag("--threads", threads),
         "server.host": Flag("--host", host),

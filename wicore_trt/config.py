@@ -62,8 +62,8 @@ _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 @settings(config=_STRICT, frozen=True)
 class ModelSettings:
-    name: str | None = None
-    """Name that clients see. Default: the engine's model id."""
+    name: Names = ()
+    """Names that clients may ask for, comma-separated; the first is shown. Default: the engine's model id."""
 
 
 @settings(config=_STRICT, frozen=True)

@@ -75,6 +75,12 @@ class NotFoundError(WicoreError):
     grpc_code = "NOT_FOUND"
 
 
+class ModelNotFoundError(NotFoundError):
+    """Another model than the served one was asked for."""
+
+    field = "model"
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """Whom the queue leaves no room until the engine looks at it again: requests of `tenant` whose `priority` is no

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from wicore_trt.checks import MAX_TOKEN_ID, as_token_ids, check_finite, check_flag, check_integer, check_text
-from wicore_trt.errors import InvalidRequestError, shown
+from wicore_trt.errors import InvalidRequestError, ModelNotFoundError, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -432,6 +432,21 @@ class ModelInfo:
     bos_token_id: int | None
     chat: bool
     page_tokens: int = 0
+    aliases: tuple[str, ...] = ()
+    """Other names that it is served under."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model_id, *self.aliases)
+
+    def shown_as(self, name: str | None) -> str:
+        """The name that an answer shows to who asked for `name`. Raises ModelNotFoundError for another model's."""
+        if name is not None and name not in self.names:
+            raise ModelNotFoundError(
+                f"Model {shown(name)} is not served here; {', '.join(map(repr, self.names))} is.",
+                fix="Ask for that, or serve it under this name too: --served-model-name A,B.",
+            )
+        return name or self.model_id
 
 
 @dataclass(frozen=True, slots=True)

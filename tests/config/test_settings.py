@@ -34,6 +34,12 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
+def test_names_of_a_model_are_parted_by_commas(monkeypatch) -> None:
+    assert load_settings(None, {"model.name": Flag("--name", "a/b, gpt-5-codex")}).model.name == ("a/b", "gpt-5-codex")
+    monkeypatch.setenv("WICORE_MODEL__NAME", "one")
+    assert load_settings().model.name == ("one",)
+
+
 def test_the_tree_stays_small() -> None:
     assert len(KEYS) <= 69
     assert load_settings() == Settings()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 from fakes import EOS, greedy
-from web import GREEDY, MAX_CONTEXT, TOKENIZER, error_of, expected
+from web import GREEDY, MAX_CONTEXT, TOKENIZER, error_of, expected, make_engine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXTRA = {"extra_body": {"ignore_eos": True}}
@@ -235,3 +236,30 @@ async def test_bytes_on_the_wire(running):
     async with httpx.AsyncClient(base_url=running.url) as fresh:
         head = await fresh.head("/health")
         assert head.status_code == 200 and head.content == b""
+
+
+async def test_a_model_answers_to_each_of_its_names_by_the_name_asked_for():
+    engine = make_engine()
+    engine.info = replace(engine.info, model_id="a/b", aliases=("gpt-5-codex", "claude-sonnet-4-5"))
+    async with serving(engine) as running:
+        listed = (await running.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["a/b", "gpt-5-codex", "claude-sonnet-4-5"]
+        messages = [{"role": "user", "content": "hi"}]
+        asking = {
+            "/v1/chat/completions": {"messages": messages, "max_tokens": 2},
+            "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+            "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+            "/v1/messages": {"messages": messages, "max_tokens": 2},
+        }
+        for name, model in zip(("a/b", "gpt-5-codex", "claude-sonnet-4-5"), listed, strict=True):
+            assert (await running.client.get(f"/v1/models/{name}")).json() == model
+            for path, body in asking.items():
+                answer = await running.post(path, {**body, "model": name, "temperature": 0})
+                assert answer.json()["model"] == name, (path, answer.text)
+            prompt = {"model": name, "messages": messages}
+            assert (await running.post("/v1/messages/count_tokens", prompt)).status_code == 200
+        for path, body in asking.items():
+            assert (await running.post(path, {**body, "temperature": 0})).json()["model"] == "a/b"
+            refused = await running.post(path, {**body, "model": "gpt-5"})
+            assert refused.status_code == 404
+            assert "'a/b', 'gpt-5-codex', 'claude-sonnet-4-5' is." in error_of(refused)["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -128,16 +129,19 @@ async def test_tokenize_and_detokenize_agree_with_generate():
 
 async def test_model_server_and_stats():
     async with serving(max_message_mb=3) as running:
+        running.engine.info = replace(running.engine.info, aliases=("second", "third/name"))
         model = await running.stub.GetModelInfo(pb2.GetModelInfoRequest())
         assert (model.model_id, model.vocab_size, model.bos_token_id) == ("fake", 97, 2)
+        assert list(model.aliases) == ["second", "third/name"]
+        second, *_ = await collect(running.stub.Generate(request("count me", 7, model="second")))
         assert list(model.eos_token_ids) == [1] and not model.HasField("quantization")
         server = await running.stub.GetServerInfo(pb2.GetServerInfoRequest())
         assert server.version == __version__ and server.state == pb2.SERVER_STATE_SERVING
         assert server.max_message_bytes == 3 << 20 and server.started_at.seconds > 1_700_000_000
-        await collect(running.stub.Generate(request("count me", 7)))
+        assert (await collect(running.stub.Generate(request("count me", 7))))[0] == second
         stats = await running.stub.GetStats(pb2.GetStatsRequest())
-        assert (stats.generated_tokens, stats.prompt_tokens, stats.streams_open) == (7, 8, 0)
-        assert dict(stats.requests_finished) == {"length": 1} and stats.steps == steps_of(running.engine)
+        assert (stats.generated_tokens, stats.prompt_tokens, stats.streams_open) == (14, 16, 0)
+        assert dict(stats.requests_finished) == {"length": 2} and stats.steps == steps_of(running.engine)
         assert {pool.group for pool in stats.pools} == {"global", "local"}
 
 

@@ -196,7 +196,7 @@ def _model_info(message: pb2.GetModelInfoResponse) -> ModelInfo:
         value = getattr(message, field.name)
         if descriptor.has_presence and not message.HasField(cast("Any", field.name)):
             value = None
-        values[field.name] = tuple(value) if field.name == "eos_token_ids" else value
+        values[field.name] = tuple(value) if field.name in ("eos_token_ids", "aliases") else value
     return ModelInfo(**values)
 
 

@@ -6,6 +6,7 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -197,12 +198,13 @@ def model_info(
     tokenizer: Tokenizer,
     max_context: int,
     page_tokens: int,
-    name: str | None,
+    names: Sequence[str],
 ) -> ModelInfo:
     """What GetModelInfo and `wicore inspect` say of a loaded engine."""
     manifest, spec = engine.manifest, engine.manifest.spec
     return ModelInfo(
-        model_id=name or manifest.model_id,
+        model_id=names[0] if names else manifest.model_id,
+        aliases=tuple(names[1:]),
         backend=manifest.backend,
         kernels=kernels,
         dtype=manifest.dtype,

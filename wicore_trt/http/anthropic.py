@@ -21,8 +21,8 @@ from wicore_trt.http.tools import tools_of
 
 async def messages(context: Context, call: Call, body: MessagesBody) -> Reply:
     """Answer a conversation."""
-    model = context.serving().info.model_id
-    context.check_model(body.model)
+    context.serving()
+    model = context.check_model(body.model)
     asked = chat_of(body)
     with naming(CHAT_NAMES):
         return await converse(context, call, asked, lambda calls: MessagesShape(model, calls=calls))

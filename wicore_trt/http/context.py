@@ -16,18 +16,12 @@ from typing import TYPE_CHECKING
 
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import check_host
-from wicore_trt.errors import NotFoundError, UnavailableError, shown
+from wicore_trt.errors import UnavailableError
 from wicore_trt.http.intake import MANY_ITEMS, Room
 from wicore_trt.metrics.machine import GpuUse
 
 if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextEngine
-
-
-class ModelNotFoundError(NotFoundError):
-    """Another model than the served one was asked for."""
-
-    field = "model"
 
 
 @dataclass(slots=True)
@@ -103,11 +97,9 @@ class Context:
         if self.local and not self.admission.keys.needed:
             check_host(host, self.allowed_hosts)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFoundError for another model than the served one."""
-        served = self.engine().info.model_id
-        if name is not None and name != served:
-            raise ModelNotFoundError(f"Model {shown(name)} is not served here; {served!r} is.")
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer shows. Raises ModelNotFoundError for another model than the served one."""
+        return self.engine().info.shown_as(name)
 
     @contextmanager
     def generation(self, tenant: str) -> Iterator[None]:

@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 
 
 async def models(context: Context, call: Call) -> Response:
-    """The served model, as a list."""
-    return json_reply({"object": "list", "data": [_model(context)]})
+    """The served model under each of its names, the one that is shown first."""
+    names = context.engine().info.names
+    return json_reply({"object": "list", "data": [_model(context, name) for name in names]})
 
 
 async def model(context: Context, call: Call, name: str) -> Response:
     """The served model."""
-    context.check_model(name)
-    return json_reply(_model(context))
+    return json_reply(_model(context, context.check_model(name)))
 
 
-def _model(context: Context) -> dict[str, object]:
+def _model(context: Context, name: str) -> dict[str, object]:
     info = context.engine().info
     return {
-        "id": info.model_id,
+        "id": name,
         "object": "model",
         "created": int(context.began),
         "owned_by": "wicore-trt",
@@ -56,10 +56,10 @@ def _model(context: Context) -> dict[str, object]:
 async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
     """Answer a conversation."""
     engine = context.serving()
-    context.check_model(body.model)
+    model = context.check_model(body.model)
 
     def shape(calls: bool) -> Shape:
-        return (ToolShape if calls else ChatShape)(engine.info.model_id, engine.tokenizer, **_wishes(body))
+        return (ToolShape if calls else ChatShape)(model, engine.tokenizer, **_wishes(body))
 
     return await converse(context, call, body, shape)
 
@@ -67,14 +67,14 @@ async def chat(context: Context, call: Call, body: ChatBody) -> Reply:
 async def responses(context: Context, call: Call, body: ResponsesBody) -> Reply:
     """Answer a conversation, as OpenAI's newer API asks."""
     engine = context.serving()
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     asked = chat_of(body)
     with naming(CHAT_NAMES):
         return await converse(
             context,
             call,
             asked,
-            lambda calls: ResponsesShape(body, engine.info.model_id, engine.tokenizer, calls=calls),
+            lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls),
         )
 
 
@@ -88,13 +88,13 @@ async def converse(context: Context, call: Call, body: ChatBody, shape: Callable
 async def completions(context: Context, call: Call, body: CompletionBody) -> Reply:
     """Continue prompts."""
     engine = context.serving()
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     requests = convert.completion_requests(body, call.who.tenant)
     prompts: Sequence[str] = ()
     if body.echo:
         prompts = await engine.work(call.who.tenant, lambda: _echoes(context, requests))
     shape = CompletionShape(
-        engine.info.model_id,
+        model,
         engine.tokenizer,
         prompts=prompts,
         top=body.logprobs,

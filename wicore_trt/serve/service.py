@@ -32,9 +32,7 @@ from wicore_trt.errors import (
     AuthenticationError,
     DeadlineError,
     InvalidRequestError,
-    NotFoundError,
     UnavailableError,
-    shown,
 )
 from wicore_trt.serve import convert
 from wicore_trt.serve.errors import DuplicateRequestError
@@ -142,8 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request_id = uuid.uuid4().hex if call.from_client else call.call_id
         if request_id != call.call_id:
             call.facts["request"] = request_id
-        if request.HasField("model") and request.model != engine.info.model_id:
-            raise NotFoundError(f"Model {shown(request.model)} is not served here; {engine.info.model_id!r} is.")
+        engine.info.shown_as(request.model if request.HasField("model") else None)
         with _named(request):
             made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
         return made, defaultdict(CallFinder) if made.functions else None
