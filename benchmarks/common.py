@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wicore_trt.bench.report import ABSENT, versions
+
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
@@ -27,6 +29,16 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def installed() -> dict[str, str]:
+    """`versions()`. Raises SystemExit without the native library: nobody who installs the package has such figures."""
+    found = versions()
+    if found["native"] == ABSENT:
+        raise SystemExit(
+            "error: wicore_trt has no native library here. Install it where a C++ compiler is: pip install -e ."
+        )
+    return found
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from hashlib import blake2b
 from pathlib import Path
 
 import wicore_trt
@@ -32,3 +33,10 @@ def open_library(path: Path | None = None) -> ctypes.CDLL | None:
         except (OSError, AttributeError) as error:
             log.warning("native CPU kernels not used: %s", error)
     return None
+
+
+def library_name(library: ctypes.CDLL) -> str:
+    """Instruction set in use and digest of the file, like "avx2-1f0c93ab": other bytes compute other KV values."""
+    library.wicore_cpu_isa.restype = ctypes.c_char_p
+    digest = blake2b(Path(library._name).read_bytes(), digest_size=4).hexdigest()  # noqa: SLF001 -- ctypes' only name
+    return f"{bytes(library.wicore_cpu_isa()).decode()}-{digest}"

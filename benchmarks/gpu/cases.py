@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.bench.bound import ModelCost
 from wicore_trt.kv.sizing import builtin_spec
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
@@ -20,7 +21,7 @@ PAGE_TOKENS = 32
 CONTEXT = 1024
 """Tokens of a prompt."""
 OUTPUT = 65
-"""Generated tokens of a long run; a decode step is (time for all - time for one) / (OUTPUT - 1)."""
+"""Generated tokens of a long run."""
 BATCH_TOKENS = 8192
 """Token budget of a step, on both sides."""
 LOGIT_BYTES = 4
@@ -66,7 +67,8 @@ CONFIGS = {
 }
 PEER_ORDER = ("fp8", "bf16", "fp8kv", "270m")
 
-DECODE, PREFILL = "decode", "prefill"
+DECODE, PREFILL, OFFLINE = "decode", "prefill", "offline"
+"""A step in which all sequences decode; all prompts to their first tokens; all prompts with OUTPUT tokens each."""
 # (configuration, phase, batch): milliseconds that must be reached on an H100 80GB, and that are aimed for.
 GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
     ("bf16", DECODE, 1): (19.5, 18.3),
@@ -83,6 +85,8 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
     ("fp8", PREFILL, 1): (55.0, 46.0),
     ("bf16", PREFILL, 32): (2600.0, 2400.0),
     ("fp8", PREFILL, 32): (1750.0, 1400.0),
+    ("bf16", OFFLINE, 32): (4400.0, 4300.0),
+    ("fp8", OFFLINE, 64): (4800.0, 4500.0),
 }
 START_GOALS = (25000.0, 15000.0)
 """The same, from the start of the process to serving."""
@@ -90,6 +94,8 @@ GOALS_GPU = "H100"
 FIGURES = (
     *((name, DECODE, batch) for name in ("bf16", "fp16", "fp8", "fp8kv", "270m") for batch in CONFIGS[name].batches),
     *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8")),
+    ("bf16", OFFLINE, 32),
+    ("fp8", OFFLINE, 64),
 )
 """The rows of the table, in order."""
 
@@ -126,6 +132,9 @@ def _prefill_s(config: EngineConfig, batch: int, rates: Rates) -> float:
 
 
 def bound_s(config: EngineConfig, phase: str, batch: int, rates: Rates) -> float:
+    """Shortest seconds of a figure."""
+    if phase == OFFLINE:
+        return _prefill_s(config, batch, rates) + (OUTPUT - 1) * _decode_s(config, batch, rates)
     return (_decode_s if phase == DECODE else _prefill_s)(config, batch, rates)
 
 
@@ -150,6 +159,13 @@ def kv_budget(config: EngineConfig, sequences: int, context: int) -> int:
     return (sequences + 1) * each
 
 
+def memory_bytes(config: EngineConfig, batch: int) -> float:
+    """What a run of `batch` takes of the GPU: weights, KV pages, and WORK_BYTES for all else."""
+    longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
+    return config.cost().weight_bytes + kv_budget(config, places(batch), longest) + WORK_BYTES
+
+
+WORK_BYTES = 6 << 30
 # Seconds beside the measured runs, as seen on machines with an H100 and 16 cores; for deciding what still fits.
 LOAD_S = {"gemma3-27b": 14.0, "gemma3-270m": 5.0}
 BUILD_S = {"gemma3-27b": 30.0, "gemma3-270m": 20.0}

@@ -39,12 +39,14 @@ def _smi(fields: Sequence[str]) -> list[str] | str:
 
 
 def describe() -> dict[str, Any]:
-    """Name, target and CUDA version of the GPU in use."""
+    """Name, memory, target and CUDA version of the GPU in use."""
     import torch
 
     from wicore_trt.backends.triton.executor import open_device
 
-    return {"name": torch.cuda.get_device_name(), "target": open_device("auto").target, "cuda": torch.version.cuda}
+    known = torch.cuda.get_device_properties(torch.cuda.current_device())
+    about = {"name": known.name, "memory_bytes": known.total_memory}
+    return about | {"target": open_device("auto").target, "cuda": torch.version.cuda}
 
 
 def gpu_versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The serving loop on a GPU, timed: an engine with made-up weights behind scheduler and core, as a server runs it.
+"""Steps on a GPU, timed: an engine with made-up weights behind scheduler and core, as `LLM.generate` runs it.
 
 It must not know documents or peers. Invariants: every timed run is of new prompts and gives exactly the tokens that
 were asked for, or the run raises; nothing is cached between runs.
@@ -10,9 +10,11 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.cases import BATCH_TOKENS, CONTEXT, OUTPUT, PAGE_TOKENS, EngineConfig, kv_budget, places
 from wicore_trt.arithmetic import div_ceil
@@ -21,7 +23,7 @@ from wicore_trt.core.assemble import load_engine
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.executor import Executor
+from wicore_trt.runtime.executor import Executor, KVLayout
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 GRAPH_REPEATS = 30
@@ -34,6 +36,14 @@ CHEAP_S = 2.0
 """Runs shorter than this are repeated more often."""
 
 Say = Callable[[str], None]
+
+
+class Run(NamedTuple):
+    """Seconds from adding prompts to the last of their tokens, and of each step between two in which all of them had
+    one: in such a step they decode and do nothing else."""
+
+    seconds: float
+    steps: list[float]
 
 
 def settings_for(config: EngineConfig, engine: Path, batch: int) -> Settings:
@@ -57,6 +67,7 @@ class BatchRunner:
 
     def __init__(self, core: EngineCore, load_s: float = 0.0) -> None:
         self.core, self.load_s = core, load_s
+        core.pace(awaited=False)
         self._rng, self._ids = random.Random(), itertools.count()
 
     @classmethod
@@ -65,8 +76,8 @@ class BatchRunner:
         core = load_engine(settings).engine_core
         return cls(core, time.monotonic() - begun)
 
-    def run(self, batch: int, context: int, tokens: int) -> float:
-        """Seconds from adding `batch` prompts of `context` tokens to the last of `tokens` tokens of each.
+    def run(self, batch: int, context: int, tokens: int) -> Run:
+        """`batch` prompts of `context` tokens with `tokens` tokens each.
 
         Raises RuntimeError when a sequence fails or ends early.
         """
@@ -77,12 +88,14 @@ class BatchRunner:
             for _ in range(batch)
         ]
         gc.collect()
-        outputs = []
+        outputs, ends = [], list[tuple[float, int]]()
         begun = time.perf_counter()
         for request in requests:
             core.add(request)
         while core.has_work:
-            outputs += core.step()
+            made = core.step()
+            ends.append((time.perf_counter(), len(made)))
+            outputs += made
         seconds = time.perf_counter() - begun
         counts = dict.fromkeys((r.request_id for r in requests), 0)
         for output in outputs:
@@ -91,7 +104,7 @@ class BatchRunner:
             counts[output.request_id] += len(output.token_ids)
         if wrong := {name: count for name, count in counts.items() if count != tokens}:
             raise RuntimeError(f"{tokens} tokens were asked for, and these came: {wrong}")
-        return seconds
+        return Run(seconds, [b - a for (a, before), (b, now) in pairwise(ends) if before == now == batch])
 
     def measure(self, config: EngineConfig, batch: int, repeats: int, case_s: float, say: Say) -> dict[str, Any]:
         """A row of the document's `ours`: `repeats` pairs of runs, but no new pair behind `case_s` seconds."""
@@ -99,20 +112,29 @@ class BatchRunner:
         self.run(min(batch, WARM_BATCH), CONTEXT, WARM_TOKENS)
         first: list[float] = []
         whole: list[float] = []
+        steps: list[float] = []
 
         def more() -> bool:
             limit = case_s if len(whole) < repeats else min(case_s, CHEAP_S)
             return not whole or (sum(first) + sum(whole) < limit and len(whole) < 3 * repeats)
 
         while more():
-            first.append(self.run(batch, CONTEXT, 1))
+            first.append(self.run(batch, CONTEXT, 1).seconds)
             while first[-1] < SHORT_S and len(first) < SHORT_RUNS * (len(whole) + 1):
-                first.append(self.run(batch, CONTEXT, 1))
-            whole.append(self.run(batch, CONTEXT, OUTPUT))
+                first.append(self.run(batch, CONTEXT, 1).seconds)
+            run = self.run(batch, CONTEXT, OUTPUT)
+            whole.append(run.seconds)
+            steps.append(median(run.steps))
         graph = self._graph_ms(batch, say)
         return {
             **{"config": config.name, "batch": batch, "context": CONTEXT, "output_tokens": OUTPUT},
-            **{"prefill_s": first, "total_s": whole, "graph_ms": graph, "graph_context": GRAPH_CONTEXT},
+            **{
+                "prefill_s": first,
+                "total_s": whole,
+                "decode_s": steps,
+                "graph_ms": graph,
+                "graph_context": GRAPH_CONTEXT,
+            },
             **{"preemptions": self.core.scheduler.preemptions - before, "load_s": self.load_s},
             "kernels": self.core.executor.kernels,
         }
@@ -146,14 +168,28 @@ class BatchRunner:
 def decode_batch(executor: Executor, count: int, keys: int) -> StepBatch:
     """A step of `count` sequences with one token behind `keys` - 1 others, on pages of their own."""
     size, window, slices = executor.layout.page_tokens, executor.spec.sliding_window, []
-    free = {group: list(slots) for group, slots in executor.layout.apart().items()}
+    free = free_slots(executor.layout)
     whole = div_ceil(keys, size)
     for i in range(count):
         gone = {GLOBAL: 0, LOCAL: max(0, keys - window) // size}
-        pages = {g: [-1] * gone[g] + [slots.pop() for _ in range(whole - gone[g])] for g, slots in free.items()}
+        pages = {g: [-1] * gone[g] + [next(slots) for _ in range(whole - gone[g])] for g, slots in free.items()}
         params = SamplingParams(temperature=0.0)
         slices.append(SequenceSlice(-1 - i, [i], keys - 1, pages, sample=True, params=params, history=[i]))
     return StepBatch(slices)
+
+
+def free_slots(layout: KVLayout) -> dict[str, Iterator[int]]:
+    """Slots of each group, none of which has a byte in common with one of another. Where groups share their memory,
+    each takes the next slab when it needs one."""
+    if layout.slab_pages is None:
+        return {group: iter(range(count)) for group, count in layout.num_pages.items()}
+    slabs = iter(range(min(layout.num_pages[group] // pages for group, pages in layout.slab_pages.items())))
+
+    def given(pages: int) -> Iterator[int]:
+        for slab in slabs:
+            yield from range(slab * pages, (slab + 1) * pages)
+
+    return {group: given(pages) for group, pages in layout.slab_pages.items()}
 
 
 def free_device_memory() -> None:

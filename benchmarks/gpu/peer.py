@@ -5,7 +5,8 @@ write, because it failed or ran out of time, is absent with the reason.
 
 The script is called as `SCRIPT MODEL_DIR OUT.json QUANTIZATION|none KV_DTYPE BATCHES PROMPT_LENGTHS OUTPUT_TOKENS`;
 directories `g27` and `g270` (a config.json each) lie beside it. It writes a list of JSON objects, again after every
-batch: first {startup_s}, then {B, input_len, prefill_s, tpot_ms}; `runs` may say how many runs a median is of.
+batch: first {startup_s}, then {B, input_len, prefill_s, tpot_ms}; `total_s` may say how long all tokens took, `runs` of
+how many runs these are medians.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def parse_peer(path: Path) -> dict[str, Any]:
             record["startup_s"] = float(entry["startup_s"])
         if entry.get("input_len") == CONTEXT and {"B", "prefill_s", "tpot_ms"} <= entry.keys():
             row = {"batch": int(entry["B"]), "prefill_s": float(entry["prefill_s"]), "runs": entry.get("runs")}
-            record["rows"].append(row | {"tpot_ms": float(entry["tpot_ms"])})
+            record["rows"].append(row | {"tpot_ms": float(entry["tpot_ms"]), "total_s": entry.get("total_s")})
     return record
 
 

@@ -9,10 +9,12 @@ JSON (`SCHEMA` 1):
   bounds   {copy_bytes_per_s (read and written), read_bytes_per_s, bf16_flops, fp8_flops} or null
   check    {ok, cases, problems, seconds} or null
   builds   {configuration: {seconds, kernels, prebuilt}}
-  ours     [{config, batch, context, output_tokens, prefill_s: [...], total_s: [...], graph_ms, graph_context,
-            preemptions, load_s, kernels}]; prefill_s: from adding all prompts to the last first token, total_s: to the
-            last of output_tokens tokens, one entry per run of its own
-  peer     {configuration: {version, seconds, startup_s, command, rows: [{batch, prefill_s, tpot_ms, runs}]}}
+  ours     [{config, batch, context, output_tokens, prefill_s: [...], total_s: [...], decode_s: [...], graph_ms,
+            graph_context, preemptions, load_s, kernels}]; prefill_s: from adding all prompts to the last first token,
+            total_s: to the last of output_tokens tokens, one entry per run of its own; decode_s: of each of the latter
+            the median step in which all decode. Documents before 2026-11-26 lack it, and what `versions` says of
+            commit and native library
+  peer     {configuration: {version, seconds, startup_s, command, rows: [{batch, prefill_s, tpot_ms, total_s, runs}]}}
   startup  {config, ready_s, first_answer_s, tokens, log} or null; seconds from the start of the process
   absent   [{stage, item, reason}]: what was skipped or failed; `failed` true for failures
 """
@@ -27,7 +29,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.cases import CONFIGS, DECODE, FIGURES, GOALS, GOALS_GPU, PREFILL, START_GOALS, Rates, bound_s
+from benchmarks.gpu.cases import (
+    CONFIGS,
+    CONTEXT,
+    DECODE,
+    FIGURES,
+    GOALS,
+    GOALS_GPU,
+    OFFLINE,
+    OUTPUT,
+    PREFILL,
+    START_GOALS,
+    Rates,
+    bound_s,
+)
 
 KIND = "wicore-bench-gpu"
 SCHEMA = 1
@@ -82,18 +97,18 @@ def lines(document: Mapping[str, Any]) -> list[Line]:
         config = CONFIGS[name]
         row = next((r for r in document["ours"] if (r["config"], r["batch"]) == (name, batch)), None)
         must, aim = goals.get((name, phase, batch), (None, None))
-        what = f"decode, batch {batch}, ms/token" if phase == DECODE else f"prefill {batch} x 1,024, ms"
+        what = TITLES[phase].format(batch=batch)
         peer_name = "bf16" if name == "fp16" else name
         peer = _peer_row(document, peer_name, batch)
         found.append(
             Line(
                 title=f"{config.title} {what}",
-                ours=None if row is None else (decode_ms if phase == DECODE else prefill_ms)(row),
-                graph=None if row is None or phase == PREFILL else row["graph_ms"],
+                ours=None if row is None else OURS[phase](row),
+                graph=None if row is None or phase != DECODE else row["graph_ms"],
                 bound=None if rates is None else 1e3 * bound_s(config, phase, batch, rates),
                 must=must,
                 aim=aim,
-                peer=None if peer is None else peer["tpot_ms"] if phase == DECODE else 1e3 * peer["prefill_s"],
+                peer=None if peer is None else _peer_ms(peer, phase),
                 reason=_reason(document, "ours", name, batch),
                 peer_reason=_reason(document, "vllm", peer_name, batch),
             )
@@ -116,7 +131,9 @@ def lines(document: Mapping[str, Any]) -> list[Line]:
 
 
 def decode_ms(row: Mapping[str, Any]) -> float | None:
-    """Milliseconds of a decode step, from medians of runs to the first token and to the last."""
+    """Milliseconds of a step in which all decode: the median of runs, in old documents from their whole times."""
+    if row.get("decode_s"):
+        return float(1e3 * median(row["decode_s"]))
     if not row["total_s"] or row["output_tokens"] < 2:
         return None
     return float(1e3 * (median(row["total_s"]) - median(row["prefill_s"])) / (row["output_tokens"] - 1))
@@ -124,6 +141,25 @@ def decode_ms(row: Mapping[str, Any]) -> float | None:
 
 def prefill_ms(row: Mapping[str, Any]) -> float:
     return float(1e3 * median(row["prefill_s"]))
+
+
+def offline_ms(row: Mapping[str, Any]) -> float:
+    return float(1e3 * median(row["total_s"]))
+
+
+TITLES = {
+    DECODE: "decode, batch {batch}, ms/token",
+    PREFILL: f"prefill {{batch}} x {CONTEXT:,}, ms",
+    OFFLINE: f"offline {{batch}} x ({CONTEXT:,} + {OUTPUT}), ms",
+}
+OURS = {DECODE: decode_ms, PREFILL: prefill_ms, OFFLINE: offline_ms}
+
+
+def _peer_ms(row: Mapping[str, Any], phase: str) -> float | None:
+    if phase == DECODE:
+        return float(row["tpot_ms"])
+    seconds = row["prefill_s"] if phase == PREFILL else row.get("total_s")
+    return None if seconds is None else 1e3 * float(seconds)
 
 
 def _peer_row(document: Mapping[str, Any], name: str, batch: int) -> Mapping[str, Any] | None:
@@ -145,7 +181,7 @@ COLUMNS = (
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Table, what it rests on, and what is absent."""
-    found = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    found = [cells_of(COLUMNS), cells_of(["---"] * len(COLUMNS))]
     for line in lines(document):
         ours, peer = line.ours, line.peer
         cells = (
@@ -157,9 +193,9 @@ def markdown(document: Mapping[str, Any]) -> str:
             _ms(line.must),
             _ms(line.aim),
             _ms(peer) if peer is not None else line.peer_reason,
-            f"{peer / ours:.2f}x" if ours and peer else "-",
+            ratio(peer, ours),
         )
-        found.append(_row([cell.replace("|", "/").replace("\n", " ") for cell in cells]))
+        found.append(cells_of([cell.replace("|", "/").replace("\n", " ") for cell in cells]))
     return "\n".join([*found, "", *_notes(document)])
 
 
@@ -220,7 +256,13 @@ def _ms(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _row(cells: Sequence[str]) -> str:
+def ratio(peer: float | None, ours: float | None) -> str:
+    """How many times as long the peer takes."""
+    return f"{peer / ours:.2f}x" if ours and peer else "-"
+
+
+def cells_of(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -3,17 +3,20 @@
     make bench-gpu [VLLM_SITE=DIR VBENCH=SCRIPT] [ARGS="--only fp8 --budget-s 300"]
     python -m benchmarks.gpu.run [options]
     python -m benchmarks.gpu.run report FILE.json             table and plot again, without a GPU
+    python -m benchmarks.gpu.run five FILE.json [KV.json]     the five rows of the README
     python -m benchmarks.gpu.run prebuild DIR --target sm90   engines for --engines DIR, without a GPU
 
 Stages run in the order given: bounds (copies, sums, matrix products), check (small models against the CPU; a failure
 ends the run), ours (engines behind the serving loop), startup (`wicore serve` until it serves), vllm. The document
 (fields: `benchmarks/gpu/report.py`) is written after every step of a stage; table (.md) and plot (.svg) lie beside it.
-What does not fit into --budget-s is skipped, and the table says so. Exit code 1: something of ours failed; 2: no GPU.
+What does not fit into --budget-s or onto the GPU is skipped, and the table says so. Exit code 1: something of ours
+failed; 2: no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -26,12 +29,13 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from benchmarks.common import BEGUN, say
+from benchmarks.common import BEGUN, installed, say
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import CONFIGS, EXPECTED, PEER_ORDER, EngineConfig, Rates
+from benchmarks.gpu.five import five_rows
 from benchmarks.gpu.machine import clocks, describe, gpu_versions, measure_gpu_rates, rates_json
 from benchmarks.gpu.report import Document, decode_ms, load_document, markdown, new_document, save, svg
-from wicore_trt.bench.report import machine, versions
+from wicore_trt.bench.report import machine
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm")
 FREE_SHARE, FREE_WAIT_S = 0.9, 20.0
@@ -143,6 +147,16 @@ class GpuRun:
         """Expected seconds of a figure."""
         return cases.case_estimate_s(config, batch, self.args.repeats, self.rates, self.args.case_s)
 
+    def _batches(self, stage: str, config: EngineConfig) -> list[int]:
+        """Batches to measure, without those that the GPU has no memory for."""
+        wanted = [b for b in config.batches if not self.args.batches or b in self.args.batches]
+        have = self.document["gpu"].get("memory_bytes", inf)
+        for batch in wanted:
+            if (need := cases.memory_bytes(config, batch)) > have:
+                reason = f"it takes {need / 2**30:.0f} GiB and the GPU has {have / 2**30:.0f}"
+                self._absent(stage, f"{config.name} batch {batch}", reason, False)
+        return [batch for batch in wanted if cases.memory_bytes(config, batch) <= have]
+
     def _fitting(self, config: EngineConfig, batches: Sequence[int], before_s: float) -> int:
         args = self.args
         return cases.fitting(config, batches, before_s, args.repeats, self.rates, self.left_s(), args.case_s)
@@ -158,7 +172,7 @@ class GpuRun:
     def _ours(self, config: EngineConfig) -> None:
         from benchmarks.gpu.ours import BatchRunner, free_device_memory, settings_for
 
-        batches = [b for b in config.batches if not self.args.batches or b in self.args.batches]
+        batches = self._batches("ours", config)
         repeats, served = self.args.repeats, list[BatchRunner]()
         before = self._ready_s(config)
         count = self._fitting(config, batches, before)
@@ -219,7 +233,7 @@ class GpuRun:
         site, script = self.args.vllm_site, self.args.vbench
         if site is None or script is None:
             return
-        wanted = [b for b in config.batches if not self.args.batches or b in self.args.batches]
+        wanted = self._batches("vllm", config)
         start = cases.PEER_START_S[config.name]
         count = self._fitting(config, wanted, start)
         for batch in wanted[count:]:
@@ -323,7 +337,7 @@ def measure_command(argv: Sequence[str]) -> int:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         arguments={name: str(value) for name, value in vars(args).items()},
         machine=machine(),
-        versions=versions() | gpu_versions(),
+        versions=installed() | gpu_versions(),
         gpu=describe(),
     )
     if args.vllm_site is None:
@@ -351,6 +365,20 @@ def report_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def five_command(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run five")
+    parser.add_argument("document", type=Path)
+    parser.add_argument("conversations", type=Path, nargs="?", help="of `benchmarks.kv.on_gpu` on the same GPU")
+    args = parser.parse_args(argv)
+    try:
+        kv = json.loads(args.conversations.read_text(encoding="utf-8")) if args.conversations else None
+        print(five_rows(load_document(args.document), kv))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def prebuild_command(argv: Sequence[str]) -> int:
     from benchmarks.gpu import engines as gpu_engines
 
@@ -363,7 +391,7 @@ def prebuild_command(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"report": report_command, "prebuild": prebuild_command}
+COMMANDS = {"report": report_command, "five": five_command, "prebuild": prebuild_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ copy bandwidth of the same run. `masses`: the same with the policy `a2cr`, when 
 in so many and on every step, in turns on one engine. `reuse-free`: what tiers cost when nothing is found
 (`benchmarks.kv.reuse_free`). With --vllm-site and --peer-scripts vLLM's scripts run behind ours. Invariant: every
 request must give the tokens that were asked for, or the run ends. Prints Markdown tables; what does not fit into the
-budget is skipped, and the table says so. Needs a GPU.
+budget or onto the GPU is skipped, and the table says so. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BEGUN, say
-from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS
+from benchmarks.common import BEGUN, installed, say
+from benchmarks.gpu.cases import CONFIGS, PAGE_TOKENS, WORK_BYTES
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.machine import describe, measure_gpu_rates
 from benchmarks.gpu.ours import free_device_memory
@@ -64,6 +64,9 @@ MASS_CASES, MASS_STEPS = ((32, 4096), (8, 32768), (1, 32768)), 321
 PROMPT_TOKENS = range(10, 9999)
 SETTLE_S, REST_S = 30.0, 0.5
 MEMORY_THREADS = "wicore-kv-memory"
+POOL_GIB = 64
+"""Of KV pages, for decode at long contexts; less where the GPU has no room for so many."""
+Cases = Sequence[tuple[int, int]]
 TABLES = ("sessions", "prefix", "decode", "masses", "reuse-free")
 
 
@@ -91,12 +94,12 @@ class Engine:
             "executor.device": "cuda",
             "kv.device_bytes": int(device_gib * GIB),
             "scheduler.max_batch_tokens": 8192,
-            "scheduler.target_itl_ms": 1000,  # as vLLM: steps as large as their tokens allow
             "scheduler.max_sequences": at_once,
             "scheduler.max_context": min(div_ceil(longest, PAGE_TOKENS) * PAGE_TOKENS, 131072),
         }
         more = {name.replace("__", "."): value for name, value in flags.items()}
         self.core: EngineCore = load_engine(resolve_settings(None, settings | more, environ={}).settings).engine_core
+        self.core.pace(awaited=False)  # as vLLM: steps as large as their tokens allow
         self.ready_s = time.perf_counter() - begun
         collect_rarely()  # as the server's engine process does
         self._ids = itertools.count()
@@ -151,6 +154,11 @@ def opened(*args: Any, **flags: Any) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+def room_gib() -> float:
+    """GiB of KV pages that the GPU holds beside 27B's weights in FP8 and WORK_BYTES."""
+    return float((describe()["memory_bytes"] - CONFIGS["fp8"].cost().weight_bytes - WORK_BYTES) / GIB)
 
 
 def turn_orders(order: str, rng: random.Random) -> Iterator[list[int]]:
@@ -250,11 +258,11 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
     return list(rows.values())
 
 
-def decode(path: Path, cases: Sequence[tuple[int, int]], kv: str, bytes_per_s: float) -> list[dict[str, Any]]:
+def decode(path: Path, cases: Cases, kv: str, bytes_per_s: float, gib: int = POOL_GIB) -> list[dict[str, Any]]:
     """Milliseconds a step of `sequences` at `context`, and the bytes that a step must read over `bytes_per_s`."""
     config, rows = CONFIGS["fp8kv" if kv == "fp8" else "fp8"], []
     longest = max(n for _, n in cases) + 16 * STEPS
-    with opened(path, 64, max(b for b, _ in cases), longest, kv__prefix_cache=False) as engine:
+    with opened(path, gib, max(b for b, _ in cases), longest, kv__prefix_cache=False) as engine:
         engine.first_token_s(random.Random(1).choices(PROMPT_TOKENS, k=9000))
         for batch, context in cases:
             first, gaps = decode_gaps(engine, batch, context, STEPS)
@@ -288,13 +296,13 @@ def decode_gaps(engine: Engine, batch: int, context: int, steps: int) -> tuple[f
     return first, [b - a for a, b in itertools.pairwise(ends[2:])]
 
 
-def masses(path: Path, cases: Sequence[tuple[int, int]], kv: str, steps: int, **flags: Any) -> list[dict[str, Any]]:
+def masses(path: Path, cases: Cases, kv: str, steps: int, gib: int = POOL_GIB, **flags: Any) -> list[dict[str, Any]]:
     """Milliseconds a step by how often attention is measured: the mean, because most steps do not, and the median. The
     share is of the mean without. Two rounds of each, the second the other way around."""
     rows, kept = [], core_engine.ATTENTION_STEPS
     longest = max(n for _, n in cases) + 16 * steps
     given = {"kv__policy": "a2cr", **flags}
-    with opened(path, 64, max(b for b, _ in cases), longest, **given) as engine:
+    with opened(path, gib, max(b for b, _ in cases), longest, **given) as engine:
         for batch, context in cases:
             decode_gaps(engine, batch, context, 8)  # computes the prompts, which the others find
             gaps: dict[str, list[float]] = {name: [] for name in MEASURED}
@@ -341,8 +349,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=1800.0)
     parser.add_argument("--output", type=Path, default=Path("build/bench-kv-gpu.json"))
     args = parser.parse_args(argv)
+    about, room = installed(), room_gib()
     rates = measure_gpu_rates()
-    document: dict[str, Any] = {"machine": describe(), "bytes_per_s": rates.copy_bytes_per_s}
+    document: dict[str, Any] = {"machine": describe(), "versions": about, "bytes_per_s": rates.copy_bytes_per_s}
     document |= {name: [] for name in (*TABLES, "reuse-free, decode")} | {
         "ready_s": {},
         "decisions": {},
@@ -354,12 +363,14 @@ def main(argv: list[str] | None = None) -> int:
         disk = args.disk or Path(scratch) / "kv"
         disk.mkdir(parents=True, exist_ok=True)
 
-        def ready(what: str) -> bool:
+        def ready(what: str, gib: float = 0.0) -> bool:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            if time.monotonic() - BEGUN < args.budget_s:
+            left = args.budget_s - (time.monotonic() - BEGUN)
+            if left > 0 and gib <= room:
                 return True
-            document["skipped"].append(what)
+            why = f"{gib:g} GiB of KV pages, and the GPU has room for {room:.0f}" if left > 0 else "no time is left"
+            document["skipped"].append(f"{what}: {why}")
             return False
 
         for kv in args.kv_dtypes.split(","):
@@ -369,15 +380,15 @@ def main(argv: list[str] | None = None) -> int:
                 with tempfile.TemporaryDirectory(dir=disk) as kept:
                     document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, Path(kept), {})]
             if "decode" in args.only and ready(f"decode, KV {kv}"):
-                document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s)
+                document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s, min(POOL_GIB, int(room)))
             if "masses" in args.only and ready(f"masses, KV {kv}"):
-                document["masses"] += masses(path, MASS_CASES, kv, MASS_STEPS)
+                document["masses"] += masses(path, MASS_CASES, kv, MASS_STEPS, min(POOL_GIB, int(room)))
             if "reuse-free" in args.only and kv == "auto" and ready("reuse-free"):
                 found = reuse_free.rounds(opened, decode_gaps, path, args.repeat)
                 document["reuse-free"], document["reuse-free, decode"] = found
             for number, order in itertools.product(args.arms.split(","), args.orders.split(",")):
                 arm = list(ARMS)[int(number)]
-                if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}"):
+                if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}", ARMS[arm][0]):
                     name = f"{arm}, {order}"
                     with tempfile.TemporaryDirectory(dir=disk) as kept:
                         seconds, rows, decisions = sessions(path, arm, order, Path(kept))
@@ -387,14 +398,16 @@ def main(argv: list[str] | None = None) -> int:
             if ready(f"vLLM, {name}"):
                 left = args.budget_s - (time.monotonic() - BEGUN)
                 document["vllm"][name] = run_peer(
-                    name, args.vllm_site, args.peer_scripts.resolve(), Path(scratch), left
+                    name, args.vllm_site, args.peer_scripts.resolve(), Path(scratch), left, min(80, int(room))
                 )
                 say(f"vLLM, {name}: {document['vllm'][name]}")
         ready("")
     for name, found in document["vllm"].items():
         print(f"vLLM {found['version']}, {name} {found['problem']}\n\n{table(found['rows'])}")
     print(*(table(document[name]) for name in (*TABLES, "reuse-free, decode")), sep="\n")
-    print(f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']}")
+    print(
+        f"ready, s: {document['ready_s']}\nskipped: {document['skipped'] or 'nothing'}\n{document['machine']} {found}"
+    )
     return 0
 
 

@@ -17,17 +17,21 @@ from benchmarks.gpu.peer import peer_version, problem_of, run_script
 
 CASES = "32x4096,16x8192,8x32768,1x32768,1x130000"
 RUNS: dict[str, Sequence[str]] = {
-    "sessions": ("sessions.py", "vllm", "g27", "OUT", "80GiB", "0"),
+    "sessions": ("sessions.py", "vllm", "g27", "OUT", "POOL", "0"),
     "prefix": ("kvbench.py", "OUT"),
     "decode": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "auto", CASES),
     "decode-fp8": ("longctx.py", "vllm", "g27", "OUT", "fp8_per_channel", "fp8", CASES),
 }
 
 
-def run_peer(name: str, site: Path, scripts: Path, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """{version, rows, problem} of one of RUNS. Waits at most `timeout_s`; ends all that it started."""
+def run_peer(
+    name: str, site: Path, scripts: Path, scratch: Path, timeout_s: float, pool_gib: int = 80
+) -> dict[str, Any]:
+    """{version, rows, problem} of one of RUNS; its conversations have KV pages of `pool_gib` on the GPU. Waits at most
+    `timeout_s`; ends all that it started."""
     out, log = scratch / f"{name}.json", scratch / f"{name}.log"
-    script, *arguments = (str(out) if word == "OUT" else word for word in RUNS[name])
+    words = {"OUT": str(out), "POOL": f"{pool_gib}GiB"}
+    script, *arguments = (words.get(word, word) for word in RUNS[name])
     code = run_script([sys.executable, script, *arguments], site, log, timeout_s, scripts)
     try:
         found = json.loads(out.read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import say
+from benchmarks.common import installed, say
 from benchmarks.gpu.peer import peer_version, problem_of, run_script
 from wicore_trt.bench.client import GrpcTarget
 from wicore_trt.bench.workload import BenchRequest, Piece, Vocabulary
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--peer-s", type=float, default=400.0, help="longest run of the peer")
     parser.add_argument("--output", type=Path, default=Path("build/bench-serve-gpu.json"))
     given = parser.parse_args()
-    document: dict[str, Any] = {"load": [], "long": []}
+    document: dict[str, Any] = {"versions": installed(), "load": [], "long": []}
     given.output.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(name: str, rows: list[dict[str, Any]]) -> None:
@@ -210,7 +210,7 @@ def main() -> None:
                 keep("load", peer_load(given, Path(scratch)))
         for ttft_ms in others:
             keep("load", load(given, ttft_ms))
-    print(*(table(rows) for rows in document.values() if rows), sep="\n")
+    print(*(table(document[name]) for name in ("load", "long") if document[name]), sep="\n")
 
 
 if __name__ == "__main__":

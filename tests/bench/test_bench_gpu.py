@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
@@ -21,6 +22,7 @@ from benchmarks.gpu import startup as gpu_startup
 from benchmarks.gpu import step_check as gpu_step_check
 from benchmarks.gpu.cases import CONFIGS, CONTEXT, DECODE, EXPECTED, FIGURES, GOALS, PREFILL, Rates, bound_s
 from benchmarks.gpu.report import lines, load_document, markdown, new_document, save, svg
+from wicore_trt.bench.report import versions
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "target": "sm90"}
 
@@ -75,7 +77,7 @@ def test_prefill_is_bound_by_its_flops_and_each_part_by_its_rate():
 
 
 def test_every_goal_has_a_row_and_lies_between_bound_and_must():
-    assert set(GOALS) <= set(FIGURES) and len(FIGURES) == len(set(FIGURES)) == 14
+    assert set(GOALS) <= set(FIGURES) and len(FIGURES) == len(set(FIGURES)) == 16
     for (name, phase, batch), (must, aim) in GOALS.items():
         assert 1e3 * bound_s(CONFIGS[name], phase, batch, EXPECTED) < aim < must
     assert {batch for _, phase, batch in FIGURES if phase == PREFILL} == {1, 32}
@@ -310,7 +312,7 @@ def faked(monkeypatch, tmp_path):
 
     def run_peer(config, batches, site, script, scratch, timeout_s):
         calls.append(f"vllm {config.name} {batches}")
-        rows = [{"batch": b, "prefill_s": 0.1, "tpot_ms": 30.0, "runs": 3} for b in batches]
+        rows = [{"batch": b, "prefill_s": 0.1, "tpot_ms": 30.0, "total_s": 5.0, "runs": 3} for b in batches]
         record = {"version": "1", "seconds": 2.0, "startup_s": 1.0, "command": [], "rows": rows}
         return gpu_peer.PeerRun(record, bad.get("vllm", ""))
 
@@ -405,6 +407,66 @@ def test_what_does_not_fit_into_the_time_is_skipped_and_said(faked, tmp_path):
     calls.clear()
     code, doc = bench(tmp_path, "--budget-s", "0")
     assert code == 0 and calls == [] and doc["ours"] == [] and len(doc["absent"]) >= len(CONFIGS) + 3
+
+
+def test_what_the_gpu_has_no_memory_for_is_skipped_and_said(faked, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "describe", lambda: H100 | {"memory_bytes": 60 << 30})  # weights of 50 GiB fit
+    calls, _ = faked
+    code, doc = bench(tmp_path, "--only", "bf16,fp8", "--stages", "ours,vllm", *WITH_PEER)
+    assert code == 0 and [(r["config"], r["batch"]) for r in doc["ours"]] == [
+        ("bf16", 1), ("fp8", 1), ("fp8", 8), ("fp8", 32),
+    ]  # fmt: skip
+    assert calls[-2:] == ["vllm fp8 [1, 8, 32]", "vllm bf16 [1]"]
+    said = {(e["stage"], e["item"]): e["reason"] for e in doc["absent"]}
+    assert said["ours", "bf16 batch 32"].endswith("GiB and the GPU has 60") and ("vllm", "fp8 batch 64") in said
+    assert all(gpu_cases.memory_bytes(c, b) < 79 << 30 for c in CONFIGS.values() for b in c.batches), "all ran on 80 GB"
+
+
+def test_figures_are_of_what_is_installed(faked, tmp_path, monkeypatch):
+    """Without the native library digests of pages take most of what threads for disks do."""
+    _, doc = bench(tmp_path, "--stages", "bounds")
+    assert doc["versions"]["commit"] not in ("", "unknown")
+    assert re.fullmatch(r"(avx512bf16|avx2|generic)-[0-9a-f]{8}", doc["versions"]["native"])
+    monkeypatch.setattr("wicore_trt.bench.report.open_library", lambda: None)
+    with pytest.raises(SystemExit, match="no native library"):
+        bench(tmp_path, "--stages", "bounds")
+
+
+def test_sources_without_their_history_have_the_commit_they_are_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    monkeypatch.setattr("wicore_trt.bench.report.__file__", str(tmp_path / "report.py"))
+    assert versions()["commit"] == "abc"
+
+
+def test_the_five_rows_name_card_commit_and_library(tmp_path, capsys):
+    kept = {"27B": [("bf16", 1, 0.08, 19.0), ("bf16", 32, 2.7, 25.0), ("fp8", 64, 1.6, 24.0)]}
+    rows = [{"batch": 64, "prefill_s": 3.0, "tpot_ms": 27.0, "total_s": 5.4, "runs": 3}]
+    peer = {"fp8": {"version": "0.26.0", "seconds": 9, "startup_s": 5, "rows": rows}}
+    said = {"commit": "0a1b", "native": "avx2-00ff", "torch": "2.11"}
+    save(document(ours=[row(*known) for known in kept["27B"]], peer=peer, versions=said), tmp_path / "gpu.json")
+    arms = (("device 80 GiB", 9.0), ("device 16 GiB, host 56 GiB", 8.0), ("device 16 GiB, nothing cached", 2.0))
+    turns = [{"arm": arm, "turn": n, "turns_per_s": rate * (n > 0) + 1} for arm, rate in arms for n in range(3)]
+    peers = {"sessions": {"rows": [{"turn": n, "turns_per_s": 2.0 + n} for n in range(3)]}}
+    (tmp_path / "kv.json").write_text(json.dumps({"sessions": turns, "vllm": peers}))
+    assert gpu.main(["five", str(tmp_path / "gpu.json"), str(tmp_path / "kv.json")]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "H100",
+        "2000-01-01",
+        "commit 0a1b",
+        "native library avx2-00ff",
+        "Made-up weights",
+        "its own KV offload",
+    ):
+        assert word in out.splitlines()[0]
+    table = list(cells(out).values())
+    assert [r[1:] for r in table[2:]] == [
+        ["19.0", "not measured", "-"], ["24.0", "27.0", "1.12x"], ["4,300", "not measured", "-"],
+        ["3,136", "5,400", "1.72x"], ["9.0", "3.5", "2.57x as many"],
+    ]  # fmt: skip
+    assert table[0][2] == "vLLM 0.26.0"
+    assert gpu.main(["five", str(tmp_path / "none.json")]) == 1
+    assert gpu.main(["five", str(tmp_path / "gpu.json")]) == 0 and "not measured" in capsys.readouterr().out
 
 
 def test_stages_come_in_the_order_that_was_asked_for(faked, tmp_path):

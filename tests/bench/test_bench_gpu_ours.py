@@ -15,13 +15,13 @@ from fakes import FakeExecutor
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu.cases import BATCH_TOKENS, CONFIGS, CONTEXT, OUTPUT
 from benchmarks.gpu.engines import Engines, prebuild, read_prebuilt_index, source_digest
-from benchmarks.gpu.ours import BatchRunner, decode_batch, settings_for
+from benchmarks.gpu.ours import BatchRunner, Run, decode_batch, settings_for
 from benchmarks.gpu.step_check import CASES, case_shape
 from wicore_trt.backends.triton import compile as triton_compile
 from wicore_trt.core.assemble import load_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.runtime.executor import KVLayout
-from wicore_trt.runtime.pool_sizes import pool_sizes
+from wicore_trt.runtime.pool_sizes import SharedPages, pool_sizes, shared_pages
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import FinishReason, TokenOutput
 
@@ -33,9 +33,12 @@ class Idle(FakeExecutor):
         super().__init__({"global": 1, "local": 1}, 32, 1024, settings.scheduler.max_batch_tokens)
         size, self.spec = config.kv_bytes_per_element, config.spec
         limits = {"max_batch_tokens": BATCH_TOKENS, "max_sequences": settings.scheduler.max_sequences}
-        pages = pool_sizes(self.spec, 32, size, settings.kv.device_bytes, settings.scheduler.max_context, **limits)
-        kv_dtype = "fp8" if size == 1 else "bfloat16"
-        self.layout = KVLayout(32, kv_dtype, pages, {g: self.spec.page_bytes(g, 32, size) for g in pages})
+        given = (self.spec, 32, size, settings.kv.device_bytes, settings.scheduler.max_context)
+        shared = shared_pages(*given, max_batch_tokens=BATCH_TOKENS) or SharedPages(pool_sizes(*given, **limits), None)
+        kv_dtype, pages = "fp8" if size == 1 else "bfloat16", shared.num_pages
+        page_bytes = {g: self.spec.page_bytes(g, 32, size) for g in pages}
+        self.layout = KVLayout(32, kv_dtype, pages, page_bytes, shared.slab_pages)
+        self.memory = {g: [] for g in pages}
         self.graphs = {}
 
     def _run(self, piece):
@@ -66,13 +69,15 @@ def served(config, path, batch) -> BatchRunner:
 def test_the_pools_hold_all_sequences_of_a_run(name, batch, tmp_path, no_compiler):
     """A sequence that loses its pages computes its prompt twice, and the figure is of no use."""
     run = served(CONFIGS[name], tmp_path / "e", batch)
-    assert run.run(batch, CONTEXT, OUTPUT) > 0
+    timed = run.run(batch, CONTEXT, OUTPUT)
     core, steps = run.core, run.core.executor.steps
     assert core.scheduler.preemptions == 0 and not core.has_work
     first = -(-batch * CONTEXT // (BATCH_TOKENS - batch))  # steps until every prompt is computed
     assert len(steps) <= 1 + first + OUTPUT - 1  # none waits until others are done
     assert max(map(len, steps)) == batch
     assert max(sum(n for _, n in step) for step in steps) <= BATCH_TOKENS
+    assert len(timed.steps) == sum(len(step) == batch and {n for _, n in step} == {1} for step in steps[1:])
+    assert len(timed.steps) >= OUTPUT - 1 - first, "all decode in most of them"
     computed = sum(n for step in steps for _, n in step)
     assert computed == batch * (CONTEXT + OUTPUT - 1) + 1  # no prompt is cached; one token of the warm-up
 
@@ -88,10 +93,11 @@ def test_a_row_has_medians_of_new_prompts(tmp_path, no_compiler, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: float(len(steps)))  # a step takes a second
     monkeypatch.setattr("benchmarks.gpu.ours.time", clock)
     monkeypatch.setattr("benchmarks.gpu.ours.SHORT_S", inf)
+    monkeypatch.setattr("benchmarks.gpu.ours.gc", SimpleNamespace(collect=lambda: None))  # 19 of a whole session's heap
     row = run.measure(config, 1, 3, inf, print)
     assert len(row["prefill_s"]) == 15 and len(row["total_s"]) == 3 and row["graph_ms"] is None
     [prefill], [total] = set(row["prefill_s"]), set(row["total_s"])
-    assert total == prefill + OUTPUT - 1
+    assert total == prefill + OUTPUT - 1 and row["decode_s"] == [1.0] * 3
     assert (row["batch"], row["context"], row["output_tokens"], row["preemptions"]) == (1, CONTEXT, OUTPUT, 0)
     assert len(prompts) == len(set(prompts)) == 19 and {len(p) for p in prompts} == {CONTEXT}
     json.dumps(row)
@@ -110,7 +116,7 @@ def test_the_graph_is_timed_over_a_step_of_all_rows(name, batch, tmp_path, no_co
         return 1.25
 
     monkeypatch.setattr("benchmarks.gpu.step_time.events", events)
-    monkeypatch.setattr(run, "run", lambda *_: executor.steps.append([(0, 1)] * 8) or 5.0)
+    monkeypatch.setattr(run, "run", lambda *_: executor.steps.append([(0, 1)] * 8) or Run(5.0, [1.0]))
     row = run.measure(CONFIGS[name], batch, 1, inf, print)
     assert row["graph_ms"] == 1.25 and row["graph_context"] == 1056 and [len(step) for step in seen] == [batch]
     assert {*executor.released} == {seq_id for seq_id, _ in seen[0]} and min(executor.released) == -batch
@@ -138,6 +144,9 @@ class Core:
         self.executor = FakeExecutor({"global": 4, "local": 4}, 4, 8, 64)
         self.waiting, self._tokens, self._reason = [], tokens, reason
 
+    def pace(self, *, awaited: bool) -> None:
+        assert not awaited
+
     def add(self, request) -> None:
         self.waiting.append(request.request_id)
 
@@ -150,7 +159,7 @@ class Core:
 
 
 def test_a_run_that_gives_other_tokens_is_no_figure():
-    assert BatchRunner(Core(5, FinishReason.LENGTH)).run(3, 8, 5) >= 0
+    assert BatchRunner(Core(5, FinishReason.LENGTH)).run(3, 8, 5).seconds >= 0
     with pytest.raises(RuntimeError, match="5 tokens were asked for"):
         BatchRunner(Core(4, FinishReason.LENGTH)).run(3, 8, 5)
     with pytest.raises(RuntimeError, match="bad logits"):
@@ -236,9 +245,9 @@ def test_the_digest_is_of_every_source(monkeypatch, tmp_path):
 def test_short_runs_are_repeated_more_often(tmp_path, no_compiler, monkeypatch):
     config = CONFIGS["270m"]
     run = served(config, tmp_path / "e", 1)
-    monkeypatch.setattr(run, "run", lambda *_: time.sleep(0) or 0.01)
+    monkeypatch.setattr(run, "run", lambda *_: time.sleep(0) or Run(0.01, [0.001]))
     assert len(run.measure(config, 1, 3, inf, print)["total_s"]) == 9
-    monkeypatch.setattr(run, "run", lambda *_: 5.0)
+    monkeypatch.setattr(run, "run", lambda *_: Run(5.0, [0.05]))
     assert len(run.measure(config, 1, 4, inf, print)["total_s"]) == 4
     assert len(run.measure(config, 1, 4, 15.0, print)["total_s"]) == 2
     assert len(run.measure(config, 1, 4, 0.0, print)["total_s"]) == 1

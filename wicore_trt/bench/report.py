@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
 from wicore_trt.bench.measure import Distributions, Load, Summary, Throughput
+from wicore_trt.plugins.cpu_library import library_name, open_library
 
 if TYPE_CHECKING:
     from wicore_trt.bench.runs import LatencyPoint, ThroughputCase
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 KIND = "wicore-bench"
 SCHEMA = 1
 PACKAGES = ("wicore-trt", "torch", "numpy", "grpcio", "transformers", "aiohttp", "uvloop")
+ABSENT = "absent"
 GPU_FIELDS = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.mem", "power.limit")
 
 Figure = dict[str, Any]
@@ -215,14 +217,27 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that figures depend on."""
-    found = {"python": platform.python_version()}
+    """Commit, native library (or ABSENT), Python and the packages that figures depend on."""
+    library = open_library()
+    found = {"commit": _commit(), "native": ABSENT if library is None else library_name(library)}
+    found |= {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def _commit() -> str:
+    """Of the sources that run, "+" behind it where they were changed; BENCH_COMMIT where they came without their
+    history."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    return said or os.environ.get("BENCH_COMMIT", "unknown")
 
 
 LATENCY_COLUMNS = (
