@@ -6,6 +6,7 @@ wrong, and `fix`, when given, says what to do about it.
 
     WicoreError                     1    INTERNAL
     ├── InvalidRequestError         1    INVALID_ARGUMENT     one bad field of one request
+    │   └── ContextLengthError      1    INVALID_ARGUMENT     a prompt that does not fit the context
     ├── NotFoundError               1    NOT_FOUND            unknown model, unknown request
     ├── QueueFullError              1    RESOURCE_EXHAUSTED   try again after `retry_after_s`
     │   └── RateLimitError          1    RESOURCE_EXHAUSTED   the tenant's requests or tokens of this minute
@@ -67,6 +68,29 @@ class InvalidRequestError(WicoreError):
     def __init__(self, message: str, *, field: str, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
         self.field = field
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt of `tokens` tokens, at least, of which `most` fit the context. Where another process told of it, these
+    are 0."""
+
+    def __init__(self, message: str, *, field: str, fix: str | None = None, tokens: int = 0, most: int = 0) -> None:
+        super().__init__(message, field=field, fix=fix)
+        self.tokens, self.most = tokens, most
+
+    @classmethod
+    def of(cls, tokens: int, context: int, field: str, *, built: int = 0, least: bool = False) -> ContextLengthError:
+        """In the words that clients look for. `context` counts the tokens of prompt and output, and `built` is what
+        the engine itself takes, where that is known; with `least` there may be more than `tokens`."""
+        message = (
+            f"This model's maximum context length is {context} tokens, one of them for the output, and the prompt has "
+            f"{'at least ' if least else ''}{tokens}."
+        )
+        fix = "Shorten it."
+        if built:
+            longer = "a larger --max-context" if context < built else "an engine that was built for more"
+            fix = f"Shorten it, or serve with {longer}."
+        return cls(message, field=field, fix=fix, tokens=tokens, most=context - 1)
 
 
 class NotFoundError(WicoreError):

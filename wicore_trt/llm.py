@@ -119,7 +119,7 @@ class LLM:
         return [[Completion.of(parts[r.request_id, i]) for i in range(r.params.n)] for r in requests]
 
     def _tokenize(self, request: TextRequest) -> GenerateRequest:
-        token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
+        token_ids = encode_request(self.tokenizer, request, self.info)
         made = GenerateRequest(request.request_id, token_ids, request.params, cache=request.cache)
         self._core.validate(made)
         self._core.prepare(made)

@@ -413,7 +413,8 @@ def _check_request(request: GenerateRequest | TextRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded engine is, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others'."""
+    """What a loaded engine is, for GetModelInfo and `wicore inspect`. `page_tokens` is 0 where KV is others';
+    `max_context_tokens` is what it serves of the `engine_context_tokens` that it was built for."""
 
     model_id: str
     backend: str
@@ -434,6 +435,7 @@ class ModelInfo:
     page_tokens: int = 0
     aliases: tuple[str, ...] = ()
     """Other names that it is served under."""
+    engine_context_tokens: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

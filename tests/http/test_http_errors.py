@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from web import error_of
+from web import MAX_CONTEXT, TOKENIZER, error_of, make_engine, serving
 
 from wicore_trt.errors import (
     AuthenticationError,
@@ -248,8 +249,42 @@ async def test_every_error_has_a_status():
         EngineDeadError("x"): 503, UnavailableError("x"): 503, DeadlineError("x"): 504, ConfigError("x"): 400,
     }  # fmt: skip
     assert {error: status_of(error) for error in expected} == expected
-    assert error_object(RateLimitError("x"))["error"]["code"] == "rate_limit"
+    assert error_object(RateLimitError("x"))["error"]["code"] == "rate_limit_exceeded"
+    assert error_object(AuthenticationError("x"))["error"]["code"] == "invalid_api_key"
     assert len(error_object(WicoreError("x" * 9999))["error"]["message"]) <= 512
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "long text"])
+async def test_a_prompt_beyond_the_context_is_told_in_the_words_that_clients_look_for(running, kind):
+    """LiteLLM, dspy and pydantic-ai look for the code or "maximum context length", Claude Code for the two numbers."""
+    text = "x" * (MAX_CONTEXT if kind != "long text" else 3 * MAX_CONTEXT)
+    prompt = TOKENIZER.encode(text) if kind == "ids" else text
+    turns = [{"role": "user", "content": text}]
+    asked = {
+        "/v1/completions": ({"prompt": prompt}, "prompt"),
+        "/v1/chat/completions": ({"messages": turns}, "messages"),
+        "/v1/responses": ({"input": text}, "input"),
+        "/v1/messages": ({"messages": turns, "max_tokens": 3}, "messages"),
+    }
+    for path, (body, param) in asked.items():
+        found = await running.post(path, body)
+        error = error_of(found)
+        assert found.status_code == 400 and error["param"] == param, found.text
+        if path == "/v1/messages":
+            assert error["message"] == f"prompt is too long: {len(text)} tokens > {MAX_CONTEXT - 1} maximum"
+        else:
+            assert error["code"] == "context_length_exceeded"
+            assert f"maximum context length is {MAX_CONTEXT} tokens" in error["message"]
+    counted = await running.post("/v1/messages/count_tokens", {"messages": turns})
+    assert counted.json() == {"input_tokens": len(text)}, "who asks is about to shorten it"
+
+
+async def test_the_hint_names_the_limit_that_is_the_cause():
+    for built, said in ((MAX_CONTEXT, "an engine that was built for more"), (2 * MAX_CONTEXT, "larger --max-context")):
+        engine = make_engine()
+        engine.info = replace(engine.info, engine_context_tokens=built)
+        async with serving(engine) as running:
+            assert said in error_of(await running.completion(prompt="x" * MAX_CONTEXT))["message"]
 
 
 async def test_when_to_come_back():

@@ -147,7 +147,11 @@ async def test_the_end_of_a_text_is_told(running, client):
     text = TOKENIZER.decode(tokens)
     answer = (await running.completion(prompt=prompt, max_tokens=50, ignore_eos=False, logprobs=0)).json()["choices"][0]
     assert (answer["text"], answer["finish_reason"], answer["stop_reason"]) == (text, "stop", None)
-    assert answer["logprobs"]["tokens"] == list(text), "the end is no part of the text"
+    assert answer["logprobs"]["tokens"] == [*text, "<eos>"], "usage counts the end, which harnesses count back from"
+    said = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=50, logprobs=True
+    )
+    assert len(said.choices[0].logprobs.content) == said.usage.completion_tokens == len(tokens)
     whole = expected("hello", 30)
     for stop, reason in (({"stop": whole[5:7]}, whole[5:7]), ({"stop": ["\x7f" * 3, whole[5]]}, whole[5])):
         answer = (await running.completion(max_tokens=30, **stop)).json()["choices"][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from fakes import prompt_logprobs
+from fakes import EOS, greedy, prompt_logprobs
 from web import TOKENIZER, error_of, expected, make_engine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,12 +50,17 @@ async def test_echo_brings_the_prompts_probabilities(client, stream, count):
 
 async def test_what_lm_eval_reads(running):
     """Its is_greedy compares the token's value with the best of the alternatives, so they are the same number."""
-    context, continuation = TOKENIZER.encode("the context "), TOKENIZER.encode("and the rest")
-    body = {"prompt": [context + continuation], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
-    [choice] = (await running.post("/v1/completions", body)).json()["choices"]
-    values = choice["logprobs"]["token_logprobs"][len(context) : -1]
-    tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
-    assert len(values) == len(continuation) and all(v == max(t.values()) for v, t in zip(values, tops, strict=True))
+    whole = next(
+        ids for i in range(9999) if greedy(ids := TOKENIZER.encode(f"the context and the rest {i}"), 1) == [EOS]
+    )
+    context = TOKENIZER.encode("the context ")
+    for prompt in (TOKENIZER.encode("the context and the rest"), whole):  # goes on, ends
+        body = {"prompt": [prompt], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+        found = (await running.post("/v1/completions", body)).json()
+        probabilities = found["choices"][0]["logprobs"]
+        values, tops = (probabilities[name][len(context) : -1] for name in ("token_logprobs", "top_logprobs"))
+        assert len(values) == len(prompt) - len(context) and found["usage"]["completion_tokens"] == 1
+        assert all(v == max(t.values()) for v, t in zip(values, tops, strict=True))
 
 
 async def test_prompt_logprobs_as_vllm_has_them(running):

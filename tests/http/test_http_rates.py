@@ -36,7 +36,7 @@ async def test_too_many_requests_are_told_when_to_come_back():
         steps = len(executor_of(running.engine).steps)
         for ask in (running.completion, running.chat):
             found = await ask(stream=True)
-            assert found.status_code == 429 and error_of(found)["code"] == "rate_limit"
+            assert found.status_code == 429 and error_of(found)["code"] == "rate_limit_exceeded"
             assert 1 <= int(found.headers["retry-after"]) <= 20
             assert 0 < int(found.headers["retry-after-ms"]) <= 20_000
             assert found.headers["x-ratelimit-remaining-requests"] == "0"

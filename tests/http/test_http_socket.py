@@ -180,7 +180,7 @@ async def test_a_key_that_is_taken_back_begins_nothing_on_an_open_connection():
             found = await answers(connection, "long", "late")
             assert text_of([first, *found["long"]]) == expected("long", 500)
             [refused] = found["late"]
-            assert refused["type"] == "error" and refused["error"]["code"] == "authentication", refused
+            assert refused["type"] == "error" and refused["error"]["code"] == "invalid_api_key", refused
             keys.replace(KeyRing({KEY: Identity("alice", requests_per_minute=1)}))
             await connection.send(generate("one", prompt="one"))
             await connection.send(generate("two", prompt="two"))

@@ -188,3 +188,22 @@ async def test_a_call_that_a_stop_string_cuts_is_not_whole(client, stream):
     found = await client.chat.completions.create(**asking(tool_choice=choice, stop=["size"], seed=3, stream=stream))
     reasons = [c.choices[0].finish_reason async for c in found] if stream else [found.choices[0].finish_reason]
     assert [reason for reason in reasons if reason] == ["stop"]
+
+
+async def test_a_call_that_is_cut_before_its_arguments_is_no_text(running):
+    """The head of a call is not what the model says: nobody shows it to a user."""
+    function = {"name": "paint", "parameters": PAINT}
+    said = {"messages": USER, "temperature": 1, "seed": 1}
+    chat = {**said, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    plain = {"input": "hello", "tools": [{"type": "function", **function}], "tool_choice": "required", "seed": 1}
+    tool = {"name": "paint", "input_schema": PAINT}
+    for count in (1, 12, 25):
+        [choice] = (await running.post("/v1/chat/completions", {**chat, "max_tokens": count})).json()["choices"]
+        assert choice["finish_reason"] == "length" and not choice["message"]["content"], choice
+        told = await running.post("/v1/chat/completions", {**chat, "max_tokens": count, "stream": True})
+        assert "paint" not in told.text and "name" not in told.text
+        found = (await running.post("/v1/responses", {**plain, "max_output_tokens": count})).json()
+        assert found["status"] == "incomplete" and "name" not in json.dumps(found["output"])
+        body = {**said, "tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": count}
+        found = (await running.post("/v1/messages", body)).json()
+        assert found["stop_reason"] == "max_tokens" and not any(block["text"] for block in found["content"])

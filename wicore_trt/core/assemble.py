@@ -7,6 +7,7 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -28,6 +29,8 @@ from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.step_time import StepTime
 from wicore_trt.text.tokenizer import FILES, Tokenizer
 from wicore_trt.types import ModelInfo, SamplingParams
+
+log = logging.getLogger(__name__)
 
 THEIR_KV = ("device_fraction", "prefix_cache")
 """Settings of kv that an engine with a KV cache of its own may be given: the share of memory is its own too, and it
@@ -62,7 +65,10 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
     engine = open_engine(Path(settings.engine))
     tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
     manifest = engine.manifest
-    max_context = min(settings.scheduler.max_context or manifest.max_context, manifest.max_context)
+    asked, built = settings.scheduler.max_context, manifest.max_context
+    max_context = min(asked or built, built)
+    if asked is not None and asked > built:
+        log.warning("serving %d tokens of context, not %d: the engine was built for no more", built, asked)
     core: Core
     if manifest.backend in SCHEDULE_THEMSELVES:
         core = _make_request_core(engine, settings, tokenizer, max_context)
@@ -221,4 +227,5 @@ def model_info(
         bos_token_id=tokenizer.bos_id,
         chat=tokenizer.has_chat,
         page_tokens=page_tokens,
+        engine_context_tokens=manifest.max_context,
     )

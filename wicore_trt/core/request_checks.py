@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
-from wicore_trt.errors import InvalidRequestError
+from wicore_trt.errors import ContextLengthError, InvalidRequestError
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 
@@ -25,11 +25,7 @@ def check_tokens(request: GenerateRequest, max_context: int, vocab: int) -> None
     if not prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
     if len(prompt) >= max_context:
-        raise InvalidRequestError(
-            f"The prompt has {len(prompt)} tokens; this engine takes at most {max_context - 1}.",
-            field="prompt",
-            fix="Shorten it, or serve with a larger scheduler.max_context.",
-        )
+        raise ContextLengthError.of(len(prompt), max_context, "prompt")
     for name, ids in (
         ("prompt_token_ids", prompt),
         ("stop_token_ids", params.stop_token_ids),

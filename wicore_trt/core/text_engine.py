@@ -27,7 +27,15 @@ from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.core.times import Times
-from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError, shown
+from wicore_trt.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+    WicoreError,
+    shown,
+)
 from wicore_trt.grammar.source import check
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import (
@@ -69,20 +77,33 @@ _TURN: ContextVar[Turn | None] = ContextVar("wicore_turn", default=None)
 """The turn that the request has, or had, for which code runs."""
 
 
-def encode_request(tokenizer: Tokenizer, request: TextRequest, max_context: int) -> tuple[int, ...]:
-    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given, and for a
-    text that is longer than `max_context` tokens can be."""
+def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> tuple[int, ...]:
+    """Prompt token ids of a request. Raises InvalidRequestError unless exactly one kind of prompt is given, and
+    ContextLengthError for one that does not fit the context of `info`."""
+    limit, built = info.max_context_tokens, info.engine_context_tokens
+    field = "prompt" if request.messages is None else "messages"
+    try:
+        token_ids = prompt_ids(tokenizer, request, limit)
+    except ContextLengthError as error:
+        raise ContextLengthError.of(error.tokens, limit, field, built=built, least=True) from None
+    if len(token_ids) >= limit:
+        raise ContextLengthError.of(len(token_ids), limit, field, built=built)
+    return token_ids
+
+
+def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | None = None) -> tuple[int, ...]:
+    """The same of any length; a text that has more than `max_tokens` tokens for certain is ContextLengthError."""
     given = [request.prompt is not None, request.prompt_token_ids is not None, request.messages is not None]
     if sum(given) != 1:
         raise InvalidRequestError("Give exactly one of prompt, prompt_token_ids and messages.", field="prompt")
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(tokenizer.apply_chat(request.messages, functions=request.functions, max_tokens=max_context))
+        return tuple(tokenizer.apply_chat(request.messages, functions=request.functions, max_tokens=max_tokens))
     assert request.prompt is not None
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")
-    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_context))
+    return tuple(tokenizer.encode(request.prompt, add_bos=request.add_bos, max_tokens=max_tokens))
 
 
 def ending_turns(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
@@ -272,9 +293,7 @@ class TextEngine:
             await self.work(request.tenant, partial(self._check_constraint, constraint))
         if request.prompt is not None and len(request.prompt) <= INLINE_CHARS or request.prompt_token_ids is not None:
             return request
-        token_ids = await self.work(
-            request.tenant, lambda: encode_request(self.tokenizer, request, self.info.max_context_tokens)
-        )
+        token_ids = await self.work(request.tenant, lambda: encode_request(self.tokenizer, request, self.info))
         left = request.timeout_s
         if left is not None:
             left = max(left - (time.monotonic() - started), 1e-3)  # the engine ends it
@@ -345,7 +364,7 @@ class TextEngine:
         since, name = time.monotonic(), (request.tenant, request.request_id)
         if name in self._keys:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
-        token_ids = encode_request(self.tokenizer, request, self.info.max_context_tokens)
+        token_ids = encode_request(self.tokenizer, request, self.info)
         self._check_barred(request.tenant, request.priority, len(token_ids))
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         stream = TextStream(self, f"{self.engine.prefix}{next(self._serial)}", request, self.tokenizer, since)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from wicore_trt.access.calls import Call
-from wicore_trt.core.text_engine import encode_request
+from wicore_trt.core.text_engine import prompt_ids
 from wicore_trt.http import convert
 from wicore_trt.http.bodies import MessagesBody, PromptBody
 from wicore_trt.http.context import Context
@@ -35,6 +35,5 @@ async def count_tokens(context: Context, call: Call, body: PromptBody) -> Reply:
     asked = chat_of(body)
     with naming(CHAT_NAMES):
         request = convert.chat_request(asked, tenant, tools_of(asked))
-        limit = engine.info.max_context_tokens
-        tokens = await engine.work(tenant, partial(encode_request, engine.tokenizer, request, limit))
+        tokens = await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
     return json_reply({"input_tokens": len(tokens)})

@@ -111,7 +111,8 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         found = names.get((error.field or "").partition("[")[0])
         if found is None:
             raise
-        raise InvalidRequestError(error.message, field=found, fix=error.fix) from None
+        error.field = found
+        raise
 
 
 def functions(

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import msgspec
 
 from wicore_trt.access.calls import REQUEST_ID_HEADER
-from wicore_trt.errors import UNAVAILABLE_RETRY_S, InvalidRequestError, QueueFullError, WicoreError, shortened
+from wicore_trt.errors import (
+    UNAVAILABLE_RETRY_S,
+    AuthenticationError,
+    ContextLengthError,
+    InvalidRequestError,
+    QueueFullError,
+    RateLimitError,
+    WicoreError,
+    shortened,
+)
 
 MAX_MESSAGE_CHARS = 512
 CLIENT_GONE = 499
@@ -53,6 +62,13 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """What Anthropic's API calls errors, by status; others are invalid requests."""
+CODES: dict[type, str] = {
+    ContextLengthError: "context_length_exceeded",
+    RateLimitError: "rate_limit_exceeded",
+    AuthenticationError: "invalid_api_key",
+    WicoreError: "internal",
+}
+"""What OpenAI's API calls errors."""
 PARAMS: dict[str | None, str | None] = {
     "body": None,  # all of it
     "include_stop": "include_stop_str_in_output",
@@ -82,11 +98,12 @@ def status_of(error: WicoreError) -> int:
 
 
 def code_of(error: WicoreError) -> str | None:
-    """A name for programs: RateLimitError -> rate_limit. Bad fields have `param` and need none."""
+    """A name for programs: QueueFullError -> queue_full, but where OpenAI has one. Bad fields have `param` and need
+    none."""
+    if type(error) in CODES:
+        return CODES[type(error)]
     if isinstance(error, (HttpError, InvalidRequestError)):
         return None
-    if type(error) is WicoreError:
-        return "internal"
     name = type(error).__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
@@ -111,7 +128,10 @@ def error_object(error: WicoreError) -> dict[str, object]:
 def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> bytes:
     """The same as Anthropic's API has it, with the field that is wrong."""
     kind = ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
-    found = {"type": kind, "message": message_of(error), "param": param_of(error)}
+    message = message_of(error)
+    if isinstance(error, ContextLengthError) and error.most:
+        message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+    found = {"type": kind, "message": message, "param": param_of(error)}
     return msgspec.json.encode({"type": "error", "error": found, "request_id": request_id})
 
 

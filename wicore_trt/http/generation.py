@@ -86,7 +86,7 @@ class Generation:
             request = self._call.asks(engine.info.model_id, request)
             request = await engine.encode(request)
             if count_first and request.prompt_token_ids is None:  # a text that is short enough to be tokenized here
-                ids = encode_request(engine.tokenizer, request, engine.info.max_context_tokens)
+                ids = encode_request(engine.tokenizer, request, engine.info)
                 request = replace(request, prompt=None, prompt_token_ids=ids)
             if count_first:
                 self.totals.prompt += len(request.prompt_token_ids or ())

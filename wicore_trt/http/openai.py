@@ -112,11 +112,10 @@ def _echoes(context: Context, requests: Sequence[TextRequest]) -> list[str]:
 
 
 def _wishes(body: GenerationBody) -> dict[str, Any]:
-    found: dict[str, Any] = {"include_stop": bool(body.include_stop_str_in_output)}
-    if body.stream_options is not None:
-        found["usage"] = bool(body.stream_options.include_usage)
-        found["continuous"] = bool(body.stream_options.continuous_usage_stats)
-    return found
+    if body.stream_options is None:
+        return {}
+    options = body.stream_options
+    return {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
 
 
 async def _answer(

@@ -16,7 +16,7 @@ from wicore_trt.http.bodies import ChatBody, ResponsesBody
 from wicore_trt.http.conversation import Conversation, chat_body, functions, member, text_of
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
-from wicore_trt.http.shapes import encode, shown_logprobs, token_entry
+from wicore_trt.http.shapes import encode, token_entry
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, TextOutput
 
@@ -139,7 +139,7 @@ class ResponsesShape(BlockShape):
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def note(self, output: TextOutput | Completion) -> None:
-        found = [token_entry(self._tokenizer, entry) for entry in shown_logprobs(output, include_stop=False)]
+        found = [token_entry(self._tokenizer, entry) for entry in output.logprobs]
         self._logprobs += found
         self._fresh += found
 

@@ -1,8 +1,9 @@
 """What every shape of an answer does, and answers and chunks with choices, as OpenAI's first routes have them.
 
 Must not know engines or transports. Invariants: id, object, created and model are equal in all chunks of an answer; the
-texts of a sequence's chunks, put together, are its text; a chunk is made of ready bytes and one encoded text, because a
-front makes one for every token.
+texts of a sequence's chunks, put together, are its text; every token that usage counts has its probability, the one
+that ended the text too, because evaluation harnesses count back from the end; a chunk is made of ready bytes and one
+encoded text, because a front makes one for every token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import error_bytes
 from wicore_trt.http.generation import Totals
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
+from wicore_trt.types import Completion, TextOutput, TokenLogprob
 
 encode = msgspec.json.Encoder().encode
 
@@ -67,10 +68,8 @@ class ChoiceShape(Shape):
         *,
         usage: bool = False,
         continuous: bool = False,
-        include_stop: bool = False,
     ) -> None:
         """`usage`: chunks say that the counts follow; `continuous`: they have them."""
-        self._include_stop = include_stop
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = encode({"object": self.chunk_kind, **self._head})
@@ -103,9 +102,6 @@ class ChoiceShape(Shape):
     def _counts(self, totals: Totals) -> bytes:
         return b',"usage":' + encode(totals.usage()) + b"}\n\n"
 
-    def _shown(self, output: TextOutput | Completion) -> Sequence[TokenLogprob]:
-        return shown_logprobs(output, include_stop=self._include_stop)
-
     @abstractmethod
     def _body(self, text: str) -> bytes:
         """What carries the text of a chunk."""
@@ -117,12 +113,6 @@ class ChoiceShape(Shape):
     @abstractmethod
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A sequence of the whole answer."""
-
-
-def shown_logprobs(output: TextOutput | Completion, *, include_stop: bool) -> Sequence[TokenLogprob]:
-    """The tokens that the text is made of: not the one that ended it, unless stops are part of the text."""
-    by_token = output.finish_reason is FinishReason.STOP and not isinstance(output.stop_reason, str)
-    return output.logprobs[:-1] if by_token and not include_stop else output.logprobs
 
 
 def token_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
@@ -147,7 +137,7 @@ class ChatShape(ChoiceShape):
         return b'"delta":{"content":' + encode(text) + b"}" if text else b'"delta":{}'
 
     def _logprobs(self, index: int, output: TextOutput | Completion) -> dict[str, Any]:
-        return {"content": [token_entry(self._tokenizer, entry) for entry in self._shown(output)], "refusal": None}
+        return {"content": [token_entry(self._tokenizer, entry) for entry in output.logprobs], "refusal": None}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
@@ -198,7 +188,7 @@ class CompletionShape(ChoiceShape):
                 self._add(found, entry, echo.take(self._tokenizer.token_bytes(entry.token_id)))
                 if first:
                     found["token_logprobs"][0] = found["top_logprobs"][0] = None
-        for entry in self._shown(output):
+        for entry in output.logprobs:
             self._add(found, entry, offset)
             offset += len(found["tokens"][-1])
         self._offsets[index] = offset

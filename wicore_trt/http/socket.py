@@ -55,8 +55,8 @@ FIELDS = {body: Fields.of(body.model_fields, EVERY_FIELD) for body in (ChatBody,
 class FrameShape(ChatShape):
     """The frames of one generation. `calls`: functions may be called."""
 
-    def __init__(self, frame_id: str, engine: TextEngine, *, include_stop: bool, calls: bool) -> None:
-        super().__init__(engine.info.model_id, engine.tokenizer, include_stop=include_stop)
+    def __init__(self, frame_id: str, engine: TextEngine, *, calls: bool) -> None:
+        super().__init__(engine.info.model_id, engine.tokenizer)
         self._calls = Calls() if calls else None
         self._delta = b'{"type":"delta","id":' + encode(frame_id) + b',"index":'
 
@@ -181,8 +181,7 @@ class Connection:
         engine = self._context.serving()
         self._context.check_model(body.model)
         tools = tools_of(body) if isinstance(body, ChatBody) else None
-        include_stop = bool(body.include_stop_str_in_output)
-        shape = FrameShape(frame_id, engine, include_stop=include_stop, calls=tools is not None)
+        shape = FrameShape(frame_id, engine, calls=tools is not None)
         try:
             generation = await Generation.start(self._context, call, self._requests(body, tools, call.who.tenant))
         except InvalidRequestError as error:

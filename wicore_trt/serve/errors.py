@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 
 from wicore_trt.access.calls import REQUEST_ID_HEADER
-from wicore_trt.errors import UNAVAILABLE_RETRY_S, InvalidRequestError, WicoreError, shortened
+from wicore_trt.errors import UNAVAILABLE_RETRY_S, ContextLengthError, InvalidRequestError, WicoreError, shortened
 
 DOMAIN = "wicore"
 MAX_MESSAGE_CHARS = 512
@@ -36,7 +36,8 @@ def _error_info(reason: str) -> error_details_pb2.ErrorInfo:
 
 def reason_of(error: WicoreError) -> str:
     """ErrorInfo.reason of an error: QueueFullError -> QUEUE_FULL."""
-    name = type(error).__name__.removesuffix("Error")
+    kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
+    name = kind.__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
 
 

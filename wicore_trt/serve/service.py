@@ -165,9 +165,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             token_ids = await engine.work(current_call().who.tenant, make)
         except InvalidRequestError as error:
-            raise InvalidRequestError(
-                error.message, field=convert.field_path(error.field, kind), fix=error.fix
-            ) from error
+            error.field = convert.field_path(error.field, kind)
+            raise
         return pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(self, request: pb2.DetokenizeRequest, context: Reply) -> pb2.DetokenizeResponse:
@@ -292,8 +291,10 @@ def _named(request: pb2.GenerateRequest) -> Iterator[None]:
     except InvalidRequestError as error:
         tools = error.field == "constraint" and bool(request.tools.functions)
         path = "tools.functions" if tools else convert.field_path(error.field, request.WhichOneof("prompt"))
-        kind = DuplicateRequestError if error.field == "request_id" else InvalidRequestError
-        raise kind(error.message, field=path, fix=error.fix) from error
+        if error.field == "request_id":
+            raise DuplicateRequestError(error.message, field=path, fix=error.fix) from error
+        error.field = path
+        raise
 
 
 def _text_request(

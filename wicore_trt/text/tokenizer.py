@@ -18,7 +18,8 @@ from typing import Any
 
 import tokenizers
 
-from wicore_trt.errors import ConfigError, EngineFormatError, InvalidRequestError, shown
+from wicore_trt.arithmetic import div_ceil
+from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
 from wicore_trt.text.chat import ChatTemplate
 from wicore_trt.text.tokenizer_file import read_tokenizer
@@ -202,11 +203,7 @@ class Tokenizer:
 
     def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
         if max_tokens is not None and self.longest_token is not None and len(text) > max_tokens * self.longest_token:
-            raise InvalidRequestError(
-                f"The text has {len(text)} characters, which are more than {max_tokens} tokens.",
-                field=field,
-                fix="Shorten it, or serve with a larger scheduler.max_context.",
-            )
+            raise ContextLengthError.of(div_ceil(len(text), self.longest_token), max_tokens, field, least=True)
         try:
             text.encode("utf-8")
         except (UnicodeEncodeError, AttributeError) as error:
