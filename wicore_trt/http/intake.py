@@ -69,9 +69,7 @@ class Room:
         try:
             yield hold
         finally:
-            self._taken[tenant] -= hold.blocks
-            if not self._taken[tenant]:
-                del self._taken[tenant]
+            self.give(tenant, hold.blocks)
 
     def take(self, tenant: str, blocks: int) -> None:
         """Raises QueueFullError when there is none for this tenant."""
@@ -79,6 +77,12 @@ class Room:
         if taken + blocks > self._places or (tenant and not fits(self._places, taken - own, own, blocks)):
             raise QueueFullError("There is no room for more request bodies of yours now.")
         self._taken[tenant] += blocks
+
+    def give(self, tenant: str, blocks: int) -> None:
+        """Have some of it back."""
+        self._taken[tenant] -= blocks
+        if not self._taken[tenant]:
+            del self._taken[tenant]
 
 
 class Hold:
@@ -94,6 +98,12 @@ class Hold:
         if more > 0:
             self._room.take(self._tenant, more)
             self.blocks += more
+
+    def fit(self, size: int) -> None:
+        """Have room for so many bytes and no more. Raises QueueFullError."""
+        self.grow(size)
+        self._room.give(self._tenant, self.blocks - div_ceil(size, BLOCK))
+        self.blocks = div_ceil(size, BLOCK)
 
 
 def check_kind(headers: Mapping[str, str]) -> None:

@@ -1,8 +1,9 @@
 """uvicorn's protocols with the limits that they lack.
 
 Must not know applications. Invariants: a connection whose request line and headers do not come in time, or are too
-long, ends; a reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS, and of one address
-fewer; bytes that are no HTTP get an error of the one shape.
+long, ends, and so does one whose WebSocket message does not; all bytes of such messages that are here are counted; a
+reader that takes nothing for STALL_S is cut off; there are at most MAX_CONNECTIONS, and of one address fewer; bytes
+that are no HTTP get an error of the one shape; a client that still sends can read why it is refused.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import Frame
 
 from wicore_trt.access.calls import REQUEST_ID_HEADER
 from wicore_trt.access.listening import network_of
+from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import HttpError, error_bytes
+from wicore_trt.http.intake import READ_S, Hold
 
 HEAD_S = 20.0
 """A request line and its headers that have not come by then are given up."""
@@ -33,11 +38,16 @@ MAX_HEAD = 64 << 10
 MAX_HEADERS = 256
 STALL_S = 120.0
 """Seconds for which a client may take nothing of what waits for it."""
+LINGER_S, LINGER_BYTES = 10.0, 32 << 20
+"""For how long, and how much of it, what a refused client goes on sending is read and dropped. A socket that is closed
+with unread bytes resets the connection, and the refusal is lost."""
 MAX_CONNECTIONS = 4096
 MAX_PIPELINED = 16
 """Requests that a client sends on one connection before it has the answers; no library does that."""
 MAX_FRAGMENTS = 1024
 """Frames of one WebSocket message."""
+MESSAGE_BYTES = 512
+"""What a WebSocket message costs that waits, beside its bytes."""
 
 uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -77,6 +87,15 @@ class Visitors(ServerState):
         return client[0] and (network_of(client[0]) or client[0]) if client else ""
 
 
+class _Outlet:
+    """What requests see of their connection. `close` is the protocol's own."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
 class GuardedHttp(HttpToolsProtocol):
     """One connection."""
 
@@ -89,8 +108,11 @@ class GuardedHttp(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._reads = False  # bytes are being parsed
         self._read: tuple[RequestResponseCycle, Any] | None = None  # a request whose head was among them
+        self._drops, self._dropped = False, 0  # whether nothing that comes is parsed any more, and bytes of that
+        self._stays: bytes | None = None  # the first line of a request that offers a protocol which is not spoken here
         self._refusal = HttpError(400, "The request is not valid HTTP.")
         super().connection_made(transport)
+        self._outlet = _Outlet(transport, self._close)
         if not self.server_state.came(self.client):
             transport.abort()
             return
@@ -101,6 +123,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._cancel("_stalled")
         self._leave()
         self.server_state.left(self.client)
+        self._outlet.close = self.transport.close  # what holds no request, nor is held by one in a circle
         super().connection_lost(exc)
 
     def cut(self) -> None:
@@ -152,8 +175,14 @@ class GuardedHttp(HttpToolsProtocol):
             self._head += len(data)
             if self._late is None:
                 self._late = self.loop.call_later(HEAD_S, self._give_up)
+        if self._drops:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.cut()
+            return
+        self._unset_keepalive_if_required()
         self._reads = True
-        super().data_received(data)
+        self._parse(data)
         self._reads = False
         if self._read is not None:
             read, self._read = self._read, None
@@ -161,6 +190,46 @@ class GuardedHttp(HttpToolsProtocol):
         if self._in_head and self._head > MAX_HEAD and not self.transport.is_closing():
             self._too_long()
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if self._stays is not None:
+                self._stay(self._stays, data[upgrade.args[0] :])
+            elif self._should_upgrade():
+                self.handle_websocket_upgrade()
+        except HttpParserError:
+            self.send_400_response("")
+
+    def _stay(self, line: bytes, rest: bytes) -> None:
+        """Go on with HTTP/1.1, as RFC 9110, 7.8 allows, where a client offers another protocol (h2c). The parser leaves
+        out bodies of such requests; so another one gets the head without the offer."""
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        self._stays, self.parser = None, HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parse(b"".join((line, *fields, b"\r\n", rest)))
+
+    def _close(self) -> None:
+        """End the connection when what was written has gone out and the client has sent what it began."""
+        if self._running is not None and self._running.more_body:
+            self._linger()
+        else:
+            self._cancel("_late")
+            self._late = self.loop.call_later(STALL_S, self.cut)
+            self.transport.close()
+
+    def _linger(self) -> None:
+        self._drops = True
+        self._cancel("_late")
+        self._late = self.loop.call_later(LINGER_S, self.cut)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def on_response_complete(self) -> None:
+        if not self._drops:
+            super().on_response_complete()
 
     def on_message_begin(self) -> None:
         self._in_head, self._size = True, 0
@@ -172,6 +241,8 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
+        if not self._in_head:
+            return  # a trailer: it comes behind what its request may do
         if len(self.headers) >= MAX_HEADERS:
             self._too_long()
             raise ValueError("too many headers")  # the parser then gives up with an error of its own
@@ -180,14 +251,22 @@ class GuardedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._head = False, 0
         self._cancel("_late")
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT" and not self._should_upgrade():
+            self._stays = b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())
+            return
+        former = self.cycle
         super().on_headers_complete()
+        if self.cycle is not former:
+            self.cycle.transport = self._outlet  # type: ignore[assignment]
         if len(self.pipeline) > MAX_PIPELINED:
             self.cut()
             raise ValueError("too many requests at once")
 
     def on_message_complete(self) -> None:
         self._in_head = True
-        super().on_message_complete()
+        if self._stays is None:
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -202,7 +281,7 @@ class GuardedHttp(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._drops:
             return
         self._leave()
         body = error_bytes(self._refusal)
@@ -213,7 +292,7 @@ class GuardedHttp(HttpToolsProtocol):
             b"connection: close",
         )
         self.transport.write(STATUS_LINE[self._refusal.status] + b"\r\n".join(fields) + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._linger()
 
     def _count(self, size: int) -> None:
         self._size += size
@@ -238,19 +317,101 @@ async def _giving_back(place: ExitStack, app: Any, *asgi: Any) -> None:
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """One connection that has become a WebSocket."""
+    """One connection that has become a WebSocket. Its application puts what counts the bytes of messages into
+    scope["state"]["hold"]; until it asks for the first one nothing is read."""
 
     def __init__(self, config: Config, server_state: Visitors, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
         self._visitors = server_state
+        self._late: asyncio.TimerHandle | None = None
+        self._queued = 0  # bytes of messages that have come whole, and what they cost
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._visitors.left(self.client)
         super().connection_lost(exc)
+        self.conn.receive_eof()  # its parser, which waits inside of a frame, would hold all that came of it
+        self.conn.parser.close()
+        self._drop()
+        self._on_time()
 
     def cut(self) -> None:
         """End the connection now."""
         self.transport.abort()
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if not self.transport.is_closing():
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._fit(len(data))
+        super().data_received(data)
+        if self.close_sent or self.transport.is_closing():
+            self._drop()
+            return
+        self._fit()
+        if not self._partial() and not self.frames:
+            self._on_time()
+        elif self._late is None:
+            self._late = self.loop.call_later(READ_S, self._give_up)
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        if self.queue.empty():
+            self._queued = 0
+            self._fit()
+        return message
+
+    def _partial(self) -> int:
+        """Bytes that are here of a message that has not come whole."""
+        return len(self.conn.reader.buffer) + sum(map(len, self.frames))
+
+    def _fit(self, more: int = 0) -> None:
+        """Have room for what is here and `more` bytes of messages, or end the connection."""
+        taking = self.handshake_complete and not self.close_sent
+        hold: Hold | None = self.scope["state"].get("hold") if taking else None
+        try:
+            if hold is not None:
+                hold.fit(self._partial() + self._queued + more)
+        except WicoreError as error:
+            self._end(1013, error.message)
+
+    def _give_up(self) -> None:
+        """A message has not come. That is no fault while nothing is read."""
+        self._late = None
+        if self.read_paused or not self.writable.is_set():
+            self._late = self.loop.call_later(READ_S, self._give_up)
+        else:
+            self._end(1008, f"a message did not come within {READ_S:g} s")
+
+    def _end(self, code: int, why: str) -> None:
+        if not self.close_sent:
+            self.conn.fail(code, why)
+            self.handle_parser_exception()
+
+    def handle_parser_exception(self) -> None:
+        super().handle_parser_exception()
+        self._drop()
+
+    def _drop(self) -> None:
+        """The connection closes: forget what came of a message, and cut a client off that reads nothing."""
+        self.conn.reader.discard()
+        self.frames = []
+        self._on_time()
+        self._late = self.loop.call_later(LINGER_S, self.cut)
+
+    def _on_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    async def send(self, message: Any) -> None:
+        """Raises ClientDisconnected also where uvicorn has closed the connection, which is no fault of who sends."""
+        await self.writable.wait()
+        if self.close_sent:
+            raise ClientDisconnected
+        await super().send(message)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -267,20 +428,18 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         """Ends the connection for a text that is not UTF-8, without the traceback that uvicorn logs for it."""
+        self._on_time()
+        self._queued += sum(map(len, self.frames)) + MESSAGE_BYTES
         try:
             if self.curr_msg_data_type == "text":
                 b"".join(self.frames).decode()
         except UnicodeDecodeError:
-            self.frames = []
-            if not self.close_sent:
-                self.conn.send_close(1007)
-                self.handle_parser_exception()
+            self._end(1007, "")
             return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Frame) -> Any:
         if len(self.frames) >= MAX_FRAGMENTS:
-            self.conn.fail(1009, "too many fragments")
-            self.handle_parser_exception()
-            return
-        super().handle_cont(event)
+            self._end(1009, "too many fragments")
+        else:
+            super().handle_cont(event)

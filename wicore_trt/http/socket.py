@@ -82,7 +82,11 @@ def check_origin(headers: Headers, origins: Sequence[str]) -> None:
     origin = headers.get("origin")
     if origin is None or origin in origins or "*" in origins:
         return
-    if urlsplit(origin).netloc != headers.get("host"):
+    try:
+        host = urlsplit(origin).netloc
+    except ValueError:
+        host = None
+    if host is None or host != headers.get("host"):
         raise HttpError(403, "Web pages of this origin may not connect.", fix="Set server.cors_origins.")
 
 
@@ -96,7 +100,8 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope["state"]["call"]
         check_origin(Headers(scope=scope), self._origins)
-        with self._sockets.place(call.who.tenant):
+        with self._sockets.place(call.who.tenant), self._context.room.hold(call.who.tenant) as hold:
+            scope["state"]["hold"] = hold  # what has come of a message counts before it is whole
             await receive()  # websocket.connect
             await send({"type": "websocket.accept"})
             connection = Connection(self._context, call, send)
@@ -105,6 +110,7 @@ class StreamSocket:
                     await connection.take((message.get("text") or "").encode() or message.get("bytes") or b"")
                     await asyncio.sleep(0)  # frames that came together do not hold up other connections
             finally:
+                del scope["state"]["hold"]
                 await connection.close()
 
 
