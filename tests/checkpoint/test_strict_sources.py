@@ -83,6 +83,7 @@ def test_an_index_and_a_single_file(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"both model\.safetensors and model\.safetensors\.index\.json"):
         open_source(path)
+    (path / "a.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "model.safetensors"}}))
     assert open_source(path).tensors
     for wrong in ({"a": 1, "b": "x"}, {"a": ["x"]}, {"a": None}, {}, [], "x"):

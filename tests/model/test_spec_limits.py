@@ -71,14 +71,6 @@ def test_patterns_and_wrappers() -> None:
     for text in ([1], "x", None):
         with pytest.raises(CheckpointError, match="text_config"):
             Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": text})
-    with pytest.raises(CheckpointError, match="tie_word_embeddings is both"):
-        Gemma3Spec.from_hf_config(
-            {
-                "model_type": "gemma3",
-                "text_config": CONFIG | {"tie_word_embeddings": True},
-                "tie_word_embeddings": False,
-            }
-        )
     with pytest.raises(CheckpointError, match="text_config: model_type is 'gemma2'"):
         Gemma3Spec.from_hf_config({"model_type": "gemma3", "text_config": CONFIG | {"model_type": "gemma2"}})
     with pytest.raises(CheckpointError, match=r"model_type \['gemma3'\] is not supported"):

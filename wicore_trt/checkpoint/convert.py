@@ -183,7 +183,7 @@ class _Conversion:
         spec, kv_scales = self._source.spec, self._kv_scales
         config = build_config(spec, self._dtype, self._quant, self._tp, files, origin, kv_scales=kv_scales)
         write_config(self._directory, config)
-        return [*notes, *self._report.lines()]
+        return [*self._source.notes, *notes, *self._report.lines()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:
         with ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Names of Gemma 3's tensors: Hugging Face's on one side, the unified checkpoint's on the other.
 
 One table: which unified tensor is stacked from which Hugging Face tensors, its whole shape, and how tensor parallelism
-splits it. Sources spell the text model three ways (`model.*`, `language_model.model.*`,
-`model.language_model.*`); everything behind this module sees the first only. It knows neither files nor torch.
+splits it. Sources put the text model below `model.`, below wrappers of other models, of trainers and compilers, or
+below nothing; everything behind this module sees `model.*` only. It knows neither files nor torch.
 Invariant: every tensor of a source is either in the table, a vision tensor carried along, or an error by name.
 
 The unified names and the trap in them (HF gate_proj is `mlp.fc`, up_proj is `mlp.gate`, post_attention_layernorm is
@@ -24,11 +24,27 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 HF_FINAL_NORM = "model.norm.weight"
 HF_LM_HEAD = "lm_head.weight"
 
-_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_TEXT_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
+_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # anywhere in a name
+_OUTER = r"(?:(?:model|language_model|module|base_model)\.)*"
+_TEXT = re.compile(_OUTER + r"(embed_tokens\.weight|norm\.weight|layers\..+|lm_head\..+)")
+_VISION = re.compile(_OUTER + r"(?:vision_tower|multi_modal_projector)\..+")
+_FOREIGN = (  # part of an unknown tensor's name, and whose work it is
+    (
+        ".lora_",
+        "a LoRA adapter that is not merged: merge it with peft's merge_and_unload, or build the base with --lora",
+    ),
+    (".original_module.", "a wrapped PEFT model: merge it with peft's merge_and_unload"),
+    (".modules_to_save.", "a wrapped PEFT model: merge it with peft's merge_and_unload"),
+    (".qweight", "AWQ or GPTQ quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
+    (
+        ".weight_packed",
+        "compressed-tensors quantization, which WiCore does not read: give the model in BF16 or as GGUF",
+    ),
+    (".absmax", "bitsandbytes quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
+    (".weight_scale", "FP8 quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
+    (".scales", "MLX quantization, which WiCore does not read: give the model in BF16 or as GGUF"),
+    ("score.", "a classifier or reward model, which writes no text"),
+    ("v_head.", "the value head of a reward model: remove it from the weights"),
 )
 _MAX_LISTED = 8
 
@@ -100,15 +116,15 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
 
 def is_vision(name: str) -> bool:
     """True for tensors of the vision tower and its projector, whose names are kept as they are."""
-    return name.startswith(_VISION)
+    return _VISION.fullmatch(name) is not None
 
 
 def canonical_name(name: str) -> str:
     """The un-prefixed Hugging Face spelling of a text tensor's name; other names come back unchanged."""
-    for prefix, plain in _TEXT_PREFIXES:
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name
+    match = _TEXT.fullmatch(_WRAPPERS.sub("", name).replace(".base_layer.", "."))
+    if match is None:
+        return name
+    return match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
 
 
 def kv_scale_name(layer: int) -> str:
@@ -164,17 +180,29 @@ def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
 def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str = "The source") -> None:
     """Compare a source's canonical text tensors with what `spec` needs; errors call the source `place`.
 
-    A tied model may carry a copy of its head; it is not read, as transformers does not read it either. Raises
-    CheckpointError that lists missing tensors, unknown tensors or wrong shapes.
+    A tied model may carry a copy of its head, which is not read. Raises CheckpointError that lists missing tensors,
+    unknown tensors or wrong shapes.
     """
     needed = hf_shapes(spec)
-    missing = [name for name in needed if name not in present]
-    if missing:
-        raise CheckpointError(
-            f"{place} lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}.",
-            fix="Download it again, all files of it.",
-        )
     unknown = [name for name in present if name not in needed and name != HF_LM_HEAD]
+    for part, work in _FOREIGN:
+        names = [name for name in unknown if part in f".{name}"]
+        if names:
+            raise CheckpointError(f"{place} holds {named(names[0])}, which is of {work}.")
+    missing = [name for name in needed if name not in present]
+    if missing == [HF_LM_HEAD]:
+        raise CheckpointError(
+            f"{place} lacks {HF_LM_HEAD}, and its configuration says tie_word_embeddings: false.",
+            fix="Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it.",
+        )
+    if missing:
+        others = f", and holds {len(unknown)} that it does not have: {_listed(unknown)}" if unknown else ""
+        raise CheckpointError(
+            f"{place} lacks {len(missing)} tensors of Gemma 3: {_listed(missing)}{others}.",
+            fix="Its names must be those that transformers saves."
+            if unknown
+            else "Download it again, all files of it.",
+        )
     if unknown:
         raise CheckpointError(f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {_listed(unknown)}.")
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]

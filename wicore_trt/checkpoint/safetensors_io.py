@@ -40,6 +40,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def bytes(self) -> int:
+        """Size of a tensor with a safetensors tag."""
+        return prod(self.shape) * TAG_BYTES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -73,14 +78,13 @@ class SafetensorsFile:
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor's buffer, READ_BYTES or less at a time."""
-        info = self.tensors[name]
-        size = prod(info.shape) * TAG_BYTES[info.dtype]
+        size = self.tensors[name].bytes
         for start in range(0, size, READ_BYTES):
             yield self._read(self._entries[name].offset + start, min(READ_BYTES, size - start))
 
     def parts(self) -> dict[str, tuple[int, int]]:
         """Where the bytes of each part lie, [first, end): the header as `digest.HEADER`, and the tensors by name."""
-        sizes = {name: prod(info.shape) * TAG_BYTES[info.dtype] for name, info in self.tensors.items()}
+        sizes = {name: info.bytes for name, info in self.tensors.items()}
         offsets = {name: entry.offset for name, entry in self._entries.items()}
         header = min(offsets.values(), default=self.path.stat().st_size)
         return {HEADER: (0, header), **{name: (at, at + sizes[name]) for name, at in offsets.items()}}
@@ -143,7 +147,7 @@ def _read_header(path: Path, door: Door) -> dict[str, _Entry]:
         if item.dtype not in TAG_BYTES:
             raise door.refusal(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
         info = TensorInfo(tuple(item.shape), item.dtype)
-        expected = prod(info.shape) * TAG_BYTES[info.dtype]
+        expected = info.bytes
         if last - first_byte != expected:
             raise door.refusal(
                 path,

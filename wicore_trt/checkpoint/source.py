@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint import hub
-from wicore_trt.checkpoint.names import canonical_name, check_tensors, is_vision
+from wicore_trt.checkpoint.folder import ADAPTER, check_folder, entries, name_kind
+from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, is_vision
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, Door, present, quoted
+from wicore_trt.model.hf_config import compare_config
 from wicore_trt.model.spec import Gemma3Spec
 
 TOKENIZER_FILES = (
@@ -43,13 +46,16 @@ SINGLE = "model.safetensors"
 TEXT_TAGS = ("F32", "F16", "BF16")
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 _AGAIN = "Download it again."
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_COMPARE_ITEMS = 1 << 22
 
 
 class Source(ABC):
     """An opened source.
 
     `tensors`: canonical text tensors; `vision`: tensors of the vision tower under their own names; `name` is
-    the reference it was opened by and `revision` the hub commit; `generation_config` is {} when there is none.
+    the reference it was opened by and `revision` the hub commit; `generation_config` is {} when there is none; `notes`
+    are sentences on what was decided between contradictions and what was left aside.
     All files are read through `door`, which remembers them.
     """
 
@@ -61,6 +67,7 @@ class Source(ABC):
     vision: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    notes: Sequence[str] = ()
     makes_tokenizer = False
     """Whether write_tokenizer makes the tokenizer of checked parts; `chat_template` is then what it takes over."""
     chat_template: str | None = None
@@ -91,8 +98,9 @@ class Source(ABC):
             return to_float32(*self.rows(name, start, stop)) + np.float32(1.0)
 
 
-def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
-    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`).
+def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | None = None) -> Source:
+    """Open a directory, a GGUF file or a hub id (`owner/name`, at `revision`), with the adapter in the directory `lora`
+    merged into it.
 
     Raises CheckpointError for anything missing, truncated, gated, unreachable or not Gemma 3, and
     EnvironmentUnfitError when a GGUF file is given and the extra `gguf` is not installed.
@@ -125,38 +133,82 @@ def open_source(ref: str | Path, *, revision: str | None = None) -> Source:
 class HfSource(Source):
     """A directory with config.json and model.safetensors, or shards listed in model.safetensors.index.json."""
 
-    def __init__(self, path: Path, *, name: str, revision: str | None = None) -> None:
+    tensors: dict[str, TensorInfo]
+    vision: dict[str, TensorInfo]
+    notes: list[str]
+
+    def __init__(self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None) -> None:
         self.path, self.name, self.revision = path, name, revision
         self.door = Door(path, fix=_AGAIN, seen={})
         if not present(path / "config.json"):
-            raise CheckpointError(
-                f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
-            )
+            raise _no_config(path)
         self.config = self.door.json(path / "config.json")
         self.spec = Gemma3Spec.from_hf_config(self.config, str(path / "config.json"))
         generation = path / GENERATION
         self.generation_config = self.door.json(generation) if present(generation) else {}
         check_generation(self.generation_config, self.spec.vocab_size, str(generation))
+        files, self.notes = _weight_files(path, self.door)
+        read = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES, *(file.path.name for file in files)}
+        merges = lora is not None and os.path.realpath(lora) == os.path.realpath(path)
+        self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
         self.tensors, self.vision = {}, {}
-        for file in _weight_files(path, self.door):
-            for raw, info in file.tensors.items():
-                kind = self.vision if is_vision(raw) else self.tensors
-                key = raw if is_vision(raw) else canonical_name(raw)
-                if key in kind:
-                    raise CheckpointError(
-                        f"{path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."
-                    )
-                kind[key] = info
-                self._files[key] = (file, raw)
+        for file in files:
+            self._take(file)
+        self._settle_head()
         place = str(path / SINGLE) if len({f.path for f, _ in self._files.values()}) == 1 else str(path)
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
         for key, info in self.tensors.items():
             if info.dtype not in TEXT_TAGS:
-                file = self._files[key][0]
                 raise CheckpointError(
-                    f"{file.path}: {key} is stored as {info.dtype}.", fix="Use a BF16, F16 or F32 source."
+                    f"{self.place_of(key)}: {key} is stored as {info.dtype}, quantized.",
+                    fix="Use a BF16, F16 or F32 source, or a GGUF file.",
                 )
+
+    def _take(self, file: SafetensorsFile) -> None:
+        """Note down where the tensors of one weight file lie."""
+        for raw, info in file.tensors.items():
+            kind = self.vision if is_vision(raw) else self.tensors
+            key = raw if is_vision(raw) else canonical_name(raw)
+            if key in kind:
+                raise CheckpointError(
+                    f"{self.path} holds {named(key)} twice: in {self._files[key][0].path.name} and {file.path.name}."
+                )
+            kind[key] = info
+            self._files[key] = (file, raw)
+
+    def _settle_head(self) -> None:
+        """What a configuration with tied embeddings and the files say of the head, settled as transformers 5 does
+        (PreTrainedModel.tie_weights): of two tensors a head that differs is used, of one tensor it is both."""
+        head, embedding = self.tensors.get(HF_LM_HEAD), self.tensors.get(HF_EMBEDDING)
+        if head is None or not self.spec.tie_word_embeddings:
+            return
+        if embedding is None:
+            self.tensors = {HF_EMBEDDING: head, **{n: i for n, i in self.tensors.items() if n != HF_LM_HEAD}}
+            self._files[HF_EMBEDDING] = self._files.pop(HF_LM_HEAD)
+            self.notes.append(f"{HF_LM_HEAD} is the embedding too: the files hold no {HF_EMBEDDING}.")
+        elif head.shape != embedding.shape:
+            raise CheckpointError(
+                f"{self.path}: {HF_LM_HEAD} is {list(head.shape)} and {HF_EMBEDDING} {list(embedding.shape)}, "
+                "and its configuration ties them.",
+                fix="Set tie_word_embeddings to false if both are meant.",
+            )
+        elif self._equal(HF_LM_HEAD, HF_EMBEDDING):
+            del self.tensors[HF_LM_HEAD]
+        else:
+            self.spec = replace(self.spec, tie_word_embeddings=False)
+            self.notes.append(
+                f"{HF_LM_HEAD} differs from the embedding though config.json ties them: the head of the files is used."
+            )
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape have the same values, some MiB at a time."""
+        rows, width = self.tensors[one].shape
+        step = max(1, _COMPARE_ITEMS // width)
+        spans = ((at, min(rows, at + step)) for at in range(0, rows, step))
+        return all(
+            np.array_equal(to_float32(*self.rows(one, *span)), to_float32(*self.rows(other, *span))) for span in spans
+        )
 
     def rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         file, raw = self._files[name]
@@ -192,21 +244,47 @@ class _Index(BaseModel):
 
     model_config = ConfigDict(strict=True)
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
+    metadata: dict[str, Any] | None = None
 
 
-def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
+def _no_config(path: Path) -> CheckpointError:
+    """The error for a directory without config.json, as far as its files tell what it is."""
+    if present(path / ADAPTER):
+        base = Door(path, fix=_AGAIN).json(path / ADAPTER).get("base_model_name_or_path")
+        return CheckpointError(
+            f"{path} is an adapter of {shown(base)}, no whole model.",
+            fix=f"Build its base with it: wicore build BASE OUTPUT --lora {quoted(path)}",
+        )
+    return name_kind(path) or CheckpointError(
+        f"{path / 'config.json'} is missing.", fix="Give the directory of a Hugging Face model."
+    )
+
+
+def _weight_files(path: Path, door: Door) -> tuple[list[SafetensorsFile], list[str]]:
+    """The files that hold the weights, and sentences on how they were found."""
     index = path / INDEX
     if not present(index):
-        if not present(path / SINGLE):
-            raise CheckpointError(
-                f"{path} holds neither {SINGLE} nor {INDEX}.",
-                fix="WiCore reads safetensors and GGUF; convert other formats first.",
+        shards = [name for name in entries(path) if _SHARD.fullmatch(name)]
+        if present(path / SINGLE):
+            return [SafetensorsFile(path / SINGLE, door)], []
+        if shards and len(shards) == int(shards[0][15:20]) and len({name[15:20] for name in shards}) == 1:
+            note = f"{INDEX} is missing: all {len(shards)} shards are read."
+            return [SafetensorsFile(path / name, door) for name in shards], [note]
+        pickled = [name for name in entries(path) if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
+        if pickled and not shards:
+            raise name_kind(path) or CheckpointError(
+                f"{path} holds its weights as {named(pickled[0])}, which can run code when it is read.",
+                fix="Load it with transformers and save_pretrained it to a new directory: that writes safetensors.",
             )
-        return [SafetensorsFile(path / SINGLE, door)]
+        raise name_kind(path) or CheckpointError(
+            f"{path} holds neither {SINGLE} nor {INDEX}.",
+            fix="Download all files of it." if shards else "WiCore reads safetensors and GGUF.",
+        )
     try:
-        weight_map = _Index.model_validate(door.json(index)).weight_map
+        listed = _Index.model_validate(door.json(index))
     except ValidationError as error:
         raise door.refusal(index, f"has no weight_map to use: {first_fault(error)}") from error
+    weight_map, notes = listed.weight_map, list[str]()
     shards = sorted(set(weight_map.values()))
     odd = [s for s in shards if s in (".", "..") or not _FILE_NAME.fullmatch(s)]
     if odd:
@@ -228,4 +306,8 @@ def _weight_files(path: Path, door: Door) -> list[SafetensorsFile]:
             f"{index}: {len(lost)} tensors are not in the shard that the index names, e.g. {named(lost[0])}.",
             fix="Download it again.",
         )
-    return list(files.values())
+    said = (listed.metadata or {}).get("total_size")
+    held = sum(info.bytes for file in files.values() for info in file.tensors.values())
+    if isinstance(said, int) and said != held:
+        notes.append(f"{INDEX} says {said} bytes of weights; its shards hold {held}, all of which are read.")
+    return list(files.values()), notes

@@ -30,8 +30,6 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _ONLY = {  # what else config.json may ask for, and why it is refused
     "attn_logit_softcapping": "attention softcapping is not part of Gemma 3",
     "use_bidirectional_attention": "bidirectional attention (EmbeddingGemma) is not a text generator",
-    "quantization_config": "quantized Hugging Face weights are not read; give the BF16 model or a GGUF file",
-    "compression_config": "compressed Hugging Face weights are not read; give the BF16 model or a GGUF file",
     "attention_bias": "only attention without bias is Gemma 3",
     "mlp_bias": "only an MLP without bias is Gemma 3",
     "is_encoder_decoder": "Gemma 3 is a decoder",
@@ -39,6 +37,25 @@ _ONLY = {  # what else config.json may ask for, and why it is refused
     "num_experts": "experts are not part of Gemma 3",
     "num_local_experts": "experts are not part of Gemma 3",
 }
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+_OTHER_MODELS = {
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3n": "Gemma 3n",
+    "gemma4": "Gemma 4",
+    "t5gemma": "T5Gemma",
+    "paligemma": "PaliGemma",
+    "recurrent_gemma": "RecurrentGemma",
+    "shieldgemma2": "ShieldGemma 2, which classifies images",
+}
+"""What models of Gemma's family, by the beginning of model_type, are called. The longest that fits names it."""
+_OTHER_HEADS = {
+    "ForSequenceClassification": "a classifier or reward model",
+    "ForTokenClassification": "a tagger",
+    "ForImageClassification": "an image classifier (ShieldGemma 2)",
+    "ForQuestionAnswering": "a span finder",
+}
+"""Endings of names in `architectures` whose model does not write text."""
 
 
 class _Rope(BaseModel):
@@ -102,11 +119,14 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
     """
     kind = config.get("model_type")
     if kind not in ("gemma3", "gemma3_text"):
+        family = max((m for m in _OTHER_MODELS if str(kind).startswith(m)), key=len, default=None)
+        what = f"it is {_OTHER_MODELS[family]}" if family else f"model_type {shown(kind)} is not supported"
         raise CheckpointError(
-            f"{place} has no model_type." if kind is None else f"{place}: model_type {shown(kind)} is not supported.",
-            fix="WiCore builds Gemma 3: 'gemma3_text' or 'gemma3'.",
+            f"{place} has no model_type." if kind is None else f"{place}: {what}.",
+            fix="WiCore builds Gemma 3: model_type 'gemma3_text' or 'gemma3'.",
         )
     _refuse_others(config, place)
+    _refuse_heads(config, place)
     outer_tie: bool | None = None
     data: Mapping[str, Any] = config
     if kind == "gemma3":
@@ -117,9 +137,7 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
             raise CheckpointError(f"{place}: model_type is {shown(data['model_type'])}, not 'gemma3_text'.")
         _refuse_others(data, place)
     text = _parse(_TextConfig, data, place)
-    ties = {tie for tie in (text.tie_word_embeddings, outer_tie) if tie is not None}
-    if len(ties) > 1:
-        raise CheckpointError(f"{place}: tie_word_embeddings is both true and false; which one is meant?")
+    tie = outer_tie if kind == "gemma3" else text.tie_word_embeddings  # transformers asks the outermost alone
     theta, local_theta, factor = _rope(text, place)
     try:
         check_whole("num_layers", text.num_hidden_layers, 1, MAX_LAYERS)
@@ -139,14 +157,57 @@ def read_hf_config(config: Mapping[str, Any], place: str) -> Gemma3Spec:
             sliding_window=text.sliding_window,
             layer_groups=_layer_groups(text, place),
             max_position_embeddings=text.max_position_embeddings,
-            tie_word_embeddings=ties.pop() if ties else True,
+            tie_word_embeddings=tie is None or tie,
             final_logit_softcapping=text.final_logit_softcapping,
         )
     except SpecError as error:
         raise error.at(place, _KEYS) from error
 
 
+def compare_config(config: Mapping[str, Any]) -> list[str]:
+    """Sentences on keys that a config.json gives twice with two values, where transformers has a rule which one counts.
+    `config` was read by read_hf_config."""
+    text, notes = config.get("text_config"), list[str]()
+    if isinstance(text, dict):
+        for key in ("tie_word_embeddings", *_TextConfig.model_fields):
+            outer, inner = config.get(key), text.get(key)
+            if None not in (outer, inner) and outer != inner and not any(note.startswith(key) for note in notes):
+                used = "the first" if key == "tie_word_embeddings" else "the second"
+                notes.append(
+                    f"{key} is {shown(outer)} in config.json, {shown(inner)} in its text_config: {used} counts."
+                )
+    data = text if isinstance(text, dict) else config
+    pattern, kinds = data.get("sliding_window_pattern"), data.get("layer_types")
+    if pattern and kinds and kinds != [list(_KINDS)[bool((i + 1) % pattern)] for i in range(len(kinds))]:
+        notes.append(f"sliding_window_pattern {pattern} and layer_types differ: layer_types counts.")
+    return notes
+
+
+def _refuse_heads(config: Mapping[str, Any], place: str) -> None:
+    """Raises CheckpointError for a model that writes no text, or that brings its own code."""
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else []:
+        for ending, what in _OTHER_HEADS.items():
+            if str(name).endswith(ending):
+                raise CheckpointError(f"{place}: {shown(name)} is {what}; WiCore builds models that write text.")
+    code = config.get("auto_map")
+    if isinstance(code, dict) and any(str(key).startswith("AutoModel") for key in code):
+        raise CheckpointError(
+            f"{place}: auto_map names the model's own code, {shown(next(iter(code.values())))}, which is not run.",
+            fix="Remove auto_map if the model is plain Gemma 3.",
+        )
+
+
 def _refuse_others(config: Mapping[str, Any], place: str) -> None:
+    for key in _QUANTIZED:
+        value = config.get(key)
+        if value:
+            given = value if isinstance(value, dict) else {}
+            kind = "MLX" if key == "quantization" else shown(given.get("quant_method", "a method without a name"))
+            raise CheckpointError(
+                f"{place}: {key} says that the weights are quantized by {kind}, which WiCore does not read.",
+                fix="Give the model in BF16, or as a GGUF file.",
+            )
     ropes = [k for k, value in config.items() if k.startswith("rope") and k not in _TextConfig.model_fields and value]
     if ropes:
         raise CheckpointError(f"{place}: WiCore does not know what {named(ropes[0])} asks for.")
