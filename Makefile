@@ -5,12 +5,13 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13
 export PYTHONDONTWRITEBYTECODE :=  # where an environment sets it, each of hundreds of processes compiles all modules
 NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
-.PHONY: setup lint format test test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu bench-serve-gpu proto clean
+.PHONY: setup lint format test test-install test-targets test-long test-clients test-fleet test-mutants demo bench-cpu bench-gpu bench-kv bench-kv-gpu bench-serve-gpu proto clean
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
 	test -x $(PY) || $(PYTHON) -m venv .venv && $(PY) -m pip install -q --upgrade "pip>=25.1"
 	$(PY) -m pip install -q -e ".[all]" "$(TORCH)" --group dev
+	@$(PY) -m wicore_trt.plugins.cpu_library  # pip hides what the build says
 	touch $@
 
 lint: setup  ## style, imports, types
@@ -24,6 +25,9 @@ format: setup
 WORKERS ?= 4
 test: setup  ## the whole suite, minutes; WORKERS: how many processes share it, of a gigabyte each
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+test-install: setup  ## the CPU kernels by each compiler that is here, and an install whose compiler fails; two minutes
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pytest -m "long or not long" -rs tests/cpu_kernels/test_compilers.py tests/project/test_packaging.py
 
 test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes
 	$(PY) -m pytest -m long tests/engine/test_triton_backend.py

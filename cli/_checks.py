@@ -134,8 +134,9 @@ def _native_kernels() -> Check:
 
     found = next((p for root in wicore_trt.__path__ for p in Path(root, "_native").glob("libwicore_cpu.*")), None)
     if found is None:
-        fix = "Install a C++ compiler and reinstall wicore-trt; until then torch operators run in their place."
-        return Check("native kernels", WARN, "not built", fix)
+        from wicore_trt.plugins.cpu_library import FIX, why_lacking
+
+        return Check("native kernels", WARN, why_lacking(), f"{FIX} Until then slower torch operators run.")
     try:
         library = ctypes.CDLL(str(found))
         library.wicore_cpu_isa.restype = ctypes.c_char_p

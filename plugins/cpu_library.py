@@ -14,8 +14,19 @@ import wicore_trt
 
 ABI = 3
 LIBRARY = "libwicore_cpu.so"
+NOT_BUILT = "not_built.txt"
+"""Where the library would be: the compiler's first error, as plugins/cpu/build.cmake leaves it."""
+FIX = "Install another C++17 compiler (g++ 11 to 14, or clang) and then this package again."
 
 log = logging.getLogger(__name__)
+
+
+def why_lacking() -> str:
+    """Why the library is not there: what the compiler said when the package was installed, if it ran."""
+    for root in wicore_trt.__path__:
+        if (place := Path(root, "_native", NOT_BUILT)).is_file():
+            return f"was not built: {place.read_text(errors='replace').strip()[:300]}"
+    return "was not built"
 
 
 def open_library(path: Path | None = None) -> ctypes.CDLL | None:
@@ -40,3 +51,8 @@ def library_name(library: ctypes.CDLL) -> str:
     library.wicore_cpu_isa.restype = ctypes.c_char_p
     digest = blake2b(Path(library._name).read_bytes(), digest_size=4).hexdigest()  # noqa: SLF001 -- ctypes' only name
     return f"{bytes(library.wicore_cpu_isa()).decode()}-{digest}"
+
+
+if __name__ == "__main__":
+    if open_library() is None:
+        print(f"WARNING: the native CPU kernels' library {why_lacking()}. {FIX}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import venv
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -112,3 +115,46 @@ def test_wheel_has_the_native_library(installed: Path, tmp_path: Path) -> None:
         "print(rows['native kernels'])"
     )
     assert "state='ok'" in in_wheel(installed, code, tmp_path)
+
+
+FAILS = """#!/bin/sh
+case "$*" in
+  *plugins/cpu/src*) echo "library.cpp:30:46: error: deducing wants a header" >&2; exit 1;;
+  *) exec c++ "$@";;
+esac
+"""
+"""A compiler that takes CMake's own programs and not our sources, as one does whose library lacks a header."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("editable", [False, True], ids=["package", "editable"])
+@pytest.mark.parametrize(("compiler", "said"), [(FAILS, "library.cpp:30:46: error: deducing wants a header"), ("", "")])
+def test_a_compiler_that_fails_leaves_a_package_that_works(
+    compiler: str, said: str, editable: bool, tmp_path: Path
+) -> None:
+    """Installed by pip into an environment of its own, whose other packages are this one's."""
+    venv.create(tmp_path / "env")
+    python, broken = tmp_path / "env" / "bin" / "python", tmp_path / "c++"
+    broken.write_text(compiler or "#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    others = tmp_path / "others"
+    others.mkdir()
+    for path in {*Path(sysconfig.get_path("purelib")).iterdir(), *Path(sysconfig.get_path("platlib")).iterdir()}:
+        if "wicore" not in path.name:
+            (others / path.name).symlink_to(path)
+    environment = os.environ | {"PYTHONPATH": str(others), "CXX": str(broken)}
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-v", "--ignore-installed"]
+    command += ["--no-deps", "--no-build-isolation", "--no-index", f"-Cbuild-dir={tmp_path}/build"]
+    source = ["-e", str(ROOT)] if editable else [str(ROOT)]
+    done = subprocess.run([*command, *source], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    doctor = [str(python), "-m", "wicore_trt.cli.main", "doctor", "--json"]
+    report = subprocess.run(doctor, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    (row,) = (row for row in json.loads(report.stdout)["checks"] if row["name"] == "native kernels")
+    assert row["state"] == "warn" and "C++17 compiler" in row["fix"]
+    assert row["found"].startswith(f"was not built: {said}") and len(row["found"]) > len("was not built: ")
+    code = "from wicore_trt.backends.torch import native, executor; print(executor.__file__, native.load())"
+    place = subprocess.run([str(python), "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    imported, library = place.stdout.split()
+    assert Path(imported).is_relative_to(ROOT if editable else tmp_path / "env") and library == "None"

@@ -9,6 +9,7 @@
 // float32; and when it is float16, float32 values with float16's precision: a row with values beyond 32768 is rounded
 // after division by the power of two that brings it below, and multiplied by it again.
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus

@@ -9,6 +9,9 @@
 // -0, the one value that adding +0 would change. Keys that no row of the item sees are not read at all: their
 // slots may hold anything.
 #pragma once
+#include <stdint.h>
+#include <string.h>
+
 #include "attention_tiles.h"
 #include "pool.h"
 #include "rope.h"

@@ -2,6 +2,8 @@
 //
 // They know rows and lanes, not sequences or pages; attention.h states the order that they keep.
 #pragma once
+#include <stdint.h>
+
 #include "rope.h"
 #include "simd.h"
 

@@ -1,5 +1,6 @@
 // Digest of a page's bytes: two levels of NH^2, as wicore_trt/runtime/page_digest.py defines it.
 #pragma once
+#include <stdint.h>
 #include <string.h>
 
 #include "wicore_cpu.h"

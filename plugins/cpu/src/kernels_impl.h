@@ -1,11 +1,13 @@
 // Body of every kernels_<isa>.cpp: the operators compiled for that file's instruction set, as a table.
 // The file defines WICORE_ISA (a namespace), WICORE_ISA_NAME and WICORE_ISA_TABLE first.
+// IWYU pragma: begin_exports
 #include "attention.h"
 #include "digest.h"
 #include "kernels.h"
 #include "linear.h"
 #include "rope.h"
 #include "rows.h"
+// IWYU pragma: end_exports
 
 namespace wicore {
 namespace {

@@ -1,10 +1,13 @@
 // The C ABI: choice of the instruction set, and dispatch of commands to it.
+#include <stdint.h>
 #include <string.h>
 
+#include <initializer_list>
 #include <mutex>
 
 #include "kernels.h"
 #include "pool.h"
+#include "wicore_cpu.h"
 
 namespace wicore {
 namespace {

@@ -4,6 +4,9 @@
 // 2, ... in turn (bf16: pairs of k). Blocking K stores and reloads accumulators, which is exact. So a row's result
 // depends on neither M nor its place in the batch.
 #pragma once
+#include <stdint.h>
+#include <string.h>
+
 #include "pool.h"
 #include "quantize.h"
 #include "simd.h"

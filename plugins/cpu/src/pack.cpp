@@ -1,4 +1,5 @@
 // Weight packing: rows in blocks of 64, interleaved so that a product reads its weights as one forward stream.
+#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <stdint.h>
 
 #include <atomic>
 #include <chrono>

@@ -2,6 +2,8 @@
 //
 // The quantized values are kept as bf16, which holds every E4M3 value exactly, so the product runs on the bf16 path.
 #pragma once
+#include <stdint.h>
+
 #include "pool.h"
 #include "simd.h"
 #include "wicore_cpu.h"

@@ -1,5 +1,7 @@
 // QK-norm, rotary embedding and the write of k and v into the paged KV pool, token by token.
 #pragma once
+#include <stdint.h>
+
 #include "pool.h"
 #include "rows.h"
 #include "simd.h"

@@ -3,6 +3,8 @@
 // Reduction order of a norm: four vectors of partial sums over the row's whole vectors, then the ragged end, then a
 // tree over the lanes. It depends on the row's length only. Arithmetic is float32.
 #pragma once
+#include <stdint.h>
+
 #include "pool.h"
 #include "simd.h"
 #include "wicore_cpu.h"

@@ -24,6 +24,7 @@ from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.ops import Ops
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
@@ -155,7 +156,7 @@ def torch_kernels(device: torch.device) -> str:
 
 def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -> NativeLibrary | None:
     """The library if it can run `engine` on `device`. Raises EnvironmentUnfitError if it cannot and must."""
-    library, reason = None, None
+    library, reason, level = None, None, logging.INFO
     if device.type != "cpu":
         reason = f"they run on the CPU, and the engine on {device}"
     elif any(t.dtype == TORCH_DTYPES["fp8"] for t in engine.tensors.values()) and engine.dtype != "bfloat16":
@@ -164,14 +165,15 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
         reason = unsupported(engine.spec, engine.kv_dtype, engine.tensors)
     if reason is None:
         library = native.load()
-        reason = "the library was not built" if library is None else None
+        if library is None:
+            reason, level = f"the library {why_lacking()}", logging.WARNING
     if reason and kernels == "native":
         raise EnvironmentUnfitError(
             f"The native CPU kernels cannot be used: {reason}.",
-            fix="Set executor.kernels to auto, or install the package where a C++ compiler is.",
+            fix=f"Set executor.kernels to auto. {FIX}",
         )
     if reason and device.type == "cpu":
-        log.info("torch operators in place of the native CPU kernels: %s", reason)
+        log.log(level, "slower torch operators in place of the native CPU kernels: %s", reason)
     return library
 
 
