@@ -11,8 +11,7 @@ setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
 	test -x $(PY) || $(PYTHON) -m venv .venv && $(PY) -m pip install -q --upgrade "pip>=25.1"
 	$(PY) -m pip install -q -e ".[all]" "$(TORCH)" --group dev
-	@$(PY) -m wicore_trt.plugins.cpu_library  # pip hides what the build says
-	touch $@
+	@$(PY) -m wicore_trt.plugins.cpu_library && touch $@  # pip hides what the build says
 
 lint: setup  ## style, imports, types
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
