@@ -241,7 +241,8 @@ class BuildSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the weights."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    """Dtype of the KV cache; auto is that of the activations. fp8 runs on the torch operators."""
+    """Dtype of the KV cache; auto is that of the activations. fp8 runs on the torch operators, on a GPU on
+    compiled kernels too."""
     backend: str = "torch"
     """How the engine computes."""
     targets: Names = ()

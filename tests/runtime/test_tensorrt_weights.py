@@ -63,7 +63,7 @@ def test_one_scale_stands_for_all_rows_of_its_part(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda t: t.pop(layer_weight(0, "mlp.gate")), "lacks .*mlp.gate"),
-        (lambda t: t.update(stranger=torch.zeros(1)), "no plan takes: stranger"),
+        (lambda t: t.update(stranger=torch.zeros(1)), "engine does not take: stranger"),
         (lambda t: t.update({layer_weight(0, "mlp.fc"): t[layer_weight(0, "mlp.fc")].half()}), "mlp.fc.weight is"),
         (lambda t: t.update({layer_weight(0, "mlp.fc"): t[layer_weight(0, "mlp.fc")][:-1]}), "values, and input"),
     ],

@@ -6,8 +6,8 @@ Invariant: the KV keys name everything that KV values depend on, the kernels tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast

@@ -3,7 +3,7 @@
 Decides on plain data and imports no torch: slots, keys and token counts. Global layers keep every page of a sequence.
 Local (sliding-window) layers hold only the pages that the next token can still see; those that slide out stay
 cached only around resume points (end of prompt, branch points, every `checkpoint_tokens`), where a later request can
-start. With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix_loader` brings them back.
+start. With lower tiers (`LowerTiers`), finished pages are copied down from here; `prefix/loader` brings them back.
 Invariant: a hit of n tokens has every global page up to n and every local page that position n looks at; a page is
 findable only when all its tokens were written by steps of the sequence that publishes it or by a verified load; a
 lower tier gets a page only after a step with finite logits has read it.

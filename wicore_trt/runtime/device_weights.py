@@ -1,4 +1,4 @@
-"""The constant inputs of a plan on the device: weights from a rank's safetensors file, and rope tables.
+"""The constant inputs of a compiled engine on the device: weights from a rank's safetensors file, and rope tables.
 
 Knows the format and the list of inputs; neither TensorRT nor the model. Invariants: every tensor of the file is used or
 known to be idle, and every input is made of what the index says; a weight is read from the mapped file straight to its
@@ -36,7 +36,7 @@ def load_weights(path: Path, inputs: Iterable[TensorSpec], spec: Gemma3Spec, dev
             names = {*file.keys()}
             _refuse(path, "lacks", {part for t in wanted for part in t.parts} - names)
             unused = {n for n in names - {part for t in wanted for part in t.parts} if not _idle(n, spec)}
-            _refuse(path, "holds tensors that no plan takes:", unused)
+            _refuse(path, "holds tensors that the compiled engine does not take:", unused)
             made: dict[tuple[object, ...], torch.Tensor] = {}
             weights = {}
             for tensor in wanted:
@@ -96,8 +96,8 @@ def _check_size(tensor: TensorSpec, items: int, path: Path) -> None:
 
 
 def _idle(name: str, spec: Gemma3Spec) -> bool:
-    """True for what an engine may hold and a plan not need: a tied model's head, scales of a KV cache or of activations
-    that are not quantized by them."""
+    """True for what an engine may hold and its kernels not need: a tied model's head, scales of a KV cache or of
+    activations that are not quantized by them."""
     kv_scales = {kv_scale_name(layer) for layer in range(spec.num_layers)}
     return (
         name in kv_scales
@@ -113,4 +113,4 @@ def _refuse(path: Path, what: str, names: set[str]) -> None:
 
 
 def _misfit(path: Path, what: str) -> EngineFormatError:
-    return EngineFormatError(f"{path} does not fit the engine's plans: {what}.", fix="Build the engine again.")
+    return EngineFormatError(f"{path} does not fit the compiled engine: {what}.", fix="Build the engine again.")
