@@ -350,7 +350,7 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else chr(32 + token).encode()
 
-    def apply_chat(self, messages, *, functions=(), add_generation_prompt: bool = True, max_tokens=None) -> list[int]:
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, **_: object) -> list[int]:
         return self.encode("".join(str(m["content"]) for m in messages))
 
 

@@ -16,7 +16,7 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.http.server import HttpServer
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledToken, StepBatch, StepResult
-from wicore_trt.text.chat import checked_turns
+from wicore_trt.text.chat import shaped_turns
 from wicore_trt.text.turns import has_calls, render
 from wicore_trt.types import TokenLogprob
 
@@ -30,10 +30,10 @@ class WebTokenizer(FakeTokenizer):
     def encode(self, text, *, add_bos=True, max_tokens=None):
         return [(ord(c) - 32) % VOCAB for c in text]
 
-    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None):
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, **_):
         if functions or has_calls(messages):
             return self.encode(render(messages, functions, add_generation_prompt=add_generation_prompt))
-        return self.encode("".join(turn["content"] for turn in checked_turns(messages)))
+        return self.encode("".join(turn["content"] for turn in shaped_turns(messages, frozenset(("text", "answers", "system")))))
 
 
 TOKENIZER = WebTokenizer()

@@ -367,9 +367,10 @@ def prompt_fields(prompt: Prompt | Sequence[Mapping[str, str]]) -> dict[str, Any
 class TextRequest:
     """A request at the text level; exactly one of `prompt`, `prompt_token_ids`, `messages` is given.
 
-    `messages` are chat turns ({"role", "content"}), rendered by the model's own template, and `functions`
-    ({"name", "description", "parameters"}) what it is told that it may call in them. `timeout_s` counts
-    from submission. `add_bos` applies to `prompt` only. The rest is as in GenerateRequest, which checks the token ids.
+    `messages` are chat turns ({"role", "content"}), rendered by the model's own template, `functions`
+    ({"name", "description", "parameters"}) what it is told that it may call in them, and `chat_template_kwargs` the
+    template's other variables. `timeout_s` counts from submission. `add_bos` applies to `prompt` only. The rest is as
+    in GenerateRequest, which checks the token ids.
 
     Raises InvalidRequestError with the field's name for values of another type or out of range.
     """
@@ -387,6 +388,7 @@ class TextRequest:
     add_bos: bool = True
     functions: tuple[Mapping[str, Any], ...] = ()
     log_id: str = ""
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_request(self)

@@ -227,7 +227,7 @@ class BytesTokenizer(WebTokenizer):
     def encode(self, text, *, add_bos=True, max_tokens=None):
         return list(re.sub("<(start|end)_of_turn>", "t", text).encode())[: CONTEXT - 1]
 
-    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None):
+    def apply_chat(self, messages, *, functions=(), add_generation_prompt=True, max_tokens=None, **_):
         return self.encode(render(messages, functions, add_generation_prompt=True))
 
 

@@ -170,7 +170,8 @@ def test_aliases_of_roles(chat: Tokenizer) -> None:
         ("hello", "non-empty list"),
         ([["user", "x"]], r"messages\[0\]"),
         ([{"content": "x"}], "role"),
-        ([{"role": "tool", "content": "x"}], "role"),
+        ([{"role": "tool", "content": "x"}], "of a call before it"),
+        ([{"role": "wizard", "content": "x"}], "role"),
         ([{"role": ["user"], "content": "x"}], "role"),
         ([{"role": "user"}], "content"),
         ([{"role": "user", "content": None}], "content"),
@@ -180,7 +181,7 @@ def test_aliases_of_roles(chat: Tokenizer) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"content\[0\]"),
         ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
         ([{"role": "system", "content": "x"}], "no user turn"),
-        ([{"role": "user", "content": "x"}, {"role": "system", "content": "x"}], "first"),
+        ([{"role": "user", "content": "x", "prefix": True}], "prefix"),
         ([{"role": "assistant", "content": "x"}], "alternate"),
         ([{"role": "system", "content": "x"}] * 2, "no user turn"),
     ],
@@ -198,6 +199,59 @@ def test_turns_of_one_role_in_a_row_become_one(chat: Tokenizer) -> None:
     merged = [{"role": r, "content": c} for r, c in zip(["system", *["user", "assistant"] * 2], whole, strict=False)]
     assert chat.apply_chat(given) == chat.apply_chat(merged)
     assert "0\n\n1\n\n2\n\n3" in chat.decode(chat.apply_chat(given))
+
+
+def said(tokenizer: Tokenizer, messages: list[dict[str, object]], **more: object) -> str:
+    return tokenizer.decode(tokenizer.apply_chat(messages, **more), skip_special=False)  # type: ignore[arg-type]
+
+
+def turns(*pairs: tuple[str, object]) -> list[dict[str, object]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_later_system_message_is_part_of_the_users_next_turn(tmp_path: Path, template: bool) -> None:
+    more = {} if template else {"tokenizer_config": {"bos_token": "<bos>", "eos_token": "<eos>"}}
+    tokenizer = Tokenizer.from_dir(write(tmp_path, **more))
+    later = said(tokenizer, turns(("user", "a"), ("assistant", "b"), ("developer", "c"), ("user", "d")))
+    assert later == said(tokenizer, turns(("user", "a"), ("assistant", "b"), ("user", "c\n\nd")))
+    last = said(tokenizer, turns(("system", "s"), ("user", "a"), ("assistant", "b"), ("system", "c")))
+    assert last == said(tokenizer, turns(("user", "s\n\na"), ("assistant", "b"), ("user", "c")))
+    behind = said(tokenizer, turns(("user", "a"), ("system", "c"), ("assistant", "b"), ("user", "d")))
+    assert behind == said(tokenizer, turns(("user", "a\n\nc"), ("assistant", "b"), ("user", "d")))
+
+
+LOOP = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+
+
+def with_template(directory: Path, template: str) -> Tokenizer:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    return Tokenizer.from_dir(write(directory, tokenizer_config=config))
+
+
+def test_what_a_template_takes_comes_as_it_was_given(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, LOOP)
+    given = turns(
+        ("system", "s"), ("user", "a"), ("user", "b"), ("developer", "c"), ("assistant", "d"), ("system", "e")
+    )
+    assert said(tokenizer, given) == "<bos>" + "".join(
+        f"<start_of_turn>{m['role']}\n{m['content']}<end_of_turn>\n" for m in given
+    )
+    without = LOOP.replace("{{ m.content }}", "{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}")
+    assert said(with_template(tmp_path, without), turns(("system", "s"), ("user", "a"))).count("user\ns") == 1
+
+
+def test_variables_and_unknown_keys_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% if enable_thinking %}t{% endif %}"
+    template += "{% for m in messages %}{{ m.mood }}{{ m.content }}{% endfor %}"
+    tokenizer = with_template(tmp_path, template)
+    given = [{"role": "user", "content": "a", "mood": "m"}]
+    assert said(tokenizer, given) == "<bos>ma"
+    assert said(tokenizer, given, chat_template_kwargs={"enable_thinking": True, "other": [1]}) == "<bos>tma"
+    for wrong in ({"messages": []}, {"tools": []}, {"add_generation_prompt": False}, [1], {"x": {1}}):
+        with pytest.raises(InvalidRequestError) as error:
+            tokenizer.apply_chat(given, chat_template_kwargs=wrong)  # type: ignore[arg-type]
+        assert error.value.field == "chat_template_kwargs"
 
 
 def test_no_template_and_failing_templates(tmp_path: Path) -> None:

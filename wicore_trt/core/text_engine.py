@@ -99,7 +99,14 @@ def prompt_ids(tokenizer: Tokenizer, request: TextRequest, max_tokens: int | Non
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if request.messages is not None:
-        return tuple(tokenizer.apply_chat(request.messages, functions=request.functions, max_tokens=max_tokens))
+        return tuple(
+            tokenizer.apply_chat(
+                request.messages,
+                functions=request.functions,
+                chat_template_kwargs=request.chat_template_kwargs,
+                max_tokens=max_tokens,
+            )
+        )
     assert request.prompt is not None
     if not request.prompt:
         raise InvalidRequestError("The prompt is empty.", field="prompt")

@@ -1,22 +1,42 @@
 """Chat messages to prompt text by the model's own template.
 
-Knows the shape of messages; it must not know token ids or jinja2. Invariant: every message's text is in the prompt or
-the caller gets an InvalidRequestError; nothing is dropped silently.
+Knows the shape of messages; it must not know token ids or jinja2. Templates differ in what they take, so each is tried
+once with probes (`takes`), and messages are given in a form that it takes. Invariant: every message's text is in the
+prompt or the caller gets an InvalidRequestError; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from wicore_trt.errors import EngineFormatError, InvalidRequestError, shortened, shown
 from wicore_trt.text.template_process import run_template
 
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
-_KEYS = {"role", "content", "name"}
+REFUSED_KEYS = ("function_call", "audio", "images", "videos", "prefix", "partial")
+"""Of messages: what would change the answer. Other keys are the template's to read or to leave alone."""
 _IMAGE_PARTS = {"image", "image_url", "input_image"}
 _MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
+_OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Names of a template that are the request's, and no variables of it."""
+_HEADS = ("system", "developer")
+_SAID = "Qz1: {{x}} \\ \"é\"\n\n'日' 🙂"
+_PART = {"type": "text", "text": _SAID, "source_lang_code": "en", "target_lang_code": "de"}  # as TranslateGemma asks
+_USER, _MODEL = {"role": "user", "content": _SAID}, {"role": "assistant", "content": "Qz2"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qz_name",
+        "description": "Qz4",
+        "parameters": {"type": "object", "properties": {"qz_key": {"type": "string", "description": "Qz5"}}},
+    },
+}
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "qz_name", "arguments": {"qz_key": "Qz6"}}}
+_CALLING = ({**_MODEL, "content": "", "tool_calls": [_CALL]}, {"role": "tool", "name": "qz_name", "content": "Qz7"})
 
 
 class TemplateRefusal(Exception):
@@ -27,34 +47,100 @@ class ChatTemplate:
     """A template that compiles. Thread-safe; it runs in a process of its own (`text.template_worker`).
 
     `tokens` are the special tokens' texts (bos_token, ...) that templates may name; `origin` is for messages.
+    `variables` are the names that the template reads. `takes` is what its text holds whole when it is given: "text",
+    "parts" (contents that are lists), "answers" as text, "system" and "developer" messages, "later" ones behind a turn,
+    "neighbours" of one role, and "tools" with their calls, which begin with `call_mark`. `fault` is why it can never
+    chat, or None.
     Raises EngineFormatError when the template cannot be compiled.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: Path) -> None:
-        self._source, self._tokens = source, dict(tokens)
+        self.source, self._tokens = source, dict(tokens)
         broken = f"it has more than {_MAX_TEMPLATE} characters" if len(source) > _MAX_TEMPLATE else None
-        broken = broken or run_template(source, self._tokens, None).get("broken")
+        compiled = {} if broken else run_template(source, self._tokens, None)
+        broken = broken or compiled.get("broken")
         if broken:
             raise EngineFormatError(
                 f"The chat template in {origin} is broken: {broken}.", fix="Restore the model's own file."
             )
+        self.variables = frozenset(compiled["text"].split("\n"))
+        self.fault: str | None = None
+        self.call_mark = ""
+        self._user: Mapping[str, Any] = _USER
+        self.takes = self._tried()
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
+    def probe(self, *more: Mapping[str, Any]) -> str | None:
+        """The text of a user's turn and `more` behind it, None where the template gives none."""
+        return self._run([self._user, *more], False).get("text")
+
+    def _tried(self) -> frozenset[str]:
+        """What the template takes."""
+        takes: set[str] = set()
+        for name, said in (("text", _USER), ("parts", {"role": "user", "content": [_PART]})):
+            found = self._run([said], True)
+            text = found.get("text", "")
+            if _SAID in text and (name == "text" or "source_lang_code" not in text):  # a list as it is printed
+                takes.add(name)
+                self._user = _USER if "text" in takes else said
+            else:
+                why = found.get("refused") or found.get("broken") or "it leaves text of the user out"
+                self.fault = self.fault or shortened(why.removesuffix("."), 200)
+            if "ended" in found:
+                break
+        if not takes:
+            return frozenset()
+        self.fault = None
+        if "Qz2" in (self.probe(_MODEL) or "") or "parts" not in takes:
+            takes.add("answers")
+        answer, system = _shaped(_MODEL, takes), _shaped({"role": "system", "content": "Qz3"}, takes)
+        user = self._user
+        for name, words, messages in (
+            ("system", ("Qz3",), [system, user]),
+            ("developer", ("Qz3",), [{**system, "role": "developer"}, user]),
+            ("later", ("Qz2", "Qz3"), [user, answer, system, user]),
+            ("neighbours", ("Qz2", "Qz2"), [user, user, answer, answer, user]),
+        ):
+            text = self._run(messages, True).get("text", "")
+            if all(text.count(word) == words.count(word) for word in words) and _SAID in text:
+                takes.add(name)
+        if "tools" in self.variables:
+            text = self._run([self._user, *_CALLING], True, [_TOOL]).get("text", "")
+            if all(word in text for word in ("qz_name", "Qz4", "qz_key", "Qz5", "Qz6", "Qz7")):
+                self.call_mark = next((mark for mark in CALL_MARKS if mark in text), "")
+                takes |= {"tools"} if self.call_mark else set()
+        return frozenset(takes)
+
+    def _run(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opening: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, str]:
+        asked = {"messages": messages, "add_generation_prompt": opening, "tools": tools or None, "documents": None}
+        return run_template(self.source, self._tokens, {**(variables or {}), **asked})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        functions: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt text of a conversation.
 
-        A message is {"role", "content"}: the role is system or developer (first message only), user, assistant or
-        model; the content a string or a list of {"type": "text", "text": str}. Several text parts are stripped and
-        joined, which is how Gemma's template renders them. Turns of one role in a row become one. Raises
-        InvalidRequestError (field "messages") otherwise, and when the template refuses, as Gemma's does for a
-        conversation that the assistant begins.
+        A message is {"role", "content"}: the role is system, developer, user, assistant or model; the content a string
+        or a list of {"type": "text", "text": str}, and other keys go to the template. Calls, results of role tool and
+        `functions`, {"name", "description", "parameters"}, are for a template that takes tools. `variables` are the
+        template's other names (chat_template_kwargs). What the template does not take is given in a form that it
+        takes: a later system message as the user's, turns of one role in a row as one, parts as text, text as a part.
+        Raises InvalidRequestError (fields "messages", "chat_template_kwargs") for what are none, and when the template
+        refuses, as Gemma's does for a conversation that the assistant begins.
         """
-        values = {
-            "messages": checked_turns(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
-        answer = run_template(self._source, self._tokens, values)
+        turns = shaped_turns(messages, self.takes)
+        tools = [{"type": "function", "function": dict(function)} for function in functions]
+        answer = self._run(turns, add_generation_prompt, tools, checked_variables(variables))
         if "refused" in answer:
             raise _invalid(
                 f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
@@ -64,42 +150,101 @@ class ChatTemplate:
         return answer["text"]
 
 
-def checked_turns(messages: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
-    """Messages as templates expect them: roles alternate. Raises InvalidRequestError."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise _invalid("messages must be a non-empty list.")
-    turns: list[dict[str, str]] = []
-    for index, message in enumerate(messages):
-        turn = _turn(index, message)
-        if turns and turns[-1]["role"] == turn["role"]:
-            turns[-1]["content"] += f"\n\n{turn['content']}"
-        elif turns and turn["role"] == "system":
-            raise _invalid(f"messages[{index}]: a {message['role']} message must come first.")
+CALL_MARKS = ("<start_function_call>call:", "<tool_call>")
+"""How calls begin that `text.calls` reads: FunctionGemma's, and JSON as Hermes wrote it."""
+
+
+def checked_variables(given: object) -> dict[str, Any]:
+    """chat_template_kwargs. Raises InvalidRequestError for what is no object, and for names that are the request's."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequestError("chat_template_kwargs must be an object.", field="chat_template_kwargs")
+    if taken := sorted(_OURS & given.keys()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs has {taken[0]}, which is a field of its own.", field="chat_template_kwargs"
+        )
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError("chat_template_kwargs must be JSON.", field="chat_template_kwargs") from None
+    return dict(given)
+
+
+def shaped_turns(messages: Sequence[Mapping[str, object]], takes: frozenset[str]) -> list[dict[str, Any]]:
+    """Messages in a form that a template takes (see ChatTemplate). Raises InvalidRequestError."""
+    turns: list[dict[str, Any]] = []
+    for index, message in enumerate(checked_messages(messages)):
+        turn = _turn(f"messages[{index}]", message, takes)
+        last = turns[-1]["role"] if turns else None
+        follows = last in _HEADS and "later" not in takes
+        if turn["role"] in _HEADS:
+            if follows:
+                turn["role"] = last
+            elif "system" not in takes or (turns and "later" not in takes):
+                turn["role"] = "user"
+        alone = last == "tool" or (turn.keys() | (turns[-1] if turns else turn).keys()) & {"tool_calls"}
+        if turn["role"] == last and not alone and (follows or "neighbours" not in takes):
+            turns[-1]["content"] = _joined(turns[-1]["content"], turn["content"], last, takes)
         else:
             turns.append(turn)
-    if turns[-1]["role"] == "system":
+    if all(ROLES.get(str(message.get("role"))) == "system" for message in messages):
         raise _invalid("messages hold no user turn.")
     return turns
 
 
-def _turn(index: int, message: object) -> dict[str, str]:
-    """One checked message as templates expect it."""
-    if not isinstance(message, Mapping):
-        raise _invalid(f"messages[{index}] must be an object with role and content.")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise _invalid(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {shown(role)}.")
-    surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS and value)
-    if surplus:
-        raise _invalid(f"messages[{index}] has {shown(surplus[0])}, which is not supported.")
-    content = message.get("content")
-    if content is None and ROLES[role] == "assistant":
+def checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
+    """Messages that are objects with a known role, and no key of REFUSED_KEYS. Raises InvalidRequestError."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise _invalid("messages must be a non-empty list.")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise _invalid(f"{where} must be an object with role and content.")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in (*ROLES, "tool"):
+            raise _invalid(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(role)}.")
+        wrong = [key for key in REFUSED_KEYS if message.get(key)]
+        wrong += ["tool_calls"] if message.get("tool_calls") and ROLES.get(role) != "assistant" else []
+        if wrong:
+            raise _invalid(f"{where} has {wrong[0]}, which is not supported.")
+    return messages
+
+
+def _turn(where: str, message: Mapping[str, Any], takes: frozenset[str]) -> dict[str, Any]:
+    """One message as a template expects it."""
+    given, content = str(message["role"]), message.get("content")
+    role = given if given == "tool" or (given == "developer" and "developer" in takes) else ROLES[given]
+    if content is None and role == "assistant":
         content = ""  # clients send an answer without text back so
-    return {"role": ROLES[role], "content": content_text(f"messages[{index}].content", content)}
+    text = content_text(f"{where}.content", content)
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = [dict(part) for part in content] if "parts" in takes else text
+    more = {key: value for key, value in message.items() if value is not None}
+    return _shaped({**more, "role": role, "content": content}, takes)
+
+
+def _takes_text(role: str, takes: Collection[str]) -> bool:
+    return ("text" if role == "user" else "answers") in takes or role == "tool"
+
+
+def _shaped(turn: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:
+    """A turn with its text as a part, where its role's must be."""
+    if isinstance(turn["content"], str) and not _takes_text(turn["role"], takes):
+        return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+    return turn
+
+
+def _joined(first: Any, second: Any, role: str, takes: Collection[str]) -> Any:
+    """The contents of two turns of a role as one: a text where that is taken, else parts."""
+    if _takes_text(role, takes):
+        return "\n\n".join(content_text("messages", content) for content in (first, second))
+    return [*first, *second]
 
 
 def content_text(where: str, content: object) -> str:
-    """The text of a message's content. Raises InvalidRequestError."""
+    """The text of a message's content: several parts are stripped and joined, which is how Gemma's template renders
+    them. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:

@@ -27,8 +27,9 @@ _worker: tuple[int, subprocess.Popen[bytes]] | None = None  # with the process t
 
 
 def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None) -> dict[str, str]:
-    """{"text"} that the template makes of `values` and `tokens` (of None: "", it is only compiled), {"refused"} when it
-    called raise_exception, or {"broken"}, why it has no text, as the end of a sentence."""
+    """{"text"} that the template makes of `values` and `tokens` (of None: the names that it reads, one a line),
+    {"refused"} when it called raise_exception, or {"broken"}, why it has no text, as the end of a sentence; with
+    {"ended"} where its process had to be ended."""
     with _lock:
         worker = _started()
         assert worker.stdin is not None and worker.stdout is not None
@@ -39,7 +40,7 @@ def run_template(source: str, tokens: Mapping[str, str], values: Mapping[str, An
             write_job(worker.stdin, {"source": source, "tokens": dict(tokens), "values": values})
             return read_answer(worker.stdout)
         except (EOFError, OSError):
-            return {"broken": _end(worker)}
+            return {"broken": _end(worker), "ended": "1"}
         except BaseException:  # KeyboardInterrupt: the answer on its way must not become that of the next job
             worker.kill()
             _end(worker)

@@ -4,8 +4,9 @@ A template is a program from a file, and jinja2's sandbox bounds neither its tim
 string times 10^9, in many spellings. Here the kernel bounds both, whatever the template does. It must not know what
 messages mean, or files. Its owner imports it for the protocol alone, so jinja2 is imported where it is used.
 Protocol: on stdin a length in 8 bytes and that much JSON: `source`, `tokens` and, to render and not only to compile,
-`values`. On stdout a length, a letter and that much UTF-8: "text", "refused" when the template called raise_exception,
-or "broken". Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or the process ends.
+`values`. On stdout a length, a letter and that much UTF-8: "text" (without values the names that the template reads,
+one a line), "refused" when it called raise_exception, or "broken".
+Invariant: a job takes at most CPU_SECONDS of processor time and MEMORY bytes, or the process ends.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def main() -> None:
 
 def _answer(job: dict[str, Any]) -> dict[str, str]:
     try:
-        template = _compiled(job["source"])
-        text = "" if job["values"] is None else template.render(**job["values"], **job["tokens"])
+        template, names = _compiled(job["source"])
+        text = names if job["values"] is None else template.render(job["tokens"] | job["values"])
         if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT:
             return {"broken": f"it makes more than {MAX_TEXT} bytes of text"}
         return {"text": text}
@@ -107,27 +108,46 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    """The environment is that of transformers' apply_chat_template: sandboxed, immutable, trimmed blocks, loop
-    controls, the globals raise_exception and strftime_now, and a tojson filter that does not escape HTML."""
+def _compiled(source: str) -> tuple[jinja2.Template, str]:
+    """The template, and the names that it reads and does not set, one a line. The environment is that of transformers'
+    apply_chat_template (utils/chat_template_utils.py): sandboxed, immutable, trimmed blocks, loop controls,
+    `generation` blocks, raise_exception, strftime_now, and a tojson filter that does not escape HTML."""
     import jinja2.ext
+    import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}: marks what trainers learn from, and leaves the text as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = _tojson
-    return environment.from_string(source)
+    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), "\n".join(sorted(names))
 
 
 def _refuse(message: str) -> NoReturn:
     raise _Refusal(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 if __name__ == "__main__":

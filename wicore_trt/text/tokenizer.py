@@ -4,8 +4,8 @@ Reads tokenizer.json with `tokenizers` and chat templates with a sandboxed jinja
 Invariants: an encoded prompt begins with at most one BOS that the caller did not type himself; every special id comes
 from the files. Instances are immutable after construction and safe to share between threads.
 
-Special-token text inside prompts and messages ("<end_of_turn>") becomes the special token, as transformers' `encode`
-and `apply_chat_template` do. Who passes on untrusted text and minds that removes such strings first.
+Special-token text inside a prompt ("<end_of_turn>") becomes the special token, as transformers' `encode` does: who
+writes prompts writes tokens. In messages it is text (`text.untrusted`), whoever wrote them: turns are the template's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import tokenizers
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import ConfigError, ContextLengthError, EngineFormatError, InvalidRequestError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, Door, present
-from wicore_trt.text.chat import ChatTemplate
+from wicore_trt.text.chat import ChatTemplate, checked_variables
 from wicore_trt.text.tokenizer_file import read_tokenizer
-from wicore_trt.text.turns import has_calls, render
+from wicore_trt.text.turns import has_calls, plain_messages, render, tool_messages
+from wicore_trt.text.untrusted import ControlTokens
 
 TOKENIZER = "tokenizer.json"
 FILES = (
@@ -69,6 +70,8 @@ class Tokenizer:
         self._backend = backend
         self._adds_bos = adds_bos and bos_id is not None
         self._chat = chat
+        written = chat.source if chat is not None else "<start_of_turn><end_of_turn>"
+        self._control = ControlTokens(backend, written, (bos_id, *eos_ids))
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)  # a copy of all, so taken once
@@ -118,6 +121,11 @@ class Tokenizer:
     def has_chat(self) -> bool:
         """Whether the model brought a chat template."""
         return self._chat is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template writes functions, calls and results, in a form that `text.calls` reads."""
+        return self._chat is not None and "tools" in self._chat.takes
 
     @property
     def turn_end(self) -> int | None:
@@ -186,28 +194,53 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         *,
         functions: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be. Where the
-        model brought no chat template, and for `functions`, calls and their results, `text.turns` makes the text.
+        """Token ids of a conversation in the model's own format; see `text.chat` for what messages may be. Functions,
+        calls and results are given to a template that takes tools, else `text.turns` makes messages of them; where the
+        model brought no template, it makes the text. `chat_template_kwargs` are other variables of the template.
 
-        Raises InvalidRequestError (field "messages") when they are not, or the text of the conversation is too long as
-        in `encode`.
+        Raises InvalidRequestError (fields "messages", "chat_template_kwargs") when they are not, or the text of the
+        conversation is too long as in `encode`.
         """
-        if self._chat is None or functions or has_calls(messages):
+        asked = (messages, functions, chat_template_kwargs)
+        (messages, functions, chat_template_kwargs), cut = self._control.mark(asked)
+        if self._chat is None:
+            checked_variables(chat_template_kwargs)
             rendered = render(messages, functions, add_generation_prompt=add_generation_prompt)
         else:
-            rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-        return self._encode(rendered, True, "messages", max_tokens)
+            if self.takes_tools and has_calls(messages):
+                messages = tool_messages(messages)
+            elif functions or has_calls(messages):
+                messages, functions = plain_messages(messages, functions), ()
+            rendered = self._chat.render(
+                messages,
+                functions=functions,
+                variables=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+            )
+        if cut is None:
+            return self._encode(rendered, True, "messages", max_tokens)
+        texts, ids = cut(rendered), list[int]()
+        self._check_text("".join(filter(None, texts)), "messages", max_tokens)
+        for i, text in enumerate(texts):
+            if text:
+                ids += self._control.ids(text) if i % 2 else self._encode(text, i == 0, "messages", None)
+        return ids
 
-    def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
+    def _check_text(self, text: str, field: str, max_tokens: int | None) -> None:
+        """Raise InvalidRequestError for what is no text, or too long."""
         if max_tokens is not None and self.longest_token is not None and len(text) > max_tokens * self.longest_token:
             raise ContextLengthError.of(div_ceil(len(text), self.longest_token), max_tokens, field, least=True)
         try:
             text.encode("utf-8")
         except (UnicodeEncodeError, AttributeError) as error:
             raise InvalidRequestError(f"The text is not valid Unicode: {error}.", field=field) from error
+
+    def _encode(self, text: str, add_bos: bool, field: str, max_tokens: int | None) -> list[int]:
+        self._check_text(text, field, max_tokens)
         # `encode` would hold Python's interpreter lock for all of its time, which stops every other thread.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids

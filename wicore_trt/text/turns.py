@@ -1,5 +1,5 @@
-"""Conversations as text in Gemma 3's format of turns, with what the model's own template does not know: functions that
-the model may call, its calls, their results, and turns of one role in a row.
+"""Functions that a model may call, its calls and their results, as messages of plain text; and conversations as text in
+Gemma 3's format of turns, for a model that brought no template.
 
 Gemma 3 has no tokens for calls. It is told the functions as JSON and calls one by answering with JSON alone; a result
 is a turn of the user. It must not know token ids. Invariant: every message's text is in the prompt, or the caller gets
@@ -9,12 +9,11 @@ an InvalidRequestError.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wicore_trt.errors import InvalidRequestError, shown
-from wicore_trt.text.chat import ROLES, content_text
+from wicore_trt.errors import InvalidRequestError
+from wicore_trt.text.chat import ROLES, checked_messages, content_text, shaped_turns
 
 _PREAMBLE = (
     "You can call functions. To call one, answer with one line of JSON and nothing else, without Markdown: "
@@ -22,13 +21,8 @@ _PREAMBLE = (
     "The results follow in <tool_response>. Call a function only when you need it; otherwise answer in plain text.\n\n"
     "These are the functions, with JSON schemas of their parameters:\n"
 )
-_KEYS = {
-    "system": {"role", "content", "name"},
-    "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls"},
-    "tool": {"role", "content", "name", "tool_call_id"},
-}
-_TURN_TOKENS = re.compile("<(?:start|end)_of_turn>")
+_GEMMA = frozenset(("text", "answers"))
+"""What Gemma 3's turns take, in the words of ChatTemplate."""
 
 
 def has_calls(messages: object) -> bool:
@@ -41,68 +35,90 @@ def has_calls(messages: object) -> bool:
 def render(
     messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
-    """The text of a conversation, without BOS. `functions` are {"name", "description", "parameters"}.
-
-    Raises InvalidRequestError (field "messages") for messages that are none.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise _invalid("messages must be a non-empty list.")
-    head: list[str] = []
-    turns: list[tuple[str, list[str]]] = []
-    names: dict[str, str] = {}  # of functions, by the id of the call
-    for index, message in enumerate(messages):
-        role, text = _turn(index, message, names)
-        if role == "system":
-            if turns:
-                raise _invalid(f"messages[{index}]: a {message['role']} message must come first.")
-            head.append(text)
-        elif turns and turns[-1][0] == role:
-            turns[-1][1].append(text)
-        else:
-            turns.append((role, [text]))
-    if not turns:
-        raise _invalid("messages hold no user turn.")
-    if functions:
-        head.append(_PREAMBLE + "\n".join(json.dumps(function, ensure_ascii=False) for function in functions))
-    if head and turns[0][0] == "model":
-        turns.insert(0, ("user", [""]))
-    if head:
-        turns[0][1][:0] = head
-    parted = ((role, "\n\n".join(texts)) for role, texts in turns)
+    """The text of a conversation, without BOS. Raises as `plain_messages` does."""
+    turns = shaped_turns(plain_messages(messages, functions), _GEMMA)
+    parted = ((turn["role"].replace("assistant", "model"), turn["content"]) for turn in turns)
     text = "".join(f"<start_of_turn>{role}\n{content}<end_of_turn>\n" for role, content in parted)
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 
-def _turn(index: int, message: object, names: dict[str, str]) -> tuple[str, str]:
-    """Whose turn it is in Gemma's words, and its text."""
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise _invalid(f"{where} must be an object with role and content.")
-    given = message.get("role")
-    role = "tool" if given == "tool" else ROLES.get(given) if isinstance(given, str) else None
-    if role is None:
-        raise _invalid(f"{where}.role must be one of {', '.join((*ROLES, 'tool'))}, got {shown(given)}.")
-    surplus = sorted(str(key) for key, value in message.items() if key not in _KEYS[role] and value)
-    if surplus:
-        raise _invalid(f"{where} has {shown(surplus[0])}, which is not supported.")
-    content, calls = message.get("content"), message.get("tool_calls")
-    if role == "assistant":
-        text = content_text(f"{where}.content", content).strip() if content else ""
-        made = _calls(f"{where}.tool_calls", calls, names) if calls else ""
-        return "model", "\n".join(filter(None, (text, made)))
-    text = content_text(f"{where}.content", content).strip()
-    if role != "tool":
-        return role, text
-    called = message.get("tool_call_id")
-    if not isinstance(called, str) or called not in names:
-        raise _invalid(f"{where} of role tool needs the tool_call_id of a call before it.")
-    # What comes from elsewhere begins and ends no turn.
-    result = json.dumps({"name": names[called], "content": _TURN_TOKENS.sub("", text)}, ensure_ascii=False)
-    return "user", f"<tool_response>\n{result}\n</tool_response>"
+def plain_messages(
+    messages: Sequence[Mapping[str, object]], functions: Sequence[Mapping[str, Any]]
+) -> list[dict[str, object]]:
+    """The conversation for a template that takes no tools: the functions, {"name", "description", "parameters"}, are in
+    its system message, calls are text of the assistant and results of the user; turns of one role in a row are one.
+
+    Raises InvalidRequestError (field "messages") for messages that are none.
+    """
+    head: list[str] = []
+    turns: list[tuple[str, list[str]]] = []
+    for role, text, calls in _read(messages):
+        if calls:
+            found = [{"name": name, "parameters": parameters} for name, parameters in calls]
+            text = "\n".join(filter(None, (text, _json(found[0] if len(found) == 1 else found))))
+        if role == "system" and not turns:
+            head.append(text)
+            continue
+        role = "user" if role == "system" else role
+        if not turns or turns[-1][0] != role:
+            turns.append((role, []))
+        turns[-1][1].append(text)
+    if not turns:
+        raise _invalid("messages hold no user turn.")
+    if functions:
+        head.append(_PREAMBLE + "\n".join(map(_json, functions)))
+    if head and turns[0][0] == "assistant":
+        turns.insert(0, ("user", []))
+    if head:
+        turns.insert(0, ("system", head))
+    return [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns]
 
 
-def _calls(where: str, calls: object, names: dict[str, str]) -> str:
-    """Calls as the model made them."""
+def _read(messages: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str, list[tuple[str, Any]]]]:
+    """The role, the text and the calls of each message; results are the user's, in <tool_response>."""
+    for index, (message, calls, name) in enumerate(_named(messages)):
+        role, content = ROLES.get(str(message["role"])), message.get("content")
+        if role == "assistant":
+            content = content or ""
+        text = content_text(f"messages[{index}].content", content).strip()
+        if role is None:
+            role, text = "user", f"<tool_response>\n{_json({'name': name, 'content': text})}\n</tool_response>"
+        yield role, text, calls
+
+
+def tool_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+    """The conversation for a template that takes tools: arguments of calls are objects, and results have the name of
+    their function. Raises InvalidRequestError (field "messages")."""
+    found = []
+    for message, calls, name in _named(messages):
+        named = [{"name": function, "arguments": arguments} for function, arguments in calls]
+        given = message.get("tool_calls")
+        ids = [call.get("id") for call in given] if isinstance(given, Sequence) else []
+        called = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, named, strict=False)]
+        more = ({"tool_calls": called} if called else {}) | ({"name": name} if name is not None else {})
+        found.append({**{key: value for key, value in message.items() if key != "tool_calls"}, **more})
+    return found
+
+
+def _named(
+    messages: Sequence[Mapping[str, object]],
+) -> Iterator[tuple[Mapping[str, Any], list[tuple[str, Any]], str | None]]:
+    """Each message with its calls, and the name of the function whose result it is."""
+    names: dict[str, str] = {}  # of functions, by the id of the call
+    for index, message in enumerate(checked_messages(messages)):
+        where, calls, name = f"messages[{index}]", list[tuple[str, Any]](), None
+        if message.get("tool_calls"):
+            calls = _calls(f"{where}.tool_calls", message["tool_calls"], names)
+        if message["role"] == "tool":
+            called = message.get("tool_call_id")
+            if not isinstance(called, str) or called not in names:
+                raise _invalid(f"{where} of role tool needs the tool_call_id of a call before it.")
+            name = names[called]
+        yield message, calls, name
+
+
+def _calls(where: str, calls: object, names: dict[str, str]) -> list[tuple[str, Any]]:
+    """The functions that were called, with their arguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise _invalid(f"{where} must be a list.")
     found = []
@@ -115,9 +131,13 @@ def _calls(where: str, calls: object, names: dict[str, str]) -> str:
             parameters = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             raise _invalid(f"{where}[{i}].function.arguments must be JSON.") from None
-        found.append({"name": function["name"], "parameters": parameters})
+        found.append((function["name"], parameters))
         names[str(call.get("id"))] = function["name"]
-    return json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False)
+    return found
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _invalid(message: str) -> InvalidRequestError:

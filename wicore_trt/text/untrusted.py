@@ -1,0 +1,70 @@
+"""Texts of messages, in which marks of turns and the like are text: only what the template itself writes is a token.
+
+The way of transformers' `apply_chat_template(sanitize_control_tokens=True)` (utils/chat_template_utils.py), whose ids
+these are: marks are put between two characters that no text has, and what lies between is encoded by the model of the
+tokenizer alone. It must not know messages. Invariant: texts without such a mark are not touched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import tokenizers
+
+_FIRST, _LAST = 0xF0000, 0xFFFFD  # private characters
+
+
+class ControlTokens:
+    """The added tokens of `backend` that steer: special ones, unused ones, those that `template` writes, and `more`
+    ids. White space and HTML's tags, which are added tokens of Gemma's too, are what texts are made of."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str, more: Collection[int | None]) -> None:
+        self._backend = backend
+        names = [
+            token.content
+            for index, token in backend.get_added_tokens_decoder().items()
+            if token.special or index in more or (token.content in template and not token.content.isspace())
+            or token.content.startswith("<unused")
+        ]  # fmt: skip
+        self._names = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        self._pattern = re.compile(self._names)
+
+    def mark(self, values: Any) -> tuple[Any, Callable[[str], list[str | None]] | None]:
+        """`values`, JSON, with marks in its texts, and what cuts a text with them: into text, a token's text, text ...
+        None in place of it where there are none."""
+        texts = [text for text in _texts(values) if self._pattern.search(text)]
+        if not texts:
+            return values, None
+        every = set().union(*_texts(values))
+        begin, end = [c for c in map(chr, range(_FIRST, _LAST)) if c not in every][:2]
+        cuts = re.compile(f"{begin}({self._names}){end}|[{begin}{end}]")
+        return _replaced(values, lambda text: self._pattern.sub(rf"{begin}\g<0>{end}", text)), cuts.split
+
+    def ids(self, name: str) -> list[int]:
+        """Ids of a token's text that is no token."""
+        backend = self._backend
+        text = backend.normalizer.normalize_str(name) if backend.normalizer else name
+        words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] if backend.pre_tokenizer else [text]
+        ids = [token.id for word in words for token in backend.model.tokenize(word)]
+        return [i for c in name for i in self.ids(c)] if len(name) > 1 and backend.token_to_id(name) in ids else ids
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _replaced(value: Any, new: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return new(value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, new): _replaced(item, new) for key, item in value.items()}
+    return [_replaced(item, new) for item in value] if isinstance(value, (list, tuple)) else value
