@@ -34,6 +34,6 @@ async def count_tokens(context: Context, call: Call, body: PromptBody) -> Reply:
     context.check_model(body.model)
     asked = chat_of(body)
     with naming(CHAT_NAMES):
-        request = convert.chat_request(asked, tenant, tools_of(asked))
+        request = convert.chat_request(asked, tenant, tools_of(asked, call.facts))
         tokens = await engine.work(tenant, partial(prompt_ids, engine.tokenizer, request))
     return json_reply({"input_tokens": len(tokens)})

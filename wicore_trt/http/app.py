@@ -44,8 +44,10 @@ LOUD = frozenset(operation.path for operation in OPERATIONS if operation.generat
 ANTHROPIC = frozenset(operation.path for operation in OPERATIONS if operation.anthropic)
 KEYLESS = OPEN | assets().keys()
 """Paths that need no key: the probes', and the page's own files."""
+LEFT_OUT, MAX_TOLD = b"x-wicore-tools-left-out", 512
+"""A header of answers to requests with tools that others run, and its longest value."""
 EXPOSED = (
-    *("x-request-id", "retry-after", "retry-after-ms"),
+    *("x-request-id", "retry-after", "retry-after-ms", LEFT_OUT.decode()),
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 
@@ -108,6 +110,7 @@ class Answer:
     def __init__(self, call: Call, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         anthropic = scope["path"] in ANTHROPIC
+        self._facts = call.facts
         self._ids = id_headers(call.call_id, anthropic=anthropic)
         self._error_bytes = error_maker(call.call_id, anthropic=anthropic)
         self._begun = False
@@ -118,7 +121,9 @@ class Answer:
         if kind == "http.response.start" or kind == "websocket.accept":
             self._begun = True
             self.status = message.get("status", 101)
-            message["headers"] = [*message.get("headers", ()), *self._ids]
+            left_out = str(self._facts.get("tools_left_out", ""))[:MAX_TOLD].encode()
+            told = [(LEFT_OUT, left_out)] if left_out else []
+            message["headers"] = [*message.get("headers", ()), *self._ids, *told]
         await self._send(message)
 
     async def fail(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -7,7 +7,7 @@ the path that it gave; turns of one role in a row are one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,13 +113,3 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
             raise
         error.field = found
         raise
-
-
-def functions(
-    tools: list[dict[str, Any]] | None, kind: str, read: Callable[[dict[str, Any]], dict[str, Any]]
-) -> list[dict[str, Any]] | None:
-    """Tools as a chat has them; `kind` is that of functions. Raises InvalidRequestError for other ones."""
-    for i, tool in enumerate(tools or ()):
-        if (tool.get("type") or kind) != kind:
-            raise InvalidRequestError(f"tools[{i}]: {shown(tool['type'])} is not supported.", field=f"tools[{i}]")
-    return None if tools is None else [{"type": "function", "function": read(tool)} for tool in tools]

@@ -13,7 +13,8 @@ from typing import Any
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
-from wicore_trt.http.conversation import Conversation, chat_body, functions, member, part_text, text_of
+from wicore_trt.http.client_tools import message_tools
+from wicore_trt.http.conversation import Conversation, chat_body, member, part_text, text_of
 from wicore_trt.http.errors import anthropic_error_bytes
 from wicore_trt.http.generation import Totals
 
@@ -30,7 +31,7 @@ def chat_of(body: PromptBody) -> ChatBody:
     """The same request as a chat; of a prompt alone what its tokens are made of. Raises InvalidRequestError."""
     choice = body.tool_choice
     asked: dict[str, Any] = {
-        "tools": functions(body.tools, "custom", _function),
+        "tools": message_tools(body.tools),
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": choice is None or choice.get("disable_parallel_tool_use") is not True,
     }
@@ -50,8 +51,10 @@ def _conversation(body: PromptBody) -> Conversation:
         found.say("system", text_of(body.system, "system"))
     for i, message in enumerate(body.messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
-            raise InvalidRequestError(f"{where}.role must be user or assistant, got {shown(role)}.", field=where)
+        if role not in ("user", "assistant", "system"):
+            raise InvalidRequestError(
+                f"{where}.role must be user, assistant or system, got {shown(role)}.", field=where
+            )
         if not isinstance(content, list):
             found.say(role, text_of(content, f"{where}.content"))
             continue
@@ -77,10 +80,6 @@ def _take(found: Conversation, role: str, block: Any, where: str) -> None:
             pass  # of another model: what it thought is no part of the conversation
         case _:
             found.say(role, part_text(block, where))
-
-
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    return {**tool, "parameters": tool.get("input_schema")}
 
 
 def _tool_choice(given: dict[str, Any]) -> Any:

@@ -68,19 +68,19 @@ async def responses(context: Context, call: Call, body: ResponsesBody) -> Reply:
     """Answer a conversation, as OpenAI's newer API asks."""
     engine = context.serving()
     model = context.check_model(body.model)
-    asked = chat_of(body)
+    asked, forms = chat_of(body)
     with naming(CHAT_NAMES):
         return await converse(
             context,
             call,
             asked,
-            lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls),
+            lambda calls: ResponsesShape(body, model, engine.tokenizer, calls=calls, forms=forms),
         )
 
 
 async def converse(context: Context, call: Call, body: ChatBody, shape: Callable[[bool], Shape]) -> Reply:
     """Answer a conversation in the shape of answers that have calls, or have none."""
-    tools = tools_of(body)
+    tools = tools_of(body, call.facts)
     request = convert.chat_request(body, call.who.tenant, tools)
     return await _answer(context, call, body, [request], shape(tools is not None))
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, cut, named_event
 from wicore_trt.http.bodies import ChatBody, ResponsesBody
-from wicore_trt.http.conversation import Conversation, chat_body, functions, member, text_of
+from wicore_trt.http.client_tools import FORMS, Form, joined, response_tools
+from wicore_trt.http.conversation import Conversation, chat_body, member, text_of
 from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
 from wicore_trt.http.shapes import encode, token_entry
@@ -30,23 +32,25 @@ LOGPROBS = "message.output_text.logprobs"
 ROLES = ("system", "developer", "user", "assistant")
 
 
-def chat_of(body: ResponsesBody) -> ChatBody:
-    """The same request as a chat. Raises InvalidRequestError."""
+def chat_of(body: ResponsesBody) -> tuple[ChatBody, dict[str, Form]]:
+    """The same request as a chat, and the forms of calls by name. Raises InvalidRequestError."""
+    tools, forms = response_tools(body.tools)
     logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include.", field="top_logprobs")
-    return chat_body(
+    asked = chat_body(
         body,
         _conversation(body),
         max_tokens=body.max_output_tokens,
         stream=body.stream,
-        tools=functions(body.tools, "function", lambda tool: tool),
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=tools,
+        tool_choice=_tool_choice(body.tool_choice, forms),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
     )
+    return asked, forms
 
 
 def _conversation(body: ResponsesBody) -> Conversation:
@@ -68,21 +72,41 @@ def _conversation(body: ResponsesBody) -> Conversation:
                 found.say("system" if role == "developer" else role, text_of(item.get("content"), f"{where}.content"))
             case "function_call":
                 arguments = member(item, "arguments", where)
-                found.call(member(item, "call_id", where), member(item, "name", where), arguments)
-            case "function_call_output":
+                name = joined(item.get("namespace"), member(item, "name", where))
+                found.call(member(item, "call_id", where), name, arguments)
+            case "custom_tool_call":
+                name = joined(item.get("namespace"), member(item, "name", where))
+                found.call(member(item, "call_id", where), name, {"input": member(item, "input", where)})
+            case "function_call_output" | "custom_tool_call_output":
                 text = text_of(item.get("output"), f"{where}.output")
                 found.result(member(item, "call_id", where), text, where)
-            case "reasoning":
-                pass  # of another model: what it thought is no part of the conversation
+            case "reasoning" | "web_search_call":
+                pass  # of another model: what it thought, and where it looked, is no part of the conversation
+            case str(kind) if kind in FORMS:
+                name, form = FORMS[kind]
+                found.call(_call_id(item, where), name, item.get(form.key) or {})
+            case str(kind) if kind.removesuffix("_output") in FORMS:
+                output = item.get("output")
+                text = output if isinstance(output, str) else encode(output).decode()
+                found.result(_call_id(item, where), text, where)
             case kind:
                 raise InvalidRequestError(f"{where}: {shown(kind)} is not supported.", field=where)
     return found
 
 
-def _tool_choice(given: object) -> Any:
-    if isinstance(given, dict) and given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    return given
+def _call_id(item: dict[str, Any], where: str) -> str:
+    """The id of a call or of its result, which those of Codex's first shell tell as their own."""
+    return member(item, "call_id" if item.get("call_id") is not None else "id", where)
+
+
+def _tool_choice(given: object, forms: Mapping[str, Form]) -> Any:
+    if not isinstance(given, dict):
+        return given
+    kind, name = given.get("type"), given.get("name")
+    if kind in ("function", "custom"):
+        inside = joined(given.get("namespace"), name) if isinstance(name, str) else name
+        return {"type": "function", "function": {"name": inside}}
+    return {"type": "function", "function": {"name": kind}} if isinstance(kind, str) and kind in forms else given
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -101,8 +125,12 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 class ResponsesShape(BlockShape):
     """One response."""
 
-    def __init__(self, body: ResponsesBody, model: str, tokenizer: Tokenizer, *, calls: bool) -> None:
+    def __init__(
+        self, body: ResponsesBody, model: str, tokenizer: Tokenizer, *, calls: bool, forms: Mapping[str, Form]
+    ) -> None:
+        """`forms` are those of calls, by the names that the model is told."""
         super().__init__(calls=calls)
+        self._forms = forms
         self._tokenizer = tokenizer
         self._numbers = 0
         self._logprobs: list[dict[str, Any]] = []
@@ -160,14 +188,31 @@ class ResponsesShape(BlockShape):
             case "open", _:
                 return self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
             case "delta", _:
+                if self._form(block).key != "arguments":
+                    return b""  # the text of a value is known when all of its JSON is
                 return self._event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
         if block.name is None:
             told = self._event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
             told += self._event("response.content_part.done", **inside, part=self._part(block.text))
         else:
-            call = {"item_id": item_id, **at, "name": block.name, "arguments": block.text}
-            told = self._event("response.function_call_arguments.done", **call)
+            told = self._given(block, item_id, at)
         return told + self._event("response.output_item.done", **at, item=self._item(block, self._status(block)))
+
+    def _given(self, block: Block, item_id: str, at: Mapping[str, int]) -> bytes:
+        """The events of what a call was given, whole."""
+        form = self._form(block)
+        fields = form.fields(block.text)
+        match form.key:
+            case "arguments":
+                return self._event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
+            case "input":
+                name, given = "response.custom_tool_call_input", fields["input"]
+                told = self._event(f"{name}.delta", item_id=item_id, **at, delta=given)
+                return told + self._event(f"{name}.done", item_id=item_id, **at, input=given)
+        return b""
+
+    def _form(self, block: Block) -> Form:
+        return self._forms.get(block.name or "") or Form(name=block.name)
 
     def closing(self, totals: Totals) -> bytes:
         response = self.whole(totals)
@@ -198,15 +243,15 @@ class ResponsesShape(BlockShape):
         return "incomplete" if self.unfinished(block) else "completed"
 
     def _item_id(self, block: Block) -> str:
-        return f"{'msg' if block.name is None else 'fc'}_{block.id}"
+        return f"{'msg' if block.name is None else self._form(block).prefix}_{block.id}"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         if block.name is None:
             content = [] if status == "in_progress" else [self._part(block.text)]
             return {**head, "type": "message", "role": "assistant", "content": content}
-        call = {"call_id": f"call_{block.id[:24]}", "name": block.name}
-        return {**head, "type": "function_call", **call, "arguments": block.text if status != "in_progress" else ""}
+        form, given = self._form(block), block.text if status != "in_progress" else ""
+        return {**head, "type": form.item, "call_id": f"call_{block.id[:24]}", **form.fields(given)}
 
     def _part(self, text: str) -> dict[str, Any]:
         logprobs = self._logprobs if text else []

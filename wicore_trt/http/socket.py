@@ -186,7 +186,7 @@ class Connection:
     async def _relay(self, frame_id: str, body: ChatBody | CompletionBody, call: Call) -> None:
         engine = self._context.serving()
         self._context.check_model(body.model)
-        tools = tools_of(body) if isinstance(body, ChatBody) else None
+        tools = tools_of(body, call.facts) if isinstance(body, ChatBody) else None
         shape = FrameShape(frame_id, engine, calls=tools is not None)
         try:
             generation = await Generation.start(self._context, call, self._requests(body, tools, call.who.tenant))

@@ -5,6 +5,7 @@ Must not know engines. Invariants: an answer has calls or text; ids of calls are
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
@@ -16,16 +17,43 @@ from wicore_trt.text.calls import CallFinder, Function, Piece, gathered
 from wicore_trt.text.tools import AUTO, NONE, REQUIRED, Tools, make_function, make_tools
 from wicore_trt.types import Completion, FinishReason, TextOutput
 
+DESCRIBED = frozenset(("function", "parameters", "input_schema", "format", "tools"))
+"""Keys of tools that say how they are called."""
+_KIND = re.compile(r"(?!function$)[a-zA-Z0-9_.-]{1,64}")
 
-def tools_of(body: ChatBody) -> Tools | None:
-    """None where no function may be called. Raises InvalidRequestError."""
-    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())]
-    choice, named = _choice(body.tool_choice)
+
+def tools_of(body: ChatBody, facts: dict[str, Any]) -> Tools | None:
+    """None where no function may be called. Tools that a server of its own would run, as a search of the web, are left
+    out, and `facts` of the call say which. Raises InvalidRequestError, also where one of these must be called."""
+    functions, left_out = [], dict[str, str]()
+    for i, tool in enumerate(body.tools or ()):
+        if (kind := _hosted(tool)) is not None:
+            left_out[str(tool.get("name") or tool.get("server_label") or kind)] = kind
+        else:
+            functions.append(_function(f"tools[{i}]", tool))
+    if left_out:
+        facts["tools_left_out"] = ", ".join(dict.fromkeys(left_out.values()))
+    choice, named = _choice(body.tool_choice, left_out)
+    if choice == REQUIRED and left_out and not functions:
+        raise _cannot_run(next(iter(left_out.values())))
     several = body.parallel_tool_calls is not False
     return make_tools(functions, choice, named, several=several, beside=constraint_of(body))
 
 
-def _choice(given: object) -> tuple[str, str | None]:
+def _hosted(tool: dict[str, Any]) -> str | None:
+    """The type of a tool that brings nothing to call it by: whoever knows the type runs it."""
+    kind = tool.get("type")
+    plain = isinstance(kind, str) and kind != "custom" and _KIND.fullmatch(kind) is not None
+    return kind if plain and not DESCRIBED & tool.keys() else None
+
+
+def _cannot_run(kind: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tool_choice asks for {kind}, which this server cannot run.", field="tool_choice", fix="Leave it out."
+    )
+
+
+def _choice(given: object, left_out: dict[str, str]) -> tuple[str, str | None]:
     """none, auto or required, and the name of a function that must be called."""
     if given is None:
         return AUTO, None
@@ -33,6 +61,9 @@ def _choice(given: object) -> tuple[str, str | None]:
         return given, None
     function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
+    for asked in (name, given.get("type") if isinstance(given, dict) else None):
+        if isinstance(asked, str) and (asked in left_out or asked in left_out.values()):
+            raise _cannot_run(left_out.get(asked, asked))
     if not isinstance(name, str):
         raise InvalidRequestError(
             f"tool_choice is none, auto, required or a function, got {shown(given)}.", field="tool_choice"

@@ -1,0 +1,176 @@
+"""Tools that clients run but do not describe as functions, as functions that the model can be told of.
+
+What OpenAI's Responses and Anthropic's Messages call so: free text, groups of functions, shells and editors whose
+schemas models are taught. Pure; must not know engines. Invariant: a call and the same call when it comes back as
+history have one `Form`. Shapes are of the references of both APIs, platform.openai.com/docs/api-reference/responses
+and docs.anthropic.com/en/docs/agents-and-tools/tool-use.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wicore_trt.errors import InvalidRequestError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call looks as an item of Responses: its type, the prefix of its id, the key that has the arguments. `fixed`
+    is in front of what the model gives. `name` is the tool's own one, in `namespace`, where the item tells them."""
+
+    item: str = "function_call"
+    prefix: str = "fc"
+    key: str = "arguments"
+    name: str | None = None
+    namespace: str | None = None
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+    def fields(self, text: str) -> dict[str, Any]:
+        """What the item says beside ids and status; `text` is the arguments, which a call that was cut off has not."""
+        given: Any = text
+        if self.key != "arguments":
+            try:
+                given = json.loads(text)
+            except ValueError:
+                given = {}
+            given = given.get("input", "") if self.key == "input" else {**dict(self.fixed), **given}
+        named = {"name": self.name, "namespace": self.namespace}
+        return {**{key: value for key, value in named.items() if value is not None}, self.key: given}
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required.split()}
+
+
+_TEXT, _NUMBER, _TEXTS = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "string"}}
+_EDITS = {"file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": _NUMBER, "insert_text": _TEXT}
+_RANGE = {"view_range": {"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2}}
+LOCAL: Mapping[str, tuple[Form, str, dict[str, Any]]] = {
+    "local_shell": (
+        Form("local_shell_call", "lsh", "action", fixed=(("type", "exec"), ("env", {}))),
+        "Run a command on the user's machine; a list of its words.",
+        _object("command", command=_TEXTS, working_directory=_TEXT, timeout_ms=_NUMBER),
+    ),
+    "shell": (
+        Form("shell_call", "sh", "action"),
+        "Run commands of a shell on the user's machine.",
+        _object("commands", commands=_TEXTS, timeout_ms=_NUMBER, max_output_length=_NUMBER),
+    ),
+    "apply_patch": (
+        Form("apply_patch_call", "apc", "operation"),
+        "Create, change or delete a file by a diff of V4A.",
+        _object(
+            "type path", type={"enum": ["create_file", "update_file", "delete_file"]}, path=_TEXT, diff=_TEXT
+        ),
+    ),
+}  # fmt: skip
+"""OpenAI's tools by type: their form, what the model is told, the schema of what it gives."""
+ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bash": (
+        "Run a command in a shell that stays open. `restart` begins a new one.",
+        _object("", command=_TEXT, restart={"type": "boolean"}),
+    ),
+    "text_editor": (
+        "View, create and edit text files.",
+        _object(
+            "command path", path=_TEXT, **_EDITS, **_RANGE,
+            command={"enum": ["view", "create", "str_replace", "insert", "undo_edit"]},
+        ),
+    ),
+    "memory": (
+        "View, create and edit files below /memories, which outlive this conversation.",
+        _object(
+            "command", path=_TEXT, **_EDITS, **_RANGE, old_path=_TEXT, new_path=_TEXT,
+            command={"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+        ),
+    ),
+}  # fmt: skip
+"""Anthropic's tools that the client runs, by type without its date."""
+FORMS = {form.item: (name, form) for name, (form, _, _) in LOCAL.items()}
+"""The tool and the form of each type of item."""
+_DATE = re.compile(r"_\d{8}")
+
+
+def joined(namespace: object, name: str) -> str:
+    """The name under which the model is told a function of a namespace."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, dict[str, Form]]:
+    """Tools of Responses as a chat has them, hosted ones as they came, and the forms of their calls by the names that
+    the model is told. Raises InvalidRequestError."""
+    forms: dict[str, Form] = {}
+    if tools is None:
+        return None, forms
+    found = []
+    for where, namespace, tool in _each(tools):
+        kind, name, function = tool.get("type") or "function", tool.get("name"), tool
+        if kind == "custom":
+            form = Form("custom_tool_call", "ctc", "input", str(name), namespace)
+            function = {"name": name, "description": _free(where, tool), "parameters": _object("input", input=_TEXT)}
+        elif kind == "function":
+            form = Form(name=str(name), namespace=namespace)
+        elif kind in LOCAL:
+            form, description, parameters = LOCAL[kind]
+            function = {"name": kind, "description": description, "parameters": parameters}
+        else:
+            found.append(tool)
+            continue
+        told = joined(namespace, str(function["name"])) if isinstance(function.get("name"), str) else None
+        forms[str(told)] = form
+        found.append({"type": "function", "function": {**function, "name": told}})
+    return found, forms
+
+
+def _each(tools: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """Each tool, with its path and its namespace."""
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            yield f"tools[{i}]", None, tool
+            continue
+        inside, name = tool.get("tools"), tool.get("name")
+        if (
+            not isinstance(name, str)
+            or not isinstance(inside, list)
+            or not all(isinstance(one, dict) for one in inside)
+        ):
+            raise InvalidRequestError(f"tools[{i}] must have a name and tools.", field=f"tools[{i}]")
+        for j, one in enumerate(inside):
+            if one.get("type") not in ("function", "custom"):
+                where = f"tools[{i}].tools[{j}]"
+                raise InvalidRequestError(f"{where}: {shown(one.get('type'))} is not supported.", field=where)
+            yield f"tools[{i}].tools[{j}]", name, one
+
+
+def _free(where: str, tool: Mapping[str, Any]) -> str:
+    """What the model is told of a tool that takes free text. It is told its grammar, which nothing enforces."""
+    given = tool.get("format") or {"type": "text"}
+    if not isinstance(given, dict) or given.get("type") not in ("text", "grammar"):
+        raise InvalidRequestError(f"{where}.format must be of type text or grammar.", field=where)
+    told = [str(tool.get("description") or "")]
+    if given["type"] == "grammar":
+        told.append(f"`input` follows this grammar ({given.get('syntax')}):\n{given.get('definition')}")
+    return "\n\n".join(filter(None, told))
+
+
+def message_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools of Messages as a chat has them, hosted ones as they came."""
+    return None if tools is None else [_message_tool(tool) for tool in tools]
+
+
+def _message_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind == "custom":
+        return {"type": "function", "function": {**tool, "parameters": tool.get("input_schema")}}
+    known = ANTHROPIC.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
+    if known is None:
+        return tool
+    description, parameters = known
+    return {
+        "type": "function",
+        "function": {"name": tool.get("name"), "description": description, "parameters": parameters},
+    }
