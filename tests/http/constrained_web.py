@@ -26,14 +26,14 @@ class WebCharTokenizer(CharTokenizer, WebTokenizer):
     """Any text in, characters out."""
 
 
-def make_constrained_engine() -> TextEngine:
+def make_constrained_engine(max_context: int = MAX_CONTEXT) -> TextEngine:
     tokenizer = WebCharTokenizer()
     core = constrained_core(
-        pages={GLOBAL: 2 * MAX_CONTEXT // 4, LOCAL: 512},
-        max_context=MAX_CONTEXT,
+        pages={GLOBAL: 2 * max_context // 4, LOCAL: 512},
+        max_context=max_context,
         max_sequences=16,
         max_batch_tokens=256,
         grammars=Grammars(tokenizer, VOCAB),
     )
-    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT)
+    info = replace(FAKE_INFO, max_context_tokens=max_context)
     return TextEngine(LocalEngine(core, max_waiting=100), tokenizer, info)

@@ -211,7 +211,6 @@ async def test_what_changes_nothing_is_taken(running):
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"text": {"format": 5}}, "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from wicore_trt.errors import InvalidRequestError, shown
@@ -92,12 +93,17 @@ ANTHROPIC: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Anthropic's tools that the client runs, by type without its date."""
 FORMS = {form.item: (name, form) for name, (form, _, _) in LOCAL.items()}
 """The tool and the form of each type of item."""
+LONGEST = 64
+"""Characters of a function's name, as `text.tools` takes it."""
 _DATE = re.compile(r"_\d{8}")
 
 
 def joined(namespace: object, name: str) -> str:
-    """The name under which the model is told a function of a namespace."""
-    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+    """The name under which the model is told a function of a namespace; one that is too long is cut."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    whole = f"{namespace}.{name}"
+    return whole if len(whole) <= LONGEST else f"{whole[: LONGEST - 9]}.{sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, dict[str, Form]]:
