@@ -163,6 +163,8 @@ class Door:
             self._check_kind(path, os.stat(real, follow_symlinks=False), limit)  # opening a device can have effects
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY)
         except FileNotFoundError:
+            if os.path.exists(path):  # by a name that only leads to what is open: a pipe in /dev/fd
+                self._check_kind(path, os.stat(path), limit)
             dangling = os.path.islink(path)
             reason = f"is a link to {os.readlink(path)}, which does not exist" if dangling else "is missing"
             raise self.refusal(path, reason) from None

@@ -438,6 +438,8 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     """Other names that it is served under."""
     engine_context_tokens: int = 0
+    build: str = ""
+    """Names the build of the engine, tokenizer files included; `fingerprint` is the same for equal weights."""
 
     @property
     def names(self) -> tuple[str, ...]:

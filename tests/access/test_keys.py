@@ -13,6 +13,7 @@ from wicore_trt.access.keys import EVERYBODY, Identity, KeyRing
 from wicore_trt.config import resolve_settings
 from wicore_trt.core.shares import Gate
 from wicore_trt.errors import ConfigError, QueueFullError
+from wicore_trt.kv.disk.cipher import load_key_file
 
 ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
 
@@ -135,3 +136,20 @@ def test_refusals_tell_a_tenant_nothing_of_the_others():
         if others <= 64:
             counts.add(own)
     assert len(texts) == 1 and counts == {480}, (texts, counts)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    """A pipe would hold the process up that reads it, for ever; what comes out of one comes once."""
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w") as pipe:
+        pipe.write(f"alice:{ALICE}\n")
+        pipe.flush()
+        for path in (str(tmp_path / "fifo"), f"/dev/fd/{reader}"):
+            with pytest.raises(ConfigError, match="a named pipe, not a regular file") as error:
+                KeyRing.load(None, path)
+            assert "again on reload" in str(error.value)
+    with pytest.raises(ConfigError, match="a directory"):
+        KeyRing.load(None, str(tmp_path))
+    with pytest.raises(ConfigError, match="a named pipe"):
+        load_key_file(tmp_path / "fifo")

@@ -4,10 +4,10 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog` (bytes
 after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat` (the model
 has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each
-process leaves its number; `fork_s`, `slow_s` and `together_s` stand for the supervisor's and its log's, `minute_s` for
-the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th
+process leaves its number; `fork_s`, `front_s`, `slow_s` and `together_s` stand for the supervisor's and its log's,
+`minute_s` for the seconds of a minute of the fronts' rates; of `fork_fails` [a, b] the template's forks from the a-th to the b-th
 fail. With `heir` processes that lose their parent become children of this one, as of the first process of a container.
-`recipe` names a file of settings that the server reads, and reads again.
+`recipe` names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ def load_engine(settings: Settings):
     core.executor.fail_at = given.get("fail_at")
     if "hang_at" in given:
         hang_at(core.executor, given["hang_at"])
-    return core, replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
+    info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
+    return core, replace(info, build=build())
+
+
+def build() -> str:
+    return Path(options()["build"]).read_text() if "build" in options() else ""
 
 
 def hang_at(executor, step: int) -> None:
@@ -103,7 +108,9 @@ def load_tokenizer(settings: Settings) -> FakeTokenizer:
     os.register_at_fork(after_in_child=lambda: leave_number("front"))
     if "fork_fails" in options():
         fork_fails(*options()["fork_fails"])
-    return AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
+    tokenizer = AnyTextTokenizer() if "chat" in options() else FakeTokenizer()
+    tokenizer.build = build()
+    return tokenizer
 
 
 def main(given: dict) -> int:
@@ -114,6 +121,7 @@ def main(given: dict) -> int:
     log.configure(json_lines=logs.json, level=logs.level.upper())
     log.TOGETHER_S = given.get("together_s", log.TOGETHER_S)
     supervisor.FORK_S = given.get("fork_s", supervisor.FORK_S)
+    supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
     parts = Parts(load_engine=f"{HERE}:load_engine", load_tokenizer=f"{HERE}:load_tokenizer")

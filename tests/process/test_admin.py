@@ -28,7 +28,7 @@ async def administered(tmp_path, *, verify=True, **options) -> AsyncIterator[tup
     async with supervised(tmp_path, **options) as server:
         url = re.search(r"https?://\S+", await log_line(server, "operators' calls on"))[0]
         server.address = await server.line("bound")
-        await server.line("ready on")
+        server.url = await server.line("ready on")
         async with httpx.AsyncClient(base_url=url, timeout=60, verify=verify) as client:
             yield server, client
 
@@ -190,3 +190,19 @@ async def test_certificates_of_clients_open_it_too(tmp_path):
         context.load_cert_chain(paths["client"])
         async with httpx.AsyncClient(base_url=client.base_url, verify=context) as known:
             assert (await known.post("/reload")).status_code == 200
+
+
+async def test_metrics_of_any_length_are_told(tmp_path):
+    """Of several fronts each has rows of its own; what strangers ask for has many."""
+    async with administered(tmp_path, server={"fronts": 4, "http_port": 0}) as (server, client):
+        paths = ("/v1/models", "/v1/stats", "/status", "/version", "/openapi.json", "/nope", "/v1/completions")
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
+            for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
+                for path in paths:
+                    await other.request(method, path)
+        began = asyncio.get_running_loop().time()
+        text = (await client.get("/metrics")).text
+        assert len(text) > 100_000, len(text)
+        assert asyncio.get_running_loop().time() - began < 3
+        assert "wicore_requests_open" in text and "wicore_process_up" in text and "wicore_time_to_first_token" in text
+        list(text_string_to_metric_families(text))

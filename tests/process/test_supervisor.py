@@ -478,3 +478,40 @@ async def test_a_call_whose_engine_ends_before_it_answers_is_unavailable(tmp_pat
             assert code is grpc.StatusCode.UNAVAILABLE and "The engine stopped" in text
             assert details["RetryInfo"].retry_delay.seconds == 1
             assert (await failure(begun))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_front_that_stands_still_is_ended_and_the_next_one_serves(tmp_path):
+    async with supervised(tmp_path, front_s=2) as server:
+        await serving(server)
+        [front] = server.alive("front")
+        os.kill(front, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while front in server.alive("front"):
+                await asyncio.sleep(0.05)
+        await server.until_serving()
+        async with server.stub() as stub:
+            assert await answer(stub, "hello", 5) == expected("hello", 5)[0]
+        server.process.terminate()
+        code, log = await server.end()
+        assert code == 0 and "the front hangs" in log
+
+
+@pytest.mark.parametrize("ends", ["engine", "template"])
+async def test_front_and_engine_are_of_one_build(tmp_path, ends):
+    """The engine was built anew while it is served, and one process begins again with what is there now."""
+    build = tmp_path / "build"
+    build.write_text("first")
+    async with supervised(tmp_path, build=str(build)) as server:
+        await serving(server)
+        before = {name: server.alive(name) for name in ("engine", "template", "front")}
+        build.write_text("second")
+        os.kill(before[ends][0], signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while any(set(before[name]) & set(server.alive(name)) for name in before):
+                await asyncio.sleep(0.05)
+        await server.until_serving()
+        async with server.stub() as stub:
+            assert await answer(stub, "hello", 5) == expected("hello", 5)[0]
+        other = "template" if ends == "engine" else "engine"
+        server.process.terminate()
+        assert f"built anew over the one that is served; the {other} is started again" in (await server.end())[1]

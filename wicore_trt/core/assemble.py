@@ -228,4 +228,5 @@ def model_info(
         chat=tokenizer.has_chat,
         page_tokens=page_tokens,
         engine_context_tokens=manifest.max_context,
+        build=manifest.seal,
     )

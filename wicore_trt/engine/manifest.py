@@ -128,6 +128,11 @@ class Manifest:
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
+    @property
+    def seal(self) -> str:
+        """What no other build has, be it of the same source: digests of all files and the time are in it."""
+        return seal_of(self.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": KIND, **asdict(self), "spec": self.spec.to_dict()}
 

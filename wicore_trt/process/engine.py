@@ -54,7 +54,7 @@ def main(fd: int) -> int:
     host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
     host.start()
     faulthandler.register(DUMP)
-    control.send("ready")
+    control.send("ready", build=info.build)
     threading.Thread(target=_listen, args=(control, host), name="wicore-control", daemon=True).start()
     _beat(control, host)
     if host.dead is not None:

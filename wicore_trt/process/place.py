@@ -31,12 +31,13 @@ class Place:
         self.process: Child | Fork | None = None
         self.said: WicoreError | None = None  # why it ends
         self.restarts = -1
-        self._began = 0.0
+        self.build: str | None = None  # of the engine that it has opened, as it says
+        self.began = 0.0
         self._quick = 0
 
     def put(self, process: Child | Fork, heard: Callable[[dict[str, Any]], None], ended: Callable[[int], None]) -> None:
         """A process was started; `heard` gets its messages and `ended` its exit code, on the event loop."""
-        self.process, self.said, self._began = process, None, time.monotonic()
+        self.process, self.said, self.began = process, None, time.monotonic()
         self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.fileno()
 
@@ -72,7 +73,7 @@ class Place:
     def pause(self, code: int) -> float:
         """Seconds to wait before the next start: none, unless it keeps ending by itself."""
         own = code >= 0 or -code not in (signal.SIGKILL, signal.SIGTERM)
-        self._quick = self._quick + 1 if own and time.monotonic() - self._began < QUICK_S else 0
+        self._quick = self._quick + 1 if own and time.monotonic() - self.began < QUICK_S else 0
         return SLOW_S if self._quick > PATIENCE else 0.0
 
 
@@ -83,6 +84,7 @@ class FrontPlace(Place):
         super().__init__()
         self.number, self.name = number, "front" if number == 1 else f"front-{number}"
         self.links = 0  # that it was given
+        self.silent_s = 0.0  # for so long it has told nothing
         self.bound = self.serving = self.idle = False
 
     def begin(
@@ -92,5 +94,5 @@ class FrontPlace(Place):
         ended: Callable[[FrontPlace, int], None],
     ) -> None:
         """The next front begins."""
-        self.links, self.bound, self.idle = 0, False, False
+        self.links, self.silent_s, self.bound, self.idle = 0, 0.0, False, False
         self.put(fork, partial(heard, self), partial(ended, self))

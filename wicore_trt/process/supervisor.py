@@ -5,7 +5,8 @@ Operators' calls (`http/admin.py`) are answered here, whatever the others do. It
 devices, and imports nothing that could bring it down, but what answers these calls where they are wanted. Invariants:
 while it runs there are one engine and all its fronts, or the next one is being started; no process that hangs holds it
 up; a loaded engine that has work and gets on with nothing for server.watchdog_s is ended, with its stacks in the log;
-when it has ended nothing of them is left; a second signal ends everything at once.
+a front that says nothing for FRONT_S is ended; engine and fronts are of one build of the engine; when it has ended
+nothing of them is left; a second signal ends everything at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ Told = Callable[[str, "str | None"], None]
 
 FORK_S = 30.0
 """After which a template that has loaded and not made a front, though it was told to, counts as hung."""
+FRONT_S = 20.0
+"""After which a front that says nothing counts as hung: the next one is there in a tenth of a second."""
 DUMP_S = 1.0
 """For a stuck engine to write its stacks, before it is killed."""
 ANSWER_S = 3.0
@@ -88,7 +91,7 @@ class Supervisor:
         )
         self._refusing = False
         self._idle = asyncio.Event()  # all fronts refuse generations and have none
-        self._asked: dict[int, asyncio.Future[str]] = {}  # metrics, by call
+        self._asked: dict[int, tuple[list[str], asyncio.Future[str]]] = {}  # metrics, by call
         self._calls = itertools.count()
         self._admin: Any = None
         self._end: asyncio.Future[int] | None = None
@@ -171,6 +174,7 @@ class Supervisor:
                 front=front.number, listening=listening,
             )  # fmt: skip
         self._watch_fork(front)
+        self._watch_front(front, fork)
         self._idle.clear()
         if self._refusing:
             fork.control.send("refuse")
@@ -185,10 +189,35 @@ class Supervisor:
             log.error("the template of fronts hangs; it is ended")
             self._template.process.kill()
 
+    def _watch_front(self, front: FrontPlace, fork: Fork) -> None:
+        """Look at a front once in BEAT_S seconds, and end it when it says nothing."""
+        if fork is not front.process or self._stopping:
+            return
+        if front.silent_s >= FRONT_S:
+            log.error("the %s hangs: it has said nothing for %.0f s; it is ended", front.name, front.silent_s)
+            fork.kill()
+            return
+        front.silent_s += BEAT_S if fork.pid is not None else 0.0
+        asyncio.get_running_loop().call_later(BEAT_S, self._watch_front, front, fork)
+
+    def _agree(self) -> None:
+        """Join engine and fronts, which are of one build; else end what has opened the older one."""
+        if not self._agreed() and self._engine_ready and self._template_ready:
+            name, older = min(("engine", self._engine), ("template", self._template), key=lambda one: one[1].began)
+            log.error("the engine was built anew over the one that is served; the %s is started again on it", name)
+            if older.process is not None:
+                older.process.kill()
+        for front in self._fronts:
+            self._join(front)
+
+    def _agreed(self) -> bool:
+        builds = {self._engine.build, self._template.build}
+        return self._engine_ready and self._template_ready and (len(builds) == 1 or None in builds)
+
     def _join(self, front: FrontPlace) -> None:
         """Give engine and front a socket to each other."""
         engine, process = self._engine.process, front.process
-        if self._engine_ready and engine is not None and process is not None:
+        if self._agreed() and engine is not None and process is not None:
             try:
                 one, other = socket.socketpair()
             except OSError as error:
@@ -208,9 +237,8 @@ class Supervisor:
     def _heard_engine(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ready":
-                self._engine_ready = True
-                for front in self._fronts:
-                    self._join(front)
+                self._engine_ready, self._engine.build = True, message["build"]
+                self._agree()
                 self._watch_engine(self._engine.process)
             case "beat":
                 self._silent_s, self._stuck_s = 0.0, message["stuck_s"]
@@ -238,9 +266,10 @@ class Supervisor:
     def _heard_template(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ready":
-                self._template_ready = True
+                self._template_ready, self._template.build = True, message["build"]
                 for front in self._fronts:
                     self._watch_fork(front)
+                self._agree()
             case "forked":
                 fork = self._fronts[message["front"] - 1].process
                 if isinstance(fork, Fork):
@@ -275,8 +304,13 @@ class Supervisor:
                 front.idle = True
                 if all(other.idle for other in self._fronts):
                     self._idle.set()
+            case "beat":
+                front.silent_s = 0.0
             case "metrics" if message["call"] in self._asked:
-                self._asked.pop(message["call"]).set_result(message["text"])
+                parts, answer = self._asked[message["call"]]
+                parts.append(message["text"])
+                if message["last"] and not answer.done():
+                    answer.set_result("".join(parts))
             case "ask" | "told":
                 self._pass_on(front, message)
             case "unlinked" if message["links"] == front.links:  # else another one is on its way
@@ -320,6 +354,7 @@ class Supervisor:
         for fork in (front.process for front in self._fronts):
             if isinstance(fork, Fork) and not fork.code.done():
                 fork.code.set_result(code)  # fronts end with their template
+        self._template_ready = False
         if self._stopping:
             return
         self._again("template of fronts", self._template, how_it_ended(code), code, self._start_template)
@@ -409,8 +444,8 @@ class Supervisor:
         text = ""
         for front in self._fronts[:MOST_ASKED]:
             if front.process is not None and not text:
-                call = next(self._calls)
-                answer = self._asked[call] = asyncio.get_running_loop().create_future()
+                call, answer = next(self._calls), asyncio.get_running_loop().create_future()
+                self._asked[call] = [], answer
                 front.process.control.send("metrics", call=call)
                 with suppress(TimeoutError):
                     text = await asyncio.wait_for(answer, ANSWER_S)

@@ -29,7 +29,7 @@ from wicore_trt.core.cells import Cells, SharedCells
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.process.checker import Checker
-from wicore_trt.process.child import Control, Rein, belong_to, named
+from wicore_trt.process.child import BEAT_S, Control, Rein, belong_to, named
 from wicore_trt.serve.siblings import Siblings
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_METRICS = 100_000
-"""Characters that fit a control message."""
+MAX_METRICS = 1 << 14
+"""Characters that fit a control message, where each may take six bytes."""
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 
@@ -57,7 +57,9 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
 
     assert settings.engine is not None
     engine = open_engine(Path(settings.engine), verify=False)
-    return Tokenizer.from_files(engine.read_present(FILES), engine.path)
+    tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
+    tokenizer.build = engine.manifest.seal
+    return tokenizer
 
 
 def main(fd: int) -> int:
@@ -78,7 +80,7 @@ def main(fd: int) -> int:
         tokenizer = error
     cells = SharedCells(memory)
     collect_rarely()
-    control.send("ready")
+    control.send("ready", build=getattr(tokenizer, "build", None))  # None where it could not be loaded
     poll, forks = select.poll(), dict[int, int]()  # process ids by file descriptor
     poll.register(control.fileno(), select.POLLIN)
     while True:
@@ -189,6 +191,12 @@ class Front:
         self._stop, self._servers = stop, servers
         self._remote = RemoteEngine(self._changed)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_message)
+        self._beat()
+
+    def _beat(self) -> None:
+        """Tell the supervisor that this front gets on."""
+        self._control.offer("beat")
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
     def bound(self, address: str, url: str | None) -> None:
         named = {"port": address, "http_port": url or "unix:"}
@@ -252,10 +260,9 @@ class Front:
     async def _tell_metrics(self, call: int) -> None:
         assert self._servers is not None
         text = await self._servers.metrics()
-        if len(text) <= MAX_METRICS:
-            self._control.send("metrics", call=call, text=text)
-        else:
-            log.error("the metrics have %d characters, too many for the port of the operator's calls", len(text))
+        for at in range(0, len(text), MAX_METRICS):
+            last = at + MAX_METRICS >= len(text)
+            self._control.send("metrics", call=call, text=text[at : at + MAX_METRICS], last=last)
 
     def _change(self, message: dict[str, Any]) -> None:
         """The settings were read again."""

@@ -67,6 +67,7 @@ class Tokenizer:
         home: Path | None = None,
     ) -> None:
         self.home = home
+        self.build = ""  # the seal of the engine that it is of, where that matters
         self._backend = backend
         self._adds_bos = adds_bos and bos_id is not None
         self._chat = chat

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from wicore_trt.errors import ConfigError
+from wicore_trt.files import Door
 from wicore_trt.kv.pages.page import Page
 
 KEY_BYTES = 32
@@ -130,12 +131,12 @@ def load_key_file(path: str | os.PathLike[str]) -> bytes:
     ConfigError when the file cannot be read, holds something else, or when others than its owner may use it.
     """
     try:
-        with Path(path).open("rb") as file:
+        with Door(error=ConfigError).open(Path(path)) as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(4 * KEY_BYTES)
-    except OSError as error:
+    except ConfigError as error:
         fix = f"Make one: (umask 077; head -c {KEY_BYTES} /dev/urandom > {shlex.quote(str(path))})"
-        raise ConfigError(f"Key file {path}: {error.strerror or error}.", fix=fix) from error
+        raise ConfigError(f"Key file {error.message}", fix=fix) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"Key file {path} is open to other users.", fix=f"Run: chmod 600 {shlex.quote(str(path))}")
     try:
