@@ -151,5 +151,5 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             assert "again on reload" in str(error.value)
     with pytest.raises(ConfigError, match="a directory"):
         KeyRing.load(None, str(tmp_path))
-    with pytest.raises(ConfigError, match="a named pipe"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         load_key_file(tmp_path / "fifo")

@@ -19,7 +19,6 @@ import shlex
 import stat
 import struct
 from functools import lru_cache
-from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -27,7 +26,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.files import Door
 from wicore_trt.kv.pages.page import Page
 
 KEY_BYTES = 32
@@ -131,12 +129,14 @@ def load_key_file(path: str | os.PathLike[str]) -> bytes:
     ConfigError when the file cannot be read, holds something else, or when others than its owner may use it.
     """
     try:
-        with Door(error=ConfigError).open(Path(path)) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):  # a pipe would hold up who reads it
+                raise ConfigError(f"Key file {path} is not a regular file.", fix="Give the path of a regular file.")
             data = file.read(4 * KEY_BYTES)
-    except ConfigError as error:
+    except OSError as error:
         fix = f"Make one: (umask 077; head -c {KEY_BYTES} /dev/urandom > {shlex.quote(str(path))})"
-        raise ConfigError(f"Key file {error.message}", fix=fix) from error
+        raise ConfigError(f"Key file {path}: {error.strerror or error}.", fix=fix) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"Key file {path} is open to other users.", fix=f"Run: chmod 600 {shlex.quote(str(path))}")
     try:
