@@ -140,7 +140,71 @@ def test_chat_model(tmp_path: Path) -> None:
     assert _vocabulary(metadata).ends == [1]
 
 
-def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "t.gguf", model="gpt2")
-    with pytest.raises(CheckpointError, match="'gpt2', not SentencePiece"):
-        _vocabulary(open_gguf(tmp_path / "t.gguf").metadata)
+def _tokenizer(metadata: dict[str, Any], directory: Path) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
+    write_tokenizer(_vocabulary(metadata), {"eos_token_id": [1]}, directory)
+    return dict(json.loads((directory / "tokenizer.json").read_text()))
+
+
+def test_bpe_of_newer_converters_equals_sentencepiece(tmp_path: Path) -> None:
+    """Without tokenizer.model llama.cpp's converter writes model gpt2: merges, no scores, bytes typed as text."""
+    names, types = _write(tmp_path / "t.gguf")
+    metadata = open_gguf(tmp_path / "t.gguf").metadata
+    plain = _tokenizer(metadata, tmp_path / "llama")
+    del metadata["tokenizer.ggml.scores"]
+    metadata |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.token_type": [NORMAL if kind == BYTE else kind for kind in types],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in plain["model"]["merges"]],
+    }
+    for pre in ("default", "gemma4"):
+        assert _tokenizer(metadata | {"tokenizer.ggml.pre": pre}, tmp_path / "gpt2") == plain
+    assert _vocabulary(metadata).notes == []
+    metadata["tokenizer.ggml.merges"] = ["h e", "\u2581 t"]
+    assert _tokenizer(metadata, tmp_path / "gpt2")["model"]["merges"] == [["h", "e"], ["\u2581", "t"]]
+    assert "come from no merge of the file" in _vocabulary(metadata).notes[0]
+    for key, value, words in (
+        ("merges", [], "lacks the key tokenizer.ggml.merges"),
+        ("merges", ["he"], r"merges\[0\] is 'he'"),
+        ("pre", "llama-bpe", "pre is 'llama-bpe'"),
+        ("model", "t5", "its tokenizer is 't5'"),
+        ("tokens", [name.replace("\u2581", "\u0120") for name in names], "bytes spelt as letters"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            _vocabulary(metadata | {f"tokenizer.ggml.{key}": value})
+
+
+def test_special_tokens_that_a_converter_typed_as_text(tmp_path: Path) -> None:
+    names, types = _write(tmp_path / "t.gguf", chat_template="<start_of_turn>{{ messages }}<end_of_turn>")
+    metadata = open_gguf(tmp_path / "t.gguf").metadata
+    plain = _tokenizer(metadata, tmp_path / "right")
+    turns = [names.index("<start_of_turn>"), names.index("<end_of_turn>")]
+    for wrong in (turns, [names.index("<table>"), names.index("[multimodal]")], range(6)):
+        for kind in (NORMAL, 0):
+            metadata["tokenizer.ggml.token_type"] = [kind if i in wrong else t for i, t in enumerate(types)]
+            assert _tokenizer(metadata, tmp_path / "wrong") == plain
+            notes = _vocabulary(metadata).notes
+            assert (names[wrong[0]] in notes[0]) if kind == NORMAL else not notes
+    metadata["tokenizer.ggml.token_type"] = [UNUSED if i in turns else t for i, t in enumerate(types)]
+    assert _tokenizer(metadata, tmp_path / "wrong") == plain
+    metadata["tokenizer.ggml.token_type"] = types
+    metadata["tokenizer.ggml.tokens"] = [{"<table>": "<end>"}.get(name, name) for name in names]
+    metadata["tokenizer.ggml.token_type"] = [NORMAL if i == names.index("<table>") else t for i, t in enumerate(types)]
+    metadata["tokenizer.ggml.eot_token_id"] = names.index("<table>")  # named by a key, so it stands for no text
+    added = _tokenizer(metadata, tmp_path / "named")["added_tokens"]
+    assert {(token["content"], token["special"]) for token in added} > {("<end>", True), ("[multimodal]", False)}
+
+
+def test_all_ends_and_templates_go_on(tmp_path: Path) -> None:
+    _write(tmp_path / "t.gguf", chat_template="{{ messages }}", eot_token_id=6)
+    metadata = open_gguf(tmp_path / "t.gguf").metadata
+    metadata |= {"tokenizer.ggml.eom_token_id": 12, "tokenizer.ggml.eos_token_ids": [1, 4]}
+    metadata |= {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    vocabulary = _vocabulary(metadata)
+    assert vocabulary.ends == [1, 4, 6, 12]
+    write_tokenizer(vocabulary, {"eos_token_id": vocabulary.ends}, tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert written == [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]

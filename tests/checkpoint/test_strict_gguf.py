@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,10 @@ KINDS = [3] * 4 + [1] * 44
         (("add_eos_token", BOOL, True), "add_eos_token"), (("add_sep_token", BOOL, True), "add_sep_token"),
         (("remove_extra_whitespaces", BOOL, True), "remove_extra_whitespaces"),
         (("precompiled_charsmap", ARRAY, (I32, [1])), "precompiled_charsmap"),
-        (("merges", ARRAY, (STRING, ["a b"])), "merges"), (("pre", STRING, "qwen2"), "pre is 'qwen2'"),
+        (("merges", ARRAY, (STRING, ["a b"])), "merges"), (("merges", ARRAY, (STRING, ["a"])), "merges[0]"),
+        (("merges", ARRAY, (STRING, ["b b", "a a"])), "merges"), (("foo_token_id", U32, 1), "foo_token_id"),
+        (("eom_token_id", U32, 48), "eom_token_id"),
+        (("pre", STRING, "qwen2"), "pre is 'qwen2'"),
         (("scores", ARRAY, (F32, [*SCORES[:-1], 1.0])), "scores[47] is 1.0"),
         (("scores", ARRAY, (F32, SCORES[:-1])), "48 numbers"), (("scores", ARRAY, (I32, [1] * 48)), "48 numbers"),
         (("scores", ARRAY, (F32, [float("nan")] * 48)), "scores["),
@@ -199,6 +203,64 @@ def test_tokenizer_keys_of_other_converters(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "m.gguf").write_bytes(models.gguf_file(keys(*extra), TENSORS))
     assert open_source(tmp_path / "m.gguf").generation_config == {"bos_token_id": 2, "eos_token_id": [1, 5]}
+
+
+def split(directory: Path, **odd: Any) -> list[Path]:
+    """The model in 3 files, as llama-gguf-split writes it; `odd` replaces its keys."""
+    paths = [directory / f"m-{i + 1:05d}-of-00003.gguf" for i in range(3)]
+    for index, path in enumerate(paths):
+        said = {"no": index, "count": 3, "tensors.count": len(TENSORS)} | odd
+        keys_of_part = [*(keys() if index == 0 else []), *(("split." + key, U32, value) for key, value in said.items())]
+        path.write_bytes(models.gguf_file(keys_of_part, TENSORS[index::3]))
+    return paths
+
+
+def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+    whole, directory = tmp_path / "m.gguf", tmp_path / "d"
+    whole.write_bytes(models.gguf_file(keys(), TENSORS))
+    want = open_source(whole)
+    directory.mkdir()
+    parts = split(directory)
+    for given in (*parts, directory):
+        source = open_source(given)
+        assert source.spec == want.spec and source.tensors == want.tensors
+        for name in want.tensors:
+            np.testing.assert_array_equal(source.read(name), want.read(name))
+    assert open_source(directory).place_of("model.norm.weight").startswith(str(directory))
+    parts[1].unlink()
+    for given in (parts[2], directory):
+        with pytest.raises(CheckpointError, match=r"one of 3 parts, of which 1 are missing: m-00002-of-00003\.gguf"):
+            open_source(given)
+
+
+def test_parts_that_do_not_fit(tmp_path: Path) -> None:
+    for odd, words in (
+        ({"tensors.count": 9}, "not 9 as split.tensors.count says"),
+        ({"no": 1}, "is not part 1 of 3"),
+        ({"count": 2}, "split.count is 2"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            open_source(split(tmp_path, **odd)[0])
+    parts = split(tmp_path)
+    said = [("split.no", U32, 2), ("split.count", U32, 3)]
+    parts[2].write_bytes(models.gguf_file(said, TENSORS[:1]))
+    with pytest.raises(CheckpointError, match=f"holds the tensor {TENSORS[0]['name']} once more"):
+        open_source(parts[0])
+
+
+def test_a_blob_of_ollama_is_read_and_its_manifest_names_it(tmp_path: Path) -> None:
+    blob, manifest = tmp_path / "blobs" / f"sha256-{'0a' * 32}", tmp_path / "manifests" / "library" / "gemma3" / "1b"
+    blob.parent.mkdir()
+    manifest.parent.mkdir(parents=True)
+    vision = [
+        {"name": n, "dims": [4], "kind": models.GGUF_F32, "raw": b"\0" * 16, "at": None} for n in ("v.blk.0.x", "mm.y")
+    ]
+    blob.write_bytes(models.gguf_file(keys((G + "vision.block_count", U32, 1)), [*TENSORS, *vision]))
+    source = open_source(blob)
+    assert source.notes == ["left aside: 2 tensors of the vision tower."] and not source.vision
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": blob.name.replace("-", ":"), "size": 1}
+    manifest.write_text(json.dumps({"schemaVersion": 2, "layers": [{"mediaType": "x", "digest": "y"}, layer]}))
+    refused(manifest, manifest.read_bytes(), "manifest of Ollama", str(blob))
 
 
 def test_merges_beyond_any_model_are_not_made() -> None:

@@ -8,7 +8,7 @@ Hugging Face's names with the file's values, and `norm` gives a norm's factor as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -25,7 +25,11 @@ from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError
 
 STORED = ("F32", "F16", "BF16")
-TYPES = (*STORED, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = (
+    *STORED, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "TQ1_0", "TQ2_0", "MXFP4",
+)  # fmt: skip
+"""Types of tensors that are read; the gguf package dequantizes them bit for bit as ggml-quants.c does."""
 
 _TOP = {"token_embd.weight": HF_EMBEDDING, "output_norm.weight": HF_FINAL_NORM, "output.weight": HF_LM_HEAD}
 _LAYER = {
@@ -44,9 +48,22 @@ _LAYER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)\.weight")
-_LAYERS_OF_27B = 62
+_LAYERS_OF_1B, _LAYERS_OF_27B = 26, 62
+_SCALED = (34, 48, 62)  # layers of 4B, 12B and 27B, whose global layers have the rope factor 8
+_QUANTIZATION = 2  # the version of all block layouts since 2023
 _DEFAULT_PATTERN = 6
 _DEFAULT_THETA = 10_000.0  # of both kinds of layers; the converter always writes that of the global ones
+_OTHERS = {  # what else a GGUF may hold, by general.architecture and then by general.type, and what to do
+    "clip": ("a vision tower (mmproj)", "Give the GGUF of the language model that it belongs to."),
+    "gemma-embedding": ("EmbeddingGemma, which writes no text", "Give a Gemma 3 model."),
+    "controlvector": ("a control vector", "Give the GGUF of the model that it steers."),
+    "imatrix": ("an importance matrix", "Give the GGUF of the model that it was measured on."),
+    "mmproj": ("a vision tower (mmproj)", "Give the GGUF of the language model that it belongs to."),
+    "adapter": (
+        "a LoRA adapter",
+        "Build from the base with --lora and the adapter as peft saved it, or merge with llama-export-lora.",
+    ),
+}
 _PREFIX = "gemma3."
 _KEYS = {
     "num_heads": "gemma3.attention.head_count",
@@ -62,6 +79,8 @@ _KEYS = {
     "final_logit_softcapping": "gemma3.final_logit_softcapping",
     "vocab_size": "the first dimension of token_embd.weight",
 }
+_OLLAMA = {"rope.freq_base": "rope.global.freq_base", "rope.freq_base_swa": "rope.local.freq_base"}
+"""Keys of llama.cpp's converter and what Ollama's calls them."""
 _ONLY = {  # what llama.cpp can be asked for in other models, at the one value that Gemma 3 has
     "attn_logit_softcapping": 0.0,
     "attention.causal": True,
@@ -71,7 +90,7 @@ _ONLY = {  # what llama.cpp can be asked for in other models, at the one value t
     "use_parallel_residual": False,
 }
 _HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
-_CARRIED = ("vision.", "mm.")  # of the vision tower, which lies in another file
+_VISION_KEYS, _VISION_TENSORS = ("vision.", "mm."), ("v.", "mm.")  # Ollama keeps the vision tower in the same file
 
 
 class GgufSource(Source):
@@ -82,20 +101,27 @@ class GgufSource(Source):
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
         self.door, self.name, self.revision = self._file.door, str(path), None
-        self.spec = gguf_spec(self._file)
+        self.notes = list[str]()
+        self.spec = gguf_spec(self._file, self.notes.append)
         self.config, self.vision = {}, {}
-        self._names = {_hf_name(name): name for name in self._file.tensors}
+        self._names = {_hf_name(n): n for n in self._file.tensors if not n.startswith(_VISION_TENSORS)}
         self.tensors = {
             hf: TensorInfo(self._file.tensors[n].shape, self._file.tensors[n].type_name)
             for hf, n in self._names.items()
         }
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, str(path))
-        odd = sorted({f"{info.dtype}" for info in self.tensors.values() if info.dtype not in TYPES})
-        if odd:
+        odd = next((n for n, info in self.tensors.items() if info.dtype not in TYPES), None)
+        if odd is not None:
+            kind = self.tensors[odd].dtype
             raise CheckpointError(
-                f"{path} uses {', '.join(odd)}, which WiCore does not read.", fix=f"It reads {', '.join(TYPES)}."
+                f"{path}: {named(self._names[odd])} is stored as {kind}, which WiCore does not read.",
+                fix=f"Convert it: llama-quantize --allow-requantize FILE NEW.gguf Q8_0. Read are {', '.join(TYPES)}.",
             )
+        vision = sum(n.startswith(_VISION_TENSORS) for n in self._file.tensors)
+        if vision:
+            self.notes.append(f"left aside: {vision} tensors of the vision tower.")
         self._vocabulary = read_vocabulary(self._file.metadata, self.spec.vocab_size, str(path))
+        self.notes += self._vocabulary.notes
         self.chat_template = self._vocabulary.chat_template
         self.generation_config = {
             "bos_token_id": self._vocabulary.bos,
@@ -128,19 +154,18 @@ class GgufSource(Source):
         return f"{self._file.path}: {self._names[name]}"
 
 
-def gguf_spec(file: GgufFile) -> Gemma3Spec:
-    """The model's spec from GGUF metadata, with what llama.cpp's loader takes for a key that is absent.
+def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:
+    """The model's spec from GGUF metadata, with what llama.cpp's loader takes for a key that is absent. In a file of
+    Ollama's converter, which leaves more out, it is what Gemma 3 of that many layers has; `note` is told.
 
-    Raises CheckpointError for another architecture, a missing key, a value of the wrong type or range, and a key of
+    Raises CheckpointError for another kind of file, a missing key, a value of the wrong type or range, and a key of
     gemma3 that is not known.
     """
-    architecture = file.metadata.get("general.architecture")
-    if architecture != "gemma3":
-        raise CheckpointError(f"{file.path} holds a {shown(architecture)} model, not gemma3.")
+    _refuse_other_kinds(file)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight.")
-    keys = _ModelKeys(file)
+    keys = _ModelKeys(file, note)
     layers, heads = keys.whole("block_count", MAX_LAYERS), keys.whole("attention.head_count", 4096)
     hidden = keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", default=hidden // heads)
@@ -156,33 +181,57 @@ def gguf_spec(file: GgufFile) -> Gemma3Spec:
             head_dim=head_dim,
             intermediate_size=keys.whole("feed_forward_length"),
             query_pre_attn_scalar=float(scalar),
-            rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
-            rope_theta=keys.real("rope.freq_base", _DEFAULT_THETA),
-            rope_local_theta=keys.real("rope.freq_base_swa", _DEFAULT_THETA),
-            rope_scaling_factor=_rope_factor(keys),
+            rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-6 if keys.ollamas else ...),
+            rope_theta=keys.theta("rope.freq_base", 1e6 if keys.ollamas else _DEFAULT_THETA),
+            rope_local_theta=keys.theta("rope.freq_base_swa", _DEFAULT_THETA),
+            rope_scaling_factor=_rope_factor(keys, layers),
             sliding_window=keys.whole("attention.sliding_window"),
             layer_groups=_layer_groups(keys, layers),
             max_position_embeddings=keys.whole("context_length"),
             tie_word_embeddings="output.weight" not in file.tensors,
-            final_logit_softcapping=keys.real("final_logit_softcapping", None),
+            final_logit_softcapping=_softcap(keys, layers),
         )
     except SpecError as error:
         raise error.at(str(file.path), _KEYS) from error
     keys.expect("vocab_size", spec.vocab_size)
     for key in ("attention.value_length", "rope.dimension_count"):
         keys.expect(key, spec.head_dim)
+        keys.expect(f"{key}_swa", spec.head_dim)
+    keys.expect("attention.key_length_swa", spec.head_dim)
+    scale = keys.real("attention.scale", None)
+    if scale is not None and not abs(scale * scale * spec.query_pre_attn_scalar - 1) < 1e-4:
+        raise keys.wrong("attention.scale", scale, f"{spec.query_pre_attn_scalar**-0.5:g} for this model")
     for key, only in _ONLY.items():
         keys.expect(key, only)
     keys.refuse_others()
     return spec
 
 
-class _ModelKeys(MetadataKeys):
-    """Typed access to the keys `gemma3.*` of a file; remembers which were asked for."""
+def _refuse_other_kinds(file: GgufFile) -> None:
+    architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    for said in (kind, architecture):
+        if isinstance(said, str) and said in _OTHERS:
+            what, fix = _OTHERS[said]
+            raise CheckpointError(f"{file.path} holds {what}, not a model.", fix=fix)
+    if architecture != "gemma3":
+        raise CheckpointError(f"{file.path} holds a {shown(architecture)} model, not gemma3.")
+    version = file.metadata.get("general.quantization_version", _QUANTIZATION)
+    if version != _QUANTIZATION:
+        raise CheckpointError(
+            f"{file.path}: general.quantization_version is {shown(version)}; version {_QUANTIZATION} is read."
+        )
 
-    def __init__(self, file: GgufFile) -> None:
+
+class _ModelKeys(MetadataKeys):
+    """Typed access to the keys `gemma3.*` of a file; remembers which were asked for. `ollamas` says whether Ollama's
+    converter wrote the file, `note` is told what that leaves out."""
+
+    def __init__(self, file: GgufFile, note: Callable[[str], None]) -> None:
         super().__init__(file.metadata, str(file.path), _PREFIX)
-        self._asked = set(_HARMLESS)
+        self._asked, self.note = set(_HARMLESS), note
+        vision = any(key.startswith(f"{_PREFIX}vision.") for key in file.metadata)
+        plain = self.value("attention.layer_norm_rms_epsilon") is None and vision
+        self.ollamas = plain or any(self.value(key) is not None for key in _OLLAMA.values())
 
     def get(self, key: str) -> Any:
         self._asked.add(key)
@@ -208,6 +257,13 @@ class _ModelKeys(MetadataKeys):
             raise self.wrong(key, value, "a floating-point number")
         return _shortest(value)
 
+    def theta(self, key: str, default: float) -> float:
+        """A base of rope, under llama.cpp's name for it or Ollama's."""
+        ours, theirs = self.real(key, None), self.real(_OLLAMA[key], None)
+        if None not in (ours, theirs) and ours != theirs:
+            raise self.wrong(_OLLAMA[key], theirs, f"{ours}, as {key} is")
+        return float(next((value for value in (ours, theirs) if value is not None), default))
+
     def expect(self, key: str, only: object) -> None:
         """Refuse a key that is there with another value than `only`."""
         value = self.get(key)
@@ -216,7 +272,7 @@ class _ModelKeys(MetadataKeys):
 
     def refuse_others(self) -> None:
         names = [key.removeprefix(_PREFIX) for key in self._metadata if key.startswith(_PREFIX)]
-        others = [key for key in names if key not in self._asked and not key.startswith(_CARRIED)]
+        others = [key for key in names if key not in self._asked and not key.startswith(_VISION_KEYS)]
         if others:
             raise CheckpointError(
                 f"{self._place}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
@@ -224,9 +280,18 @@ class _ModelKeys(MetadataKeys):
             )
 
 
-def _rope_factor(keys: _ModelKeys) -> float:
+def _softcap(keys: _ModelKeys, layers: int) -> float | None:
+    """The cap of logits, of which 0 is none. Ollama's converter gave the 1B model one that it does not have."""
+    cap = keys.real("final_logit_softcapping", None)
+    if keys.ollamas and layers == _LAYERS_OF_1B and cap is not None:
+        keys.note(f"final_logit_softcapping {cap:g} is left aside: Gemma 3 1B has none, Ollama's converter wrote it.")
+        return None
+    return float(cap) if cap else None
+
+
+def _rope_factor(keys: _ModelKeys, layers: int) -> float:
     """The linear factor, which old files call scale_linear. llama.cpp takes a factor without a type for linear; its
-    converter always writes both, so such a file is not its work and refused."""
+    converter always writes both, so such a file is not its work and refused. Ollama's never writes it."""
     kind = keys.get("rope.scaling.type")
     factor, old = keys.real("rope.scaling.factor", None), keys.real("rope.scale_linear", None)
     if kind not in (None, "none", "linear"):
@@ -240,6 +305,9 @@ def _rope_factor(keys: _ModelKeys) -> float:
     if factor is None and old is None:
         if kind == "linear":
             raise keys.wrong("rope.scaling.factor", None, "there when rope.scaling.type is 'linear'")
+        if keys.ollamas and layers in _SCALED:
+            keys.note(f"rope's linear factor 8 of Gemma 3 with {layers} layers is taken, which the file leaves out.")
+            return 8.0
         return 1.0
     return float(old if factor is None else factor)
 

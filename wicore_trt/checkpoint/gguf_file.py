@@ -1,16 +1,20 @@
 """The GGUF container: metadata and the table of tensors, read in one pass without mapping the file.
 
+A model may be split over files NAME-00001-of-0000N.gguf; they are read as one, whichever of them is given.
+
 gguf.GGUFReader makes several Python objects per token (716 MB and seconds for Gemma's 262,144); this parser keeps
 plain lists. Layout: github.com/ggml-org/ggml, docs/gguf.md; what it leaves open is as in ggml's gguf.cpp, which loads
 what llama.cpp loads. It knows nothing of Gemma. Invariants: nothing is allocated from a count before the file is known
-to hold that many bytes; an opened file's tensors lie one behind the other, aligned, each name and key once.
+to hold that many bytes; a file's tensors lie one behind the other, aligned; each name and key stands once in the model.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +22,7 @@ from typing import Any, BinaryIO
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.safetensors_io import read_at
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError, install, named, shown
-from wicore_trt.files import Door, size_of
+from wicore_trt.files import Door, present, quoted, size_of
 
 ALIGNMENT = "general.alignment"
 _MAGIC = b"GGUF"
@@ -33,21 +37,27 @@ _MAX_HEADER = 64 << 20  # bytes; Gemma's takes 7 MB
 _MAX_NESTING = 4
 _MAX_ALIGNMENT = 1 << 16
 _AGAIN = "Download it again."
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_SIDE_FILE = re.compile(r"mmproj|imatrix")
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"  # media type of the weights in a manifest
+_MAX_MANIFEST = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: shape [out, in] (row-major, so the reverse of the file's), type name, place in the file."""
+    """One tensor: shape [out, in] (row-major, so the reverse of the file's), type name, place in the file `path`."""
 
     shape: tuple[int, ...]
     type_name: str
     offset: int
     row_bytes: int
+    path: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata by key (arrays are lists, floats are exact float32 widened) and tensors by GGUF name."""
+    """Metadata by key (arrays are lists, floats are exact float32 widened) and tensors by GGUF name. Of a split model
+    `path` and `metadata` are those of the first part, and `tensors` are those of all."""
 
     path: Path
     metadata: dict[str, Any]
@@ -57,9 +67,9 @@ class GgufFile:
     def read_rows(self, name: str, start: int, stop: int) -> bytes:
         """Raw blocks of rows [start, stop)."""
         tensor = self.tensors[name]
-        with self.door.open(self.path, buffering=0) as file:
+        with self.door.open(tensor.path, buffering=0) as file:
             offset = tensor.offset + start * tensor.row_bytes
-            return read_at(file, offset, (stop - start) * tensor.row_bytes, self.path)
+            return read_at(file, offset, (stop - start) * tensor.row_bytes, tensor.path)
 
 
 class MetadataKeys:
@@ -89,14 +99,24 @@ def import_gguf() -> Any:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Parse and check a little-endian GGUF file of version 2 or 3. Raises CheckpointError for any other file."""
+    """Parse and check a little-endian GGUF file of version 2 or 3, and the other parts of a split one. Raises
+    CheckpointError for any other file."""
     import_gguf()
     door = Door(fix=_AGAIN, seen={})
+    file = _open_one(path, door)
+    count = _split_key(file, "split.count")
+    return file if count < 2 else _join(path, count, door)
+
+
+def _open_one(path: Path, door: Door) -> GgufFile:
     with door.open(path, buffering=1 << 20) as file:
         size = size_of(file)
         reader = _Reader(file, path, min(size, _MAX_HEADER))
-        if size < len(_MAGIC) or reader.take(4, "the file's start") != _MAGIC:
-            raise CheckpointError(f"{path} is not a GGUF file.", fix="Git LFS pointers are fetched by `git lfs pull`.")
+        start = reader.take(4, "the file's start") if size >= len(_MAGIC) else b""
+        if start != _MAGIC:
+            raise CheckpointError(
+                f"{path} is not a GGUF file.", fix=_other_kind(path, start + file.read(_MAX_MANIFEST))
+            )
         version = reader.scalar("I", "the version")
         if version not in _VERSIONS:
             raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
@@ -115,13 +135,69 @@ def open_gguf(path: Path) -> GgufFile:
                 f"{path}: {ALIGNMENT} is {shown(align)}; it must be a power of two up to {_MAX_ALIGNMENT}.", fix=_AGAIN
             )
         data = div_ceil(file.tell(), align) * align
-    split = metadata.get("split.count", 0)
-    if split not in (0, 1) or isinstance(split, bool):
-        raise CheckpointError(
-            f"{path} is one part of a split GGUF: split.count is {shown(split)}.",
-            fix="Merge it with `llama-gguf-split --merge`.",
-        )
     return GgufFile(path, metadata, _tensors(path, table, data, align, size), door)
+
+
+def _other_kind(path: Path, start: bytes) -> str:
+    """What to do about a file that begins with `start` and is no GGUF: a manifest of Ollama names the one that is."""
+    try:
+        layers = json.loads(start)["layers"]
+        digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_MODEL)
+        blobs = next(up / "blobs" for up in path.absolute().parents if (up / "blobs").is_dir())
+    except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        return "Git LFS pointers are fetched by `git lfs pull`."
+    return f"It is a manifest of Ollama; its weights are {quoted(blobs / str(digest).replace(':', '-'))}."
+
+
+def choose_gguf(directory: Path) -> Path | None:
+    """The GGUF file that is the model in a directory, of a split model its first part; None without any.
+
+    Vision towers (mmproj) and imatrix files are left aside, by their names, where others are there. Raises
+    CheckpointError when several models are.
+    """
+    files = sorted(directory.glob("*.gguf"))
+    models = [file for file in files if not _SIDE_FILE.search(file.name.lower())] or files
+    parts = {match[1] for file in models if (match := _PART.fullmatch(file.name))}
+    if len(models) > 1 and (len(parts) != 1 or not all(_PART.fullmatch(file.name) for file in models)):
+        raise CheckpointError(f"{directory} holds {len(models)} GGUF files.", fix="Give the path of one of them.")
+    return models[0] if models else None
+
+
+def _split_key(file: GgufFile, key: str) -> int:
+    value = file.metadata.get(key, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"{file.path}: {key} is {shown(value)}; it must be a whole number.", fix=_AGAIN)
+    return value
+
+
+def _join(path: Path, count: int, door: Door) -> GgufFile:
+    """The model whose `count` parts lie beside its part `path`."""
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise CheckpointError(
+            f"{path} is one part of a split GGUF: split.count is {count}.",
+            fix="Call the parts NAME-00001-of-0000N.gguf, or merge them with `llama-gguf-split --merge`.",
+        )
+    paths = [path.with_name(f"{match[1]}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+    lacking = [part.name for part in paths if not present(part)]
+    if lacking:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, of which {len(lacking)} are missing: {named(lacking[0])}.",
+            fix="Download all parts.",
+        )
+    parts = [_open_one(part, door) for part in paths]
+    tensors: dict[str, GgufTensor] = {}
+    for index, part in enumerate(parts):
+        if (_split_key(part, "split.count"), _split_key(part, "split.no")) != (count, index):
+            raise CheckpointError(f"{part.path} is not part {index + 1} of {count}, as its name says.", fix=_AGAIN)
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise CheckpointError(f"{part.path} holds the tensor {named(min(twice))} once more.", fix=_AGAIN)
+        tensors |= part.tensors
+    said = _split_key(parts[0], "split.tensors.count")
+    if said not in (0, len(tensors)):
+        raise CheckpointError(f"{path}: its parts hold {len(tensors)} tensors, not {said} as split.tensors.count says.")
+    return replace(parts[0], tensors=tensors)
 
 
 def _tensors(
@@ -139,7 +215,8 @@ def _tensors(
             kind = gguf.GGMLQuantizationType(type_id)
         except ValueError as error:
             raise CheckpointError(
-                f"{path}: {name} has unknown type {type_id}.", fix="Update the gguf package."
+                f"{path}: {name} has type {type_id}, which the gguf package does not know.",
+                fix="Update the gguf package, or convert the model anew.",
             ) from error
         block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if dims[0] % block_items:
@@ -158,7 +235,7 @@ def _tensors(
                 f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
             )
         row_bytes = block_bytes if len(dims) == 1 else dims[0] // block_items * block_bytes
-        tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes)
+        tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, row_bytes, path)
     return tensors
 
 

@@ -1,17 +1,19 @@
 """Gemma's tokenizer from GGUF metadata, as the files Hugging Face's tokenizers read.
 
-GGUF stores SentencePiece pieces without merges; they follow from the vocabulary: each piece can come from any two
-pieces it splits into, and pieces merge in the order of their ids. Gemma's normalizer, splitter and decoder are those
-of its published tokenizer.json. It knows nothing of weights. Invariants: a vocabulary has one piece per row of the
-embedding and ids inside of it; the ids equal those of transformers' AutoTokenizer for the same file (checked in tests).
+GGUF of model "llama" stores SentencePiece pieces without merges; they follow from the vocabulary: each piece can come
+from any two pieces it splits into, and pieces merge in the order of their ids. Model "gpt2" is what llama.cpp's
+converter writes where tokenizer.model is not there: the same pieces, and the merges of tokenizer.json. Gemma's
+normalizer, splitter and decoder are those of its published tokenizer.json. It knows nothing of weights. Invariants: a
+vocabulary has one piece per row of the embedding and ids inside of it; the ids equal those of transformers'
+AutoTokenizer for the same file (checked in tests), but for special tokens that the file types as text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,25 +32,37 @@ _UNK = 3  # SentencePiece's unknown token where the file does not name it
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _END_OF_TURN = "<end_of_turn>"
+_MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]", re.DOTALL)  # how special tokens are spelt
+_SPECIAL = re.compile(  # those of Gemma that stand for no text
+    r"<(pad|eos|bos|unk|mask|2mass|(start|end)_of_(turn|image)|image_soft_token|unused\d+)>|\[@BOS@\]|<\|.+\|>"
+)
+_MODELS = ("llama", "gpt2", "gemma4")  # the last are BPE with merges
 _ONLY = {  # what llama.cpp can be asked for with other tokenizers, at the one value that Gemma's have
     "add_space_prefix": False,
     "add_eos_token": False,
     "add_sep_token": False,
     "remove_extra_whitespaces": False,
-    "pre": "default",
     "add_padding_token": False,
     "add_unknown_token": False,
-    "merges": [],  # of byte-level BPE; those of SentencePiece follow from the pieces
 }
-_USED = {"model", "tokens", "token_type", "scores", "add_bos_token", "eos_token_ids"}  # and all that end in _token_id
+_PRE = ("default", "gemma4")  # the second is how llama.cpp splits text whose spaces are visible
+_USED = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "eos_token_ids"}
+_ENDS = ("eos", "eot", "eom")
+_IDS = {"bos", *_ENDS, "unknown", "padding"}  # keys NAME_token_id that are used; in other places of a model the rest
+_IDLE_IDS = {
+    "seperator", "separator", "cls", "mask", "prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad",
+    "fim_rep", "fim_sep", "image", "boi", "eoi",
+}  # fmt: skip
+_IDLE = {"tokenizer.chat_templates", "tokenizer.huggingface.json", "tokenizer.rwkv.world"}  # no loader reads them
 _BOS = re.compile(r"[^\s$:]+")  # what a template of `tokenizers` can name
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a GGUF says of its tokenizer. `pieces[i]` is token i as the file spells it, `kinds[i]` SentencePiece's type
-    of it; `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `place` is the file,
-    for errors."""
+    of it; `bos` and the like are ids or None; `ends` are all ids that end a generation, ascending. `merges` are the
+    file's own, None where they follow from the pieces; `templates` are the chat templates beside `chat_template` by
+    name. `place` is the file, for errors; `notes` are sentences that the user should know."""
 
     place: str
     pieces: list[str]
@@ -60,6 +74,9 @@ class Vocabulary:
     ends: list[int]
     adds_bos: bool
     chat_template: str | None
+    templates: dict[str, str] = field(default_factory=dict)
+    merges: list[tuple[str, str]] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocabulary:
@@ -69,30 +86,45 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
     CheckpointError, naming the key, for another kind of tokenizer and for anything that does not fit together.
     """
     keys = _TokenizerKeys(metadata, place, _PREFIX)
-    model = metadata.get(f"{_PREFIX}model")
-    if model != "llama":
-        raise CheckpointError(f"{place}: its tokenizer is {shown(model)}, not SentencePiece.")
+    model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre")
+    if model not in _MODELS:
+        raise CheckpointError(
+            f"{place}: its tokenizer is {shown(model)}; Gemma's is 'llama' (SentencePiece) or 'gpt2'."
+        )
+    if pre is not None and pre not in _PRE:
+        raise keys.wrong("pre", pre, "one of " + ", ".join(map(repr, _PRE)) + " for Gemma")
     pieces = keys.pieces(size)
-    kinds = keys.get("token_type", list, "a list of types") or [0] * size
-    if len(kinds) != size or any(
-        not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= _MAX_TYPE for k in kinds
-    ):
-        raise keys.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
+    if model != "llama" and not {SPACE, "<0x00>", "<0xFF>"} <= set(pieces):
+        raise CheckpointError(
+            f"{place}: its tokenizer is {model!r} of bytes spelt as letters, as Llama 3's is, not Gemma's."
+        )
+    kinds = keys.kinds(pieces)
+    marked = _mark_specials(pieces, kinds, keys.named_ids(size))
     keys.check_pieces(pieces, kinds)
     keys.check_scores(pieces, kinds)
     keys.refuse_others()
-    template = metadata.get(_TEMPLATE)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{place}: {_TEMPLATE} is {shown(template)}; it must be text.")
+    template, templates = _templates(metadata, place)
     bos = keys.token("bos_token_id", size)
     if bos is not None and not _BOS.fullmatch(pieces[bos]):
         raise keys.wrong("bos_token_id", pieces[bos], "a word such as <bos>")
     eos, unk = keys.token("eos_token_id", size), keys.token("unknown_token_id", size)
-    ends = {eos, keys.token("eot_token_id", size), *keys.tokens("eos_token_ids", size)}
+    ends = {*(keys.token(f"{end}_token_id", size) for end in _ENDS), *keys.tokens("eos_token_ids", size)}
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
     if unk is None and size <= _UNK:
         raise keys.missing("unknown_token_id")
+    merges, notes = keys.merges(pieces, needed=model != "llama"), list[str]()
+    if merges is not None:
+        made, vocab = {"".join(pair) for pair in merges}, set(pieces)
+        texts = (p for p, k in zip(pieces, kinds, strict=True) if k == _NORMAL)
+        lost = [p for p in texts if p not in made and _splits(p, vocab)]
+        if lost:
+            notes.append(
+                f"{len(lost)} pieces, as {shown(lost[0])}, come from no merge of the file: text becomes others."
+            )
+    if marked:
+        names = ", ".join(map(named, marked[:4])) + (f" and {len(marked) - 4} more" if len(marked) > 4 else "")
+        notes.append(f"the file types {names} as text; each is read as one special token.")
     return Vocabulary(
         place=place,
         pieces=pieces,
@@ -104,7 +136,44 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> Vocab
         ends=sorted(end for end in ends if end is not None),
         adds_bos=keys.flag("add_bos_token", True),
         chat_template=template,
+        templates=templates,
+        merges=merges,
+        notes=notes,
     )
+
+
+def _templates(metadata: Mapping[str, Any], place: str) -> tuple[str | None, dict[str, str]]:
+    """The chat template, and the others by name."""
+    found: dict[str, str] = {}
+    for key, value in metadata.items():
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            if not isinstance(value, str):
+                raise CheckpointError(f"{place}: {named(key)} is {shown(value)}; it must be text.")
+            found[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = value
+    return found.pop("default", None), found
+
+
+def _mark_specials(pieces: list[str], kinds: list[int], ids: set[int]) -> list[str]:
+    """Type special tokens as such where a converter forgot, in `kinds`, and return them.
+
+    Those are Gemma's own, the `ids` that keys name, and pieces spelt as marks that no two pieces merge to: text could
+    never become those. No piece of Gemma's vocabulary that is typed as text is one.
+    """
+    vocab, marked = set(pieces), []
+    for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+        if kind in (_CONTROL, _USER_DEFINED, _BYTE) or not _MARK.fullmatch(piece) or _BYTES.fullmatch(piece):
+            continue
+        special = index in ids or _SPECIAL.fullmatch(piece) is not None
+        if special or (kind <= _NORMAL and not _splits(piece, vocab)):
+            kinds[index] = _CONTROL if special else _USER_DEFINED
+            if kind == _NORMAL:
+                marked.append(piece)
+    return marked
+
+
+def _splits(piece: str, vocab: Container[str]) -> bool:
+    """Whether a piece is two others put together."""
+    return any(piece[:cut] in vocab and piece[cut:] in vocab for cut in range(1, len(piece)))
 
 
 class _TokenizerKeys(MetadataKeys):
@@ -157,6 +226,41 @@ class _TokenizerKeys(MetadataKeys):
                 raise self.wrong(f"tokens[{index}]", piece, f"another one than token {places[piece]}")
         return found
 
+    def kinds(self, pieces: list[str]) -> list[int]:
+        """SentencePiece's type of each piece, a list of its own; 0 where the file has none. What is spelt as a byte and
+        typed as text is a byte: BPE has no type for those."""
+        size = len(pieces)
+        kinds = self.get("token_type", list, "a list of types") or [0] * size
+        if len(kinds) != size or any(
+            not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= _MAX_TYPE for k in kinds
+        ):
+            raise self.wrong("token_type", kinds, f"{size} types from 0 to {_MAX_TYPE}, one per token")
+        return [_BYTE if k == _NORMAL and _BYTES.fullmatch(p) else k for p, k in zip(pieces, kinds, strict=True)]
+
+    def named_ids(self, size: int) -> set[int]:
+        """The ids of special tokens that keys name."""
+        return {*(i for name in _IDS if (i := self.token(f"{name}_token_id", size)) is not None),
+                *self.tokens("eos_token_ids", size)}  # fmt: skip
+
+    def merges(self, pieces: list[str], *, needed: bool) -> list[tuple[str, str]] | None:
+        """The file's merges. Those beside SentencePiece's scores are not used, but must come to the same pieces."""
+        merges = self.get("merges", list, "a list of merges")
+        if needed and not merges:
+            raise self.missing("merges")
+        if not merges:
+            return None
+        pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
+        odd = next((index for index, pair in enumerate(pairs) if len(pair) != 2), None)
+        if odd is not None:
+            raise self.wrong(f"merges[{odd}]", merges[odd], "two pieces with a space between them")
+        if needed:
+            return pairs  # type: ignore[return-value]
+        vocab = {piece: index for index, piece in enumerate(pieces)}
+        order = [vocab.get("".join(pair), -1) for pair in pairs]
+        if -1 in order or order != sorted(order):
+            raise self.wrong("merges", merges, "in the order of the pieces that they make, as SentencePiece's are")
+        return None
+
     def check_pieces(self, pieces: list[str], kinds: list[int]) -> None:
         """Bytes are spelt <0x00> to <0xFF>, and nothing else is a byte: the spelling is what text meets."""
         for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
@@ -175,8 +279,7 @@ class _TokenizerKeys(MetadataKeys):
         vocab = set(pieces)
 
         def merged(index: int) -> bool:
-            piece = pieces[index]
-            return any(piece[:cut] in vocab and piece[cut:] in vocab for cut in range(1, len(piece)))
+            return _splits(pieces[index], vocab)
 
         normal = [index for index, kind in enumerate(kinds) if kind == _NORMAL]
         if any(not scores[after] < scores[index] for index, after in pairwise(normal)):
@@ -187,7 +290,10 @@ class _TokenizerKeys(MetadataKeys):
     def refuse_others(self) -> None:
         for name, value in self._metadata.items():
             key = name.removeprefix(_PREFIX)
-            if not name.startswith(_PREFIX) or key in _USED or key.endswith("_token_id"):
+            idle = name in _IDLE or name == _TEMPLATE or name.startswith(f"{_TEMPLATE}.")
+            if not name.startswith("tokenizer.") or idle or key in _USED:
+                continue
+            if key.endswith("_token_id") and key.removesuffix("_token_id") in _IDS | _IDLE_IDS:
                 continue
             if key not in _ONLY:
                 raise CheckpointError(f"{self._place}: WiCore does not know what {named(name)} asks for.")
@@ -218,6 +324,9 @@ def write_tokenizer(vocabulary: Vocabulary, generation_config: Mapping[str, Any]
             config[role] = vocabulary.pieces[index]
     if vocabulary.chat_template is not None:
         config["chat_template"] = vocabulary.chat_template
+    if vocabulary.templates:
+        all_of_them = {"default": vocabulary.chat_template} | vocabulary.templates
+        config["chat_template"] = [{"name": n, "template": t} for n, t in all_of_them.items() if t is not None]
     for path, data in zip(paths[1:], (config, dict(generation_config)), strict=True):
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
@@ -230,7 +339,8 @@ def _build(vocabulary: Vocabulary) -> Any:
     tokens = [_respelled(t) for t in raw]
     vocab = {token: index for index, token in enumerate(tokens)}
     unk = tokens[_UNK if vocabulary.unk is None else vocabulary.unk]
-    bpe = models.BPE(vocab=vocab, merges=_merges(tokens, vocab), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    merges = _merges(tokens, vocab) if vocabulary.merges is None else vocabulary.merges
+    bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")

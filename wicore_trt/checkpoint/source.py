@@ -106,6 +106,7 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
     EnvironmentUnfitError when a GGUF file is given and the extra `gguf` is not installed.
     """
     from wicore_trt.checkpoint.gguf import GgufSource
+    from wicore_trt.checkpoint.gguf_file import choose_gguf
 
     path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
     if present(path) and not os.path.isdir(path):
@@ -113,13 +114,11 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
             raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
         return GgufSource(path)
     if os.path.isdir(path):
-        ggufs = sorted(path.glob("*.gguf"))
-        if present(path / "config.json") or not ggufs:
+        gguf = None if present(path / "config.json") else choose_gguf(path)
+        if gguf is None:
             return HfSource(path, name=str(ref))
-        if len(ggufs) > 1:
-            raise CheckpointError(f"{path} holds {len(ggufs)} GGUF files.", fix="Give the path of one of them.")
-        Door(path, fix="Give the path of the GGUF file itself.").check(ggufs[0])
-        return GgufSource(ggufs[0])
+        Door(path, fix="Give the path of the GGUF file itself.").check(gguf)
+        return GgufSource(gguf)
     if not isinstance(ref, str) or not hub.is_hub_id(ref):
         raise CheckpointError(
             f"{ref} does not exist.",
