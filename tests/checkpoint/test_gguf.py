@@ -207,7 +207,7 @@ def test_norms_are_the_files_bit_for_bit(tmp_path: Path) -> None:
 def test_a_directory_with_one_gguf_is_a_source(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf")
     assert open_source(tmp_path).spec.num_layers == LAYERS
-    for side in ("mmproj-F16.gguf", "imatrix.gguf"):
+    for side in ("mmproj-F16.gguf", "imatrix.gguf", "config.json"):  # hubs keep them beside
         (tmp_path / side).write_bytes(b"GGUF")
     assert open_source(tmp_path).spec.num_layers == LAYERS
     write_gguf(tmp_path / "b.gguf")

@@ -114,7 +114,8 @@ def open_source(ref: str | Path, *, revision: str | None = None, lora: Path | No
             raise CheckpointError(f"{path} is one file of a model.", fix=f"Give its directory: {quoted(path.parent)}")
         return GgufSource(path)
     if os.path.isdir(path):
-        gguf = None if present(path / "config.json") else choose_gguf(path)
+        safetensors = present(path / "config.json") and any(path.glob("*.safetensors"))
+        gguf = None if safetensors else choose_gguf(path)
         if gguf is None:
             return HfSource(path, name=str(ref))
         Door(path, fix="Give the path of the GGUF file itself.").check(gguf)
