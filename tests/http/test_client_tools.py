@@ -1,4 +1,4 @@
-"""Tools that are no functions: those that clients run are called as such, those that others run are left out and told."""
+"""Tools that are no functions: those that clients run are called so, those that others run are left out and told."""
 
 from __future__ import annotations
 
@@ -224,6 +224,7 @@ async def test_a_tool_that_is_left_out_cannot_be_forced(running, path, fields, s
         {"type": "functon", "function": {"name": "paint"}},
         {"type": "costum", "name": "patch", "format": GRAMMAR},
         {"type": 5, "name": "x"},
+        {"type": ["function"], "name": "x"},
         {"type": "web search"},
         {"type": "namespace", "name": "house"},
         {"type": "namespace", "name": "house", "tools": [HOSTED[0]]},

@@ -120,7 +120,7 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
             function = {"name": name, "description": _free(where, tool), "parameters": _object("input", input=_TEXT)}
         elif kind == "function":
             form = Form(name=str(name), namespace=namespace)
-        elif kind in LOCAL:
+        elif isinstance(kind, str) and kind in LOCAL:
             form, description, parameters = LOCAL[kind]
             function = {"name": kind, "description": description, "parameters": parameters}
         else:
